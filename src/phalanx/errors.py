@@ -1,0 +1,56 @@
+"""Every exception of phalanx.
+
+    PhalanxError
+    ├── UsageError          what the user typed cannot be done: exit code 2, no traceback
+    │   ├── OptionError     an option, or its value
+    │   ├── ScriptError     the script or module to run
+    │   ├── DeviceError     devices or slots that are not there
+    │   └── PortError       an address or port that cannot be had
+    └── LaunchError         what was asked is sound, but this machine could not start it: exit code 1
+
+A message has the same three parts everywhere: what was seen, details a line each, and what to type.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(Exception):
+    """What was seen (`what`), what is known about it (`details`), what to type (`fix`)."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, details: tuple[str, ...] | list[str] = (), fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.details = tuple(details)
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what, *(f"  {line}" for line in self.details)]
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class UsageError(PhalanxError):
+    exit_code = 2
+
+
+class OptionError(UsageError):
+    pass
+
+
+class ScriptError(UsageError):
+    pass
+
+
+class DeviceError(UsageError):
+    pass
+
+
+class PortError(UsageError):
+    pass
+
+
+class LaunchError(PhalanxError):
+    pass
