@@ -1,0 +1,1 @@
+"""What supervisor and worker agree on: environment names, events."""

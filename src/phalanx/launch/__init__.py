@@ -1,0 +1,1 @@
+"""The supervisor of one node: zygote, processes, output, signals, the end."""

@@ -1,0 +1,79 @@
+"""The front door: finds the verb, imports that verb alone, and turns errors into words."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from phalanx.errors import PhalanxError, UsageError
+
+# verb -> what it does; the module of the same name has `main(argv) -> exit code`.
+VERBS = {
+    "run": "start a script on every device of this machine, or on as many ranks as asked",
+    "explain": "show what `run` would do: ranks, devices, cores, environment",
+    "ps": "list runs",
+    "stop": "end a run",
+    "warm": "keep torch imported for the next run",
+    "bench": "measure phalanx beside its peers",
+    "demo": "see it work, in a few seconds",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(args)
+    except PhalanxError as error:
+        sys.stderr.write(f"phalanx: {error}\n")
+        return error.exit_code
+    except BrokenPipeError:
+        # Whoever read us has gone (`| head`): the interpreter must not complain about it when it flushes.
+        sys.stdout = None  # type: ignore[assignment]
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version", "version"):
+        from phalanx.version import __version__
+
+        sys.stdout.write(f"phalanx {__version__}\n")
+        return 0
+    verb, rest = args[0], args[1:]
+    if verb not in VERBS:
+        raise _unknown(verb, rest)
+    module = importlib.import_module(f"phalanx.cli.{verb}")
+    code: int = module.main(rest)
+    return code
+
+
+def _unknown(verb: str, rest: list[str]) -> UsageError:
+    import difflib
+    import os
+    import shlex
+
+    if verb.startswith("-") or verb.endswith(".py") or os.path.exists(verb):
+        return UsageError(f"{verb} is not a verb", fix=shlex.join(["phalanx", "run", verb, *rest]))
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    return UsageError(
+        f"{verb} is not a verb of phalanx",
+        details=[f"verbs: {', '.join(VERBS)}"],
+        fix=f"phalanx {near[0]} …" if near else "phalanx --help",
+    )
+
+
+def _help() -> str:
+    width = max(map(len, VERBS)) + 2
+    verbs = "".join(f"  {verb:<{width}}{what}\n" for verb, what in VERBS.items())
+    return (
+        "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"
+        "  phalanx run train.py --lr 0.1     every GPU of this machine, or one CPU rank\n"
+        "  phalanx run -g 4 train.py         4 ranks\n\n"
+        f"{verbs}\n"
+        "`phalanx VERB --help` tells more. Any script that runs under torchrun runs under `phalanx run`.\n"
+    )

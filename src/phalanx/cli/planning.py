@@ -1,0 +1,149 @@
+"""From what was typed to what will run: options, devices and environment become a Plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from string import Template
+
+from phalanx.cli.options import RunOptions
+from phalanx.cluster import affinity, nvidia, slots
+from phalanx.cluster.cluster import Cluster, Node, Slot
+from phalanx.cluster.placement import Placement, place
+from phalanx.cluster.sources.surroundings import cores
+from phalanx.contract.variables import THREADS
+from phalanx.errors import DeviceError, OptionError
+from phalanx.launch.command import Command
+from phalanx.launch.filters import Std, duplicated, shown
+from phalanx.launch.plan import Ending, Plan, Showing, Start
+from phalanx.launch.runfolder import make_run_id
+
+
+def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
+    """Everything that is decided before the first process starts. Raises where it cannot be done."""
+    if options.max_nodes > 1:
+        raise OptionError(
+            f"{options.max_nodes} nodes were asked for, and this version of phalanx starts one",
+            fix="phalanx run -n 1 …",
+        )
+    command = Command(
+        options.kind, options.script, options.args, options.python or sys.executable, options.local_rank_option
+    )
+    command.check()
+    here = _slots(options, environ)
+    cluster = Cluster((Node(0, os.uname().nodename, here),))
+    placement = place(cluster)
+    inherited = _inherited(options, environ, here)
+    notes = list(options.notes)
+    slices = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
+    if slices and not options.virtual_local_rank:
+        notes.append("a process can use one MIG slice only, so each worker sees its own, as device 0 (LOCAL_RANK is 0)")
+    run_id = options.run_id or make_run_id(options.script)
+    return Plan(
+        run_id=run_id,
+        command=command,
+        placement=placement,
+        node=0,
+        nodes=1,
+        environ=inherited,
+        threads_set=THREADS in inherited and THREADS not in environ and THREADS not in options.env,
+        devices_isolated=options.isolate or slices,
+        virtual_local_rank=options.virtual_local_rank or slices,
+        role=options.role,
+        master_addr=options.master_addr or "127.0.0.1",
+        master_port=options.master_port or 0,
+        max_restarts=options.max_restarts,
+        stdin_rank=options.stdin,
+        log_dir=options.log_dir,
+        showing=_showing(options, placement),
+        ending=_ending(options),
+        start=Start(
+            fresh=options.fresh or options.kind == "program",
+            preload=options.preload,
+            warm=options.warm,
+            keep_warm=options.keep_warm or 0.0,
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
+    inventory = nvidia.survey({**environ, **options.env})
+    asked, cpu = options.workers, options.cpu
+    match asked:
+        case "cpu":
+            asked, cpu = cores(), True
+        case "auto":
+            asked = None if inventory.visible else cores()
+        case "gpu" if not inventory.visible:
+            raise DeviceError(
+                "--nproc-per-node gpu: there is no GPU that a process here could use",
+                details=[inventory.trouble] if inventory.trouble else [],
+                fix="phalanx run -g 2 … for two CPU ranks",
+            )
+        case "gpu":
+            asked = None
+        case "xpu":
+            raise DeviceError(
+                "--nproc-per-node xpu: only NVIDIA devices are counted", fix="phalanx run -g N …, with the number of devices"
+            )
+    devices = None if options.devices is None else ",".join(options.devices)
+    chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu)
+    if options.numa_binding is None:
+        return chosen
+    return affinity.bind(chosen, options.numa_binding, affinity.read())
+
+
+def _inherited(options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...]) -> dict[str, str]:
+    inherited = {**environ, **options.env}
+    if len(here) > 1:
+        # As torchrun: workers that each use every core get in each other's way.
+        inherited.setdefault(THREADS, "1")
+    if options.devices is not None:
+        inherited["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device.handle for slot in here if slot.device is not None)
+    return inherited
+
+
+def _ending(options: RunOptions) -> Ending:
+    ending = Ending(options.signals)
+    if options.shutdown_timeout is None:
+        return ending
+    return replace(ending, grace=options.shutdown_timeout, failure_grace=options.shutdown_timeout)
+
+
+def _showing(options: RunOptions, placement: Placement) -> Showing:
+    locals_ = {seat.local_rank for seat in placement.seats}
+    redirects = {local: Std(options.redirects.of(local)) for local in locals_}
+    tee = {local: Std(options.tee.of(local)) for local in locals_}
+    template = options.log_line_prefix_template
+    return Showing(
+        shown={
+            seat.rank: shown(
+                seat.local_rank,
+                seat.rank,
+                redirects=redirects,
+                tee=tee,
+                local_ranks=options.local_ranks,
+                ranks=options.ranks,
+            )
+            for seat in placement.seats
+        },
+        prefixes={}
+        if template is None
+        else {
+            seat.rank: Template(template).safe_substitute(
+                role_name=options.role, rank=seat.rank, local_rank=seat.local_rank
+            )
+            for seat in placement.seats
+        },
+        stdout_needles=options.duplicate_stdout_filters,
+        stderr_needles=options.duplicate_stderr_filters,
+        duplicated={
+            seat.rank: duplicated(seat.local_rank, tee=tee, local_ranks=options.local_ranks) for seat in placement.seats
+        },
+        colour={"auto": None, "always": True, "never": False}[options.color],
+        quiet=options.quiet,
+        events=options.event_log_handler == "console",
+    )

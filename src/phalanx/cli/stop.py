@@ -1,0 +1,72 @@
+"""`phalanx stop RUN`: end a run, and wait until nothing of it is left."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import sys
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import runfolder
+from phalanx.launch.runfolder import RunRecord
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="phalanx stop", description="End a run: SIGTERM with grace, or at once.")
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it")
+    parser.add_argument("--now", action="store_true", help="do not let workers finish what they are doing")
+    parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (60)")
+    options = parser.parse_args(argv)
+    run = _find(options.run)
+    with _handle(run) as process:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        if options.now:
+            # The first says "stop", a SIGINT after it says "at once": the supervisor still tidies up.
+            signal.pidfd_send_signal(process, signal.SIGINT)
+        ready, _, _ = select.select([process], [], [], options.timeout)
+    if not ready:
+        raise LaunchError(
+            f"{run.id} has not ended after {options.timeout:.0f} s", fix=f"phalanx stop --now {run.id}"
+        )
+    sys.stdout.write(f"{run.id} ended\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _handle(run: RunRecord):  # type: ignore[no-untyped-def]
+    """A descriptor of the very process: a pid could be somebody else's by the time the signal is sent."""
+    try:
+        process = os.pidfd_open(run.pid)
+    except ProcessLookupError:
+        raise UsageError(f"{run.id} has ended already", fix="phalanx ps") from None
+    try:
+        if not run.alive:
+            raise UsageError(f"{run.id} has ended already", fix="phalanx ps")
+        yield process
+    finally:
+        os.close(process)
+
+
+def _find(name: str | None) -> RunRecord:
+    living = [run for run in runfolder.all_runs(runfolder.home(environment())) if run.alive]
+    names = [run.id for run in living]
+    if name is None:
+        if len(living) == 1:
+            return living[0]
+        raise UsageError(
+            "which run?" if living else "nothing is running",
+            details=names,
+            fix=f"phalanx stop {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
+        )
+    found = [run for run in living if run.id == name] or [run for run in living if run.id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(
+        f"{name} is the beginning of {len(found)} runs" if found else f"no run called {name} is running",
+        details=[run.id for run in found] or [f"running: {', '.join(names) or 'nothing'}"],
+        fix="phalanx ps",
+    )

@@ -1,0 +1,106 @@
+"""What happens in a run, as typed events: one stream feeds the log file and everything that watches."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    time: float
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
+    run: str
+    command: tuple[str, ...]
+    world_size: int
+    pid: int
+
+
+class ZygoteReady(Event, frozen=True, kw_only=True, tag="zygote-ready"):
+    pid: int
+    way: str  # cold, warm or fresh
+    seconds: float
+    imports: dict[str, float] = {}
+
+
+class ZygoteRefused(Event, frozen=True, kw_only=True, tag="zygote-refused"):
+    """It is not safe to fork after these imports: fresh interpreters are started instead."""
+
+    reason: str
+
+
+class AttemptStarted(Event, frozen=True, kw_only=True, tag="attempt-started"):
+    attempt: int
+
+
+class WorkerBorn(Event, frozen=True, kw_only=True, tag="worker-born"):
+    rank: int
+    pid: int
+    device: str = ""
+    attempt: int = 0
+
+
+class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
+    rank: int
+    pid: int
+    code: int = 0  # the exit code, or minus the signal
+    peak_memory: int = 0
+    attempt: int = 0
+
+
+class Stopping(Event, frozen=True, kw_only=True, tag="stopping"):
+    """Workers are being ended: by a failure, or by a signal to the supervisor."""
+
+    reason: str
+    signal: str
+
+
+class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
+    """The first cause: the worker that made the run fail."""
+
+    rank: int
+    summary: str
+    code: int
+    attempt: int = 0
+
+
+class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
+    code: int
+
+
+class Note(Event, frozen=True, kw_only=True, tag="note"):
+    text: str
+
+
+class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
+    code: int
+    seconds: float
+
+
+AnyEvent = Union[
+    RunStarted,
+    ZygoteReady,
+    ZygoteRefused,
+    AttemptStarted,
+    WorkerBorn,
+    WorkerExited,
+    Stopping,
+    WorkerFailed,
+    StoreLost,
+    Note,
+    RunEnded,
+]
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode(event: Event) -> bytes:
+    """One line of events.jsonl."""
+    return _encoder.encode(event) + b"\n"
+
+
+def decode(line: bytes) -> AnyEvent:
+    return _decoder.decode(line)

@@ -1,0 +1,60 @@
+"""The environment of a worker: torchrun's, name for name, so that any script finds what it looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Ours. Everything else that a worker reads is torchrun's.
+HOME = "PHALANX_HOME"  # where runs are remembered
+RUN = "PHALANX_RUN"  # the run's id
+RUN_FOLDER = "PHALANX_RUN_FOLDER"
+
+# Read by libraries while they are imported, so set before the zygote imports them.
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Everything about one worker that its environment tells."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+    role: str
+    run_id: str
+    run_folder: str
+    master_addr: str
+    master_port: int
+    attempt: int
+    max_restarts: int
+    error_file: str
+
+
+def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make a process this worker. `inherited` is what it has beside them."""
+    return {
+        "RANK": str(member.rank),
+        "LOCAL_RANK": str(member.local_rank),
+        "WORLD_SIZE": str(member.world_size),
+        "LOCAL_WORLD_SIZE": str(member.local_world_size),
+        "GROUP_RANK": str(member.node),
+        "GROUP_WORLD_SIZE": str(member.nodes),
+        "ROLE_RANK": str(member.rank),
+        "ROLE_NAME": member.role,
+        "ROLE_WORLD_SIZE": str(member.world_size),
+        "MASTER_ADDR": member.master_addr,
+        "MASTER_PORT": str(member.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(member.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(member.max_restarts),
+        "TORCHELASTIC_RUN_ID": member.run_id,
+        # The store is ours: every rank joins it as a client, and none fights for the port.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": member.error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        RUN: member.run_id,
+        RUN_FOLDER: member.run_folder,
+    }

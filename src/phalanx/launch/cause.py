@@ -1,0 +1,155 @@
+"""Which worker made the run fail, and why: pure functions from what is known of the dead to one block of text."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What a healthy rank says when another one has gone: a consequence, never the first cause.
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
+    r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)|Connection was likely closed"
+    r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
+    r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
+)
+
+_ADVICE = {
+    signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
+    signal.SIGABRT: "native code gave up; its last words are above",
+    signal.SIGBUS: "a mapped file shrank, or /dev/shm is full",
+    signal.SIGILL: "code for another processor",
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """One worker that ended badly, and everything known about it."""
+
+    rank: int
+    code: int  # exit code, or minus the signal
+    time: float  # when it was seen to end
+    stopped: bool = False  # we had told it to stop by then
+    device: str = ""
+    error: str = ""  # content of its error.json
+    stderr: Sequence[str] = ()
+    memory: str = ""  # what the kernel says about memory
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would say it."""
+        return 128 - self.code if self.code < 0 else self.code
+
+
+@dataclass(frozen=True)
+class Report:
+    exception: str = ""  # "ValueError: no such key"
+    when: float | None = None
+    frames: tuple[tuple[str, int, str, str], ...] = ()
+
+
+def read_error_file(text: str) -> Report:
+    """error.json as written by us or by torch's @record; nothing in it is trusted to have a shape."""
+    try:
+        record = json.loads(text)
+        message = record["message"]
+        if isinstance(message, str):  # written by @record for some errors
+            return Report(exception=message)
+        when = record.get("time") or float(message["extraInfo"]["timestamp"])
+        frames = tuple((str(f[0]), int(f[1]), str(f[2]), str(f[3])) for f in record.get("frames", ()))
+        if not frames:
+            frames = _frames(message["extraInfo"].get("py_callstack", ""))
+        return Report(str(message["message"]), float(when), frames)
+    except (ValueError, KeyError, TypeError, IndexError):
+        return Report()
+
+
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?: {4,}(?P<code>.+)\n)?', re.MULTILINE)
+
+
+def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
+    found = [(m["file"], int(m["line"]), m["name"], m["code"] or "") for m in _FRAME.finditer(trace + "\n")]
+    return tuple(found[-3:])
+
+
+def read_traceback(lines: Sequence[str]) -> Report:
+    """The last traceback in a worker's stderr, for workers that could not write an error file."""
+    text = "\n".join(lines)
+    start = text.rfind("Traceback (most recent call last):")
+    if start < 0:
+        return Report()
+    trace = text[start:]
+    for line in trace.splitlines()[1:]:
+        if line and not line.startswith((" ", "\t")):
+            return Report(exception=line, frames=_frames(trace))
+    return Report(frames=_frames(trace))
+
+
+def report_of(death: Death) -> Report:
+    found = read_error_file(death.error) if death.error else Report()
+    return found if found.exception else read_traceback(death.stderr)
+
+
+def first_cause(deaths: Sequence[Death]) -> Death | None:
+    """The earliest death that is nobody else's consequence.
+
+    A worker that we stopped, and that ended by the very signal, is no cause. An exception counts from when it was
+    raised, not from when its process was gone; losing a peer counts only if there is nothing better.
+    """
+    candidates = [death for death in deaths if not (death.stopped and _obeyed(death))]
+
+    def order(death: Death) -> tuple[bool, bool, float]:
+        report = report_of(death)
+        consequence = bool(_PEER_LOST.search(report.exception))
+        return (consequence, death.stopped, report.when or death.time)
+
+    return min(candidates, key=order, default=None)
+
+
+def _obeyed(death: Death) -> bool:
+    return death.code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def in_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"signal {-code}"
+    return f"{number.name} ({signal.strsignal(number)})"
+
+
+def summary(death: Death) -> str:
+    """One line: who and why."""
+    report = report_of(death)
+    where = f" ({death.device})" if death.device else ""
+    why = report.exception.splitlines()[0] if report.exception else in_words(death.code)
+    return f"rank {death.rank}{where} failed: {why[:300]}"
+
+
+def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> str:
+    """What the user reads at the end: the first cause, told once."""
+    report = report_of(death)
+    lines = [summary(death)]
+    if report.exception:
+        lines.append(f"  ended with {in_words(death.code)}")
+    for file, number, name, code in report.frames:
+        lines.append(f"  {file}:{number} in {name}")
+        if code:
+            lines.append(f"      {code.strip()}")
+    if death.memory:
+        lines.append(f"  {death.memory}")
+    elif death.code == -signal.SIGKILL:
+        lines.append("  killed from outside: no memory limit was hit, as far as the kernel tells")
+    elif -death.code in _ADVICE:
+        lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
+    if tail and not report.exception:
+        lines.append("  its last lines:")
+        lines.extend(f"    {line}" for line in tail)
+    if also:
+        lines.append(f"  {also} other rank{'s' if also > 1 else ''} failed after it")
+    lines.append(f"  all of its output: {folder}")
+    return "\n".join(lines)

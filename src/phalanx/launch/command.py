@@ -1,0 +1,99 @@
+"""What is run: a script, a module, a path or a program, and its command line for every rank."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from string import Template
+from typing import Literal
+
+from phalanx.errors import ScriptError
+
+_RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass(frozen=True)
+class Command:
+    kind: Literal["script", "module", "path", "program"]
+    target: str
+    args: tuple[str, ...]
+    python: str
+    local_rank_option: str = ""  # "--local-rank" or "--local_rank" for scripts that want the old launcher's way
+
+    def arguments(self, local_rank: int) -> list[str]:
+        """The script's arguments. `${local_rank}` in one is replaced, as torchrun does."""
+        first = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option else []
+        return first + [Template(arg).safe_substitute(local_rank=local_rank) for arg in self.args]
+
+    def line(self, local_rank: int) -> list[str]:
+        """The whole command of one rank, as a fresh process would be started."""
+        rest = self.arguments(local_rank)
+        match self.kind:
+            case "script":
+                return [self.python, "-u", self.target, *rest]
+            case "module":
+                return [self.python, "-u", "-m", self.target, *rest]
+            case "path":
+                return [self.python, "-u", "-c", _RUN_PATH, self.target, *rest]
+            case "program":
+                return [self.target, *rest]
+
+    @property
+    def path0(self) -> str | None:
+        """What Python will put first into sys.path."""
+        match self.kind:
+            case "script":
+                real = os.path.realpath(self.target)
+                return real if os.path.isdir(real) or zipfile.is_zipfile(real) else os.path.dirname(real)
+            case "module":
+                return os.getcwd()
+            case _:
+                return None
+
+    def check(self) -> None:
+        """Say what is wrong with the script before anything is started."""
+        if self.kind in ("script", "path"):
+            _check_script(self.target)
+        elif self.kind == "program":
+            _check_program(self.target)
+
+
+def _check_script(path: str) -> None:
+    if not os.path.exists(path):
+        folder = os.path.dirname(path) or "."
+        raise ScriptError(
+            f"no such script: {path}",
+            details=[f"looked in {os.path.abspath(folder)}", *_alike(path, folder)],
+            fix="phalanx run path/to/script.py, or phalanx run -m package.module for a module",
+        )
+    if os.path.isdir(path):
+        if not os.path.exists(os.path.join(path, "__main__.py")):
+            raise ScriptError(
+                f"{path} is a directory without a __main__.py",
+                fix=f"phalanx run {os.path.join(path, 'SCRIPT.py')}, or phalanx run -m PACKAGE",
+            )
+    elif not os.access(path, os.R_OK):
+        raise ScriptError(f"{path} cannot be read by this user", fix=f"chmod u+r {path}")
+
+
+def _check_program(name: str) -> None:
+    import shutil
+
+    if shutil.which(name) is None:
+        there = os.path.exists(name)
+        raise ScriptError(
+            f"{name} is not executable" if there else f"no such program: {name}",
+            fix=f"chmod u+x {name}" if there else "--no-python wants a program on PATH or its full path",
+        )
+
+
+def _alike(path: str, folder: str) -> list[str]:
+    import difflib
+
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".py")]
+    except OSError:
+        return [f"there is no folder {folder} either"]
+    near = difflib.get_close_matches(os.path.basename(path), names, n=3)
+    return [f"did you mean {', '.join(near)}?"] if near else []

@@ -1,0 +1,79 @@
+"""What a zygote should import for a script: guessed from its text, then learned from its last run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+
+from phalanx.launch.command import Command
+
+# Building an optimizer, wrapping or compiling a model each import this, slowly, in every rank.
+_TRAINING = re.compile(r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat")
+_DYNAMO = "torch._dynamo"
+
+# Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
+_SAFE = frozenset(
+    "torch torchvision torchdata numpy scipy pandas PIL yaml sympy mpmath networkx jinja2 markupsafe packaging fsspec "
+    "safetensors einops filelock typing_extensions".split()
+)
+_UNSAFE = ("torch._inductor", "torch.utils.tensorboard", "torch.testing", "torch.cuda.tunable", "torch._dynamo.test")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Where a script's lesson lies, and what is known so far."""
+
+    path: str
+    modules: tuple[str, ...]  # welcome, not required
+
+    def refuse(self) -> None:
+        """What was learned made the zygote unsafe to fork: do not learn it again."""
+        with contextlib.suppress(OSError), open(f"{self.path}.refused", "w"):
+            pass
+
+
+def recall(command: Command, base: str) -> Lesson:
+    """The lesson for this command, from its last run or else from its text."""
+    source = _source(command)
+    folder = os.path.join(base, "lessons")
+    key = hashlib.sha256(f"{command.python}\0{command.kind}\0{source or command.target}".encode()).hexdigest()[:24]
+    path = os.path.join(folder, f"{key}.json")
+    if os.path.exists(f"{path}.refused"):
+        return Lesson(path, ())
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        names = [name for name in json.load(file) if isinstance(name, str)]
+        return Lesson(path, tuple(name for name in names if _is_safe(name)))
+    return Lesson(path, guess(_read(source)))
+
+
+def guess(text: str) -> tuple[str, ...]:
+    """From a script's text alone: does it train?"""
+    return (_DYNAMO,) if _TRAINING.search(text) else ()
+
+
+def _is_safe(name: str) -> bool:
+    return name.partition(".")[0] in _SAFE and not name.startswith(_UNSAFE)
+
+
+def _source(command: Command) -> str:
+    if command.kind in ("script", "path"):
+        path = os.path.realpath(command.target)
+        return os.path.join(path, "__main__.py") if os.path.isdir(path) else path
+    if command.kind == "module":
+        stem = os.path.join(os.getcwd(), *command.target.split("."))
+        for candidate in (f"{stem}.py", os.path.join(stem, "__main__.py")):
+            if os.path.exists(candidate):
+                return candidate
+    return ""
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(1 << 20)
+    return ""

@@ -1,0 +1,76 @@
+"""Did the kernel kill for memory? Counters of the cgroup and of the machine, read before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryKills:
+    """How often the out-of-memory killer has struck, as far as can be seen from here."""
+
+    group: int
+    machine: int
+    limit: int | None = None  # bytes that the cgroup may use
+
+    def since(self, before: MemoryKills) -> str:
+        """In words, what happened since; empty if nothing did."""
+        if self.group > before.group:
+            limit = f" (limit {self.limit / 2**30:.1f} GiB)" if self.limit else ""
+            return f"the kernel killed a process of this cgroup for using too much memory{limit}"
+        if self.machine > before.machine:
+            return "the machine ran out of memory and the kernel killed a process to free some"
+        return ""
+
+
+def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
+    group, limit = 0, None
+    with contextlib.suppress(OSError):
+        with open(f"{proc}/self/cgroup") as file:
+            lines = file.read().splitlines()
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                kills, most = _version2(cgroups, path)
+            elif "memory" in controllers.split(","):
+                kills, most = _version1(cgroups, path)
+            else:
+                continue
+            group, limit = group + kills, limit or most
+    return MemoryKills(group, _field(f"{proc}/vmstat", "oom_kill"), limit)
+
+
+def _version2(root: str, path: str) -> tuple[int, int | None]:
+    """The limit that was hit may be an ancestor's: count them all the way up."""
+    for base in (root, os.path.join(root, "unified")):
+        folder = os.path.normpath(base + path)
+        if os.path.exists(os.path.join(folder, "memory.events")):
+            return _field(os.path.join(folder, "memory.events"), "oom_kill"), _number(os.path.join(folder, "memory.max"))
+    return 0, None
+
+
+def _version1(root: str, path: str) -> tuple[int, int | None]:
+    base = os.path.join(root, "memory")
+    for folder in (os.path.normpath(base + path), base):
+        control = os.path.join(folder, "memory.oom_control")
+        if os.path.exists(control):
+            return _field(control, "oom_kill"), _number(os.path.join(folder, "memory.limit_in_bytes"))
+    return 0, None
+
+
+def _field(path: str, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        for line in file:
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
+
+
+def _number(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        number = int(file.read())
+        return number if number < 1 << 60 else None  # version 1 writes a huge number for "no limit"
+    return None

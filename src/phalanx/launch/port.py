@@ -1,0 +1,63 @@
+"""The one port of a run: bound before anything starts, and held until the run ends, so that nobody takes it."""
+
+from __future__ import annotations
+
+import socket
+
+from phalanx.errors import PortError
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on this address alone; port 0 takes a free one."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise PortError(
+            f"the address {address} does not resolve here: {error.strerror}",
+            fix="phalanx run --master-addr 127.0.0.1 …, or leave it out on one machine",
+        ) from error
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    # A server that died a moment ago leaves connections behind that would otherwise block the port for a minute.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(where)
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise _explain(error, address, port) from error
+    return sock
+
+
+def _explain(error: OSError, address: str, port: int) -> PortError:
+    import errno
+
+    if error.errno == errno.EADDRINUSE:
+        return PortError(
+            f"port {port} on {address} is in use",
+            details=[_holder(port)],
+            fix="leave --master-port out (a free port is taken), or choose another",
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return PortError(
+            f"{address} is not an address of this machine",
+            fix="on one machine leave --master-addr out; on several, run this on the machine that has the address",
+        )
+    if error.errno == errno.EACCES:
+        return PortError(
+            f"port {port} may not be used by this user", fix="choose a port above 1023, or leave --master-port out"
+        )
+    return PortError(f"cannot listen on {address} port {port}: {error.strerror}")
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f"held by pid {connection.pid} ({process.username()}): {' '.join(process.cmdline())[:120]}"
+    except (psutil.Error, OSError):
+        pass
+    return "held by a process that this user may not see"

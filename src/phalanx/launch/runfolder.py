@@ -1,0 +1,132 @@
+"""The folder of a run: every rank's output, why it failed, what happened; and the list of all runs.
+
+    RUN/run.json                          who, what, when, how it ended
+    RUN/events.jsonl                      what happened, a typed event a line
+    RUN/zygote.log                        what imports printed
+    RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from phalanx.contract import events
+from phalanx.launch.zygote import kernel
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """run.json: what `phalanx ps` and `phalanx stop` go by."""
+
+    id: str
+    pid: int
+    pid_started: int  # a pid alone may have been given to somebody else since
+    command: list[str]
+    cwd: str
+    folder: str
+    world_size: int
+    started: float
+    ended: float | None = None
+    code: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None and kernel.start_time(self.pid) == self.pid_started
+
+    @property
+    def state(self) -> str:
+        if self.alive:
+            return "running"
+        if self.code is None:
+            return "killed"  # the supervisor had no chance to write its end
+        return "done" if self.code == 0 else f"failed ({self.code})"
+
+
+def make_run_id(target: str) -> str:
+    """Readable, sortable within a day, and unique."""
+    name = os.path.splitext(os.path.basename(target.rstrip("/")))[0] or "run"
+    clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:24]
+    return f"{clean}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class RunFolder:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
+        self._record: RunRecord | None = None
+
+    def record(self, record: RunRecord) -> None:
+        """Replace run.json in one step: a reader sees the old one or the new one."""
+        self._record = record
+        part = os.path.join(self.path, "run.json.part")
+        with open(part, "w") as file:
+            json.dump(asdict(record), file, indent=1)
+        os.replace(part, os.path.join(self.path, "run.json"))
+
+    def ended(self, code: int) -> None:
+        if self._record is not None:
+            self.record(RunRecord(**{**asdict(self._record), "ended": time.time(), "code": code}))
+
+    def event(self, event: events.Event) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            self._events.write(events.encode(event))
+
+    def rank_folder(self, attempt: int, rank: int) -> str:
+        """Named by global rank, so that nodes which share the disk do not write over each other."""
+        path = os.path.join(self.attempt_folder(attempt), str(rank))
+        os.makedirs(path, exist_ok=True)
+        return path
+
+    def attempt_folder(self, attempt: int) -> str:
+        return os.path.join(self.path, f"attempt_{attempt}")
+
+    def close(self) -> None:
+        self._events.close()
+
+
+def home(environ: Mapping[str, str]) -> str:
+    """Where runs, warm zygotes and lessons are kept: PHALANX_HOME, else the user's state folder."""
+    given = environ.get("PHALANX_HOME")
+    if given:
+        return os.path.abspath(given)
+    state = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(state, "phalanx")
+
+
+def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
+    """Make the folder, private to the user. With `--log-dir` it lies there, and the list of runs points to it."""
+    runs = os.path.join(base, "runs")
+    os.makedirs(runs, mode=0o700, exist_ok=True)
+    if log_dir is None:
+        path = _fresh(os.path.join(runs, run_id))
+    else:
+        os.makedirs(log_dir, exist_ok=True)
+        path = _fresh(os.path.join(os.path.abspath(log_dir), run_id))
+        with contextlib.suppress(FileExistsError):
+            os.symlink(path, os.path.join(runs, os.path.basename(path)))
+    return RunFolder(path)
+
+
+def _fresh(path: str) -> str:
+    """A folder that did not exist: a second run with the same id gets a name of its own."""
+    for name in (path, *(f"{path}_{secrets.token_hex(3)}" for _ in range(8))):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode=0o700)
+            return name
+    raise FileExistsError(path)
+
+
+def all_runs(base: str) -> Iterator[RunRecord]:
+    """Every run that is remembered, oldest first; what cannot be read is not a run."""
+    runs = os.path.join(base, "runs")
+    found = []
+    for name in os.listdir(runs) if os.path.isdir(runs) else []:
+        with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(runs, name, "run.json")) as file:
+            found.append(RunRecord(**json.load(file)))
+    yield from sorted(found, key=lambda run: run.started)

@@ -1,0 +1,89 @@
+"""A new child, until it is an ordinary process: session, streams, environment, randomness."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from . import kernel
+
+Order = dict[str, Any]
+
+
+def settle(order: Order, fds: list[int], parent: int) -> None:
+    """First thing in the child. From here on nothing of the zygote's is left but its modules."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    kernel.die_with_parent(parent)
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+    if order.get("cwd"):
+        os.chdir(order["cwd"])
+    if order.get("umask") is not None:
+        os.umask(order["umask"])
+    if order.get("cores"):
+        os.sched_setaffinity(0, order["cores"])
+
+
+def dress(order: Order) -> None:
+    """What a fresh interpreter would have found: its environment, its arguments, a random state of its own."""
+    environ = order["environ"]
+    for name in [name for name in os.environ if name not in environ]:
+        del os.environ[name]
+    for name, value in environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    sys.argv[1:] = order["args"]
+    sys.orig_argv[:] = order["command"]
+    _reseed()
+    _record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
+
+
+def _reseed() -> None:
+    """Python's own generator reseeds itself after a fork; NumPy's and multiprocessing's secret do not."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+
+
+def _record_exceptions(path: str) -> None:
+    """An exception that ends the script is also written to `path`, in torchrun's form, with the exact time."""
+    plain = sys.excepthook
+
+    def excepthook(kind: Any, value: Any, trace: Any) -> None:
+        from . import errorfile
+
+        if trace is not None and trace.tb_frame.f_globals is _hidden:
+            trace = trace.tb_next
+            value = value.with_traceback(trace)
+        if path:
+            errorfile.write(path, kind, value, trace)
+        plain(kind, value, trace)
+
+    # Both names, so that a library which asks "has somebody replaced the hook?" is told no.
+    sys.excepthook = sys.__excepthook__ = excepthook
+
+
+_hidden: dict[str, Any] | None = None
+
+
+def hide_frames_of(namespace: dict[str, Any]) -> None:
+    """Tracebacks begin with the script: the frame of this module, at the bottom of the stack, is left out."""
+    global _hidden
+    _hidden = namespace
+
+
+def execute(order: Order) -> None:
+    """Become another program; does not return."""
+    command = order["exec"]
+    try:
+        os.execvpe(command[0], command, order["environ"])
+    except OSError as error:
+        os.write(2, f"phalanx: cannot run {command[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)

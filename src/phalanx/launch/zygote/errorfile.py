@@ -1,0 +1,36 @@
+"""The file that tells why a worker ended: torchrun's error.json, and when, to the microsecond."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from typing import Any
+
+
+def write(path: str, kind: Any, value: Any, trace: Any) -> None:
+    """Called while the interpreter reports an exception: must not raise, must not replace an earlier report."""
+    now = time.time()
+    try:
+        if os.path.exists(path) and os.path.getsize(path):
+            return  # torch's own @record has been here
+        frames = traceback.extract_tb(trace)
+        record = {
+            "message": {
+                "message": f"{kind.__name__}: {value}",
+                "extraInfo": {
+                    "py_callstack": "".join(traceback.format_exception(kind, value, trace)),
+                    "timestamp": str(int(now)),
+                },
+            },
+            "time": now,
+            "exception": kind.__name__,
+            "text": str(value),
+            "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in frames[-3:]],
+        }
+        with open(f"{path}.part", "w") as file:
+            json.dump(record, file)
+        os.replace(f"{path}.part", path)
+    except Exception:
+        pass

@@ -1,0 +1,54 @@
+"""Runs when an interpreter that phalanx started has read its site packages, just before its main module.
+
+It stands first on PYTHONPATH, steps aside at once, and lets the sitecustomize it had hidden run in every worker.
+"""
+
+import importlib.util
+import os
+import sys
+
+
+def _step_aside() -> tuple[str, str] | None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    kept = os.environ.pop("PHALANX_PYTHONPATH", None)
+    if kept is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = kept
+    task = os.environ.pop("PHALANX_ZYGOTE", None)
+    return None if task is None else (os.path.dirname(here), task)
+
+
+def _serve(folder: str, task: str) -> None:
+    """Returns in a worker only."""
+    fd, parent = (int(number) for number in task.split(":"))
+    spec = importlib.util.spec_from_file_location(
+        "_phalanx_zygote", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None  # noqa: S101
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["_phalanx_zygote"] = package
+    spec.loader.exec_module(package)
+    from _phalanx_zygote import cold  # type: ignore[import-not-found]
+
+    cold.serve(fd, parent)
+
+
+def _hidden_sitecustomize() -> None:
+    """What would have been imported here, had we not stood in front of it."""
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        # The import that brought us here looks for its module when we return.
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours
+
+
+_found = _step_aside()
+if _found is not None:
+    _serve(*_found)
+_hidden_sitecustomize()

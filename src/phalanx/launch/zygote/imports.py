@@ -1,0 +1,84 @@
+"""What is imported before the fork, and whether it is safe to fork afterwards."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+
+def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[str, Any]:
+    """Import `required` and, where it works, `welcome`; report the times, the failures and what is unsafe.
+
+    The script's folder stands first in sys.path meanwhile, as it will when the script imports the same names.
+    The collector is off: a start-up makes no garbage worth looking for, and objects frozen afterwards are not
+    touched by a worker's collections, so their pages stay shared.
+    """
+    if path0 is not None:
+        sys.path.insert(0, path0)
+    gc.disable()
+    seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name in [*required, *welcome]:
+        start = time.perf_counter()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            if name in required:
+                failed[name] = f"{type(error).__name__}: {error}"
+        seconds[name] = round(time.perf_counter() - start, 4)
+    if path0 is not None and path0 in sys.path:
+        sys.path.remove(path0)
+    gc.freeze()
+    gc.enable()
+    return {"seconds": seconds, "failed": failed, "unsafe": unsafe()}
+
+
+def unsafe() -> str:
+    """Why this process must not be forked, or nothing."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if (cuda is not None and cuda.is_initialized()) or _holds("/dev/nvidia-uvm"):
+        return "CUDA was initialised while importing"
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"importing started a thread ({', '.join(others)})"
+    return ""
+
+
+def _holds(path: str) -> bool:
+    """The driver's memory device is opened by cuInit and by nothing else: it tells even where torch does not know."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") == path:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def note_lesson(path: str) -> None:
+    """When this worker ends, write down what it had imported: the next zygote may do so beforehand."""
+    import atexit
+
+    atexit.register(_write_lesson, path)
+
+
+def _write_lesson(path: str) -> None:
+    import contextlib
+    import json
+
+    with contextlib.suppress(OSError):
+        names = [name for name, module in list(sys.modules.items()) if _installed(module)]
+        with open(f"{path}.{os.getpid()}", "w") as file:
+            json.dump(names, file)
+        os.replace(f"{path}.{os.getpid()}", path)
+
+
+def _installed(module: Any) -> bool:
+    """Of an installed package: a user's own modules are edited between runs and must be read anew."""
+    file = getattr(module, "__file__", None) or ""
+    return f"{os.sep}site-packages{os.sep}" in file

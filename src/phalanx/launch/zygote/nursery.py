@@ -1,0 +1,132 @@
+"""The zygote's loop: start a child when told, say when one has ended, leave none behind.
+
+One thread, one poll. `serve` returns in a child that is to go on as a worker, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from . import birth, imports, kernel, store, wire
+
+
+class Nursery:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._children: dict[int, str] = {}  # pid -> the name the supervisor knows it by
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def serve(self) -> dict[str, Any]:
+        """Obey the supervisor until it is gone. Returns the order only in a child that is to become a worker."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        kernel.adopt_orphans()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        while True:
+            self._reap()
+            ready = {fd for fd, _ in poll.poll()}
+            if self._wake_read in ready:
+                os.read(self._wake_read, 512)
+            if self._sock.fileno() in ready:
+                received = wire.receive(self._sock)
+                if received is None:
+                    self._end()  # the supervisor is gone, however it went
+                else:
+                    order, fds = received
+                    if self._obey(order, fds):
+                        return order
+
+    def _obey(self, order: dict[str, Any], fds: list[int]) -> bool:
+        """Carry out one order; true in a child that is to become a worker."""
+        match order["do"]:
+            case "import":
+                report = imports.preload(order["required"], order["welcome"], order["path0"])
+                # From here on the end of the connection tells us that the supervisor is gone, and leaves us the
+                # time to end what the workers have started; a parent-death signal would not.
+                kernel.die_with_parent(0, 0)
+                self._tell({"is": "ready", "pid": os.getpid(), **report})
+            case "start" | "store":
+                return self._start(order, fds)
+            case "signal":
+                self._signal(order["name"], order["signal"])
+            case "sweep":
+                self._children.clear()
+                kernel.end_descendants()
+                self._tell({"is": "swept"})
+            case "end":
+                self._end()
+        return False
+
+    def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._sock.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            birth.settle(order, fds, parent)
+            return self._become(order, fds)
+        for fd in fds:
+            os.close(fd)
+        self._children[pid] = order["name"]
+        self._tell({"is": "born", "name": order["name"], "pid": pid})
+        return False
+
+    def _become(self, order: dict[str, Any], fds: list[int]) -> bool:
+        """In the child."""
+        if order["do"] == "store" and order.get("exec"):
+            os.set_inheritable(fds[3], True)
+            order["exec"] += [str(fds[3]), order["address"], str(order["port"])]
+        elif order["do"] == "store":
+            store.host(fds[3], order["address"], order["port"])
+        if order.get("exec"):
+            for fd in fds[:3]:
+                os.close(fd)
+            birth.execute(order)
+        for fd in fds:
+            os.close(fd)
+        birth.dress(order)
+        if order.get("lesson"):
+            imports.note_lesson(order["lesson"])
+        return True
+
+    def _signal(self, name: str, number: int) -> None:
+        """To the child's whole process group. Here, not in the supervisor: a pid reaped here cannot be hit by mistake."""
+        for pid, known in self._children.items():
+            if known == name:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+                    os.killpg(pid, signal.SIGCONT)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self._children.pop(pid, None)
+            if name is not None:
+                self._tell({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            wire.send(self._sock, message)
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is left behind: not what a worker started in a session of its own either."""
+        signal.set_wakeup_fd(-1)
+        left = kernel.end_descendants()
+        with contextlib.suppress(OSError):
+            wire.send(self._sock, {"is": "ended", "left": left})
+        os._exit(0)

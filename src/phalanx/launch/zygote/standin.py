@@ -1,0 +1,29 @@
+"""The main module of a warm zygote, and the one frame below the script in its workers.
+
+    python -u standin.py FD SOCKET IDLE MODULES PADDING
+
+The padding is room for a worker's own command line, which `ps` reads from the same place.
+"""
+
+import importlib.util
+import os
+import sys
+
+_folder = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
+_spec = importlib.util.spec_from_file_location(
+    "_phalanx_zygote", os.path.join(_folder, "__init__.py"), submodule_search_locations=[_folder]
+)
+assert _spec is not None  # noqa: S101
+sys.modules["_phalanx_zygote"] = importlib.util.module_from_spec(_spec)
+
+if __name__ == "__main__":
+    import socket
+
+    from _phalanx_zygote import birth, mainmodule, warm  # type: ignore[import-not-found]
+
+    _listener = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(_listener.fileno(), False)
+    _order = warm.Warm(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
+    birth.hide_frames_of(globals())
+    mainmodule.prepare(_order)()

@@ -1,0 +1,98 @@
+"""The supervisor's side of a zygote: start one, give orders, hear what became of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.launch.command import Command
+from phalanx.launch.zygote import wire
+
+_FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
+_HOOK = os.path.join(_FOLDER, "hook")
+
+
+@dataclass
+class Zygote:
+    """A process that makes workers. `way`: cold (imports, then forks), warm (imported already), fresh (executes)."""
+
+    sock: socket.socket
+    way: str
+    process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
+    ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
+    pid: int = 0
+
+    @property
+    def forks(self) -> bool:
+        return self.way != "fresh"
+
+    def order(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        wire.send(self.sock, message, list(fds))
+
+    def hear(self) -> wire.Message | None:
+        received = wire.receive(self.sock)
+        return None if received is None else received[0]
+
+    def gone(self) -> int | None:
+        """Its exit code, once it has ended."""
+        self.sock.close()
+        return None if self.process is None else self.process.wait()
+
+
+def cold(
+    command: Command,
+    environ: Mapping[str, str],
+    *,
+    required: Sequence[str],
+    welcome: Sequence[str],
+    log: int,
+) -> Zygote:
+    """The script's own interpreter, paused before its main module."""
+    ours, theirs = socket.socketpair()
+    hooked = {
+        **environ,
+        "PYTHONPATH": os.pathsep.join([_HOOK, *filter(None, [environ.get("PYTHONPATH")])]),
+        "PHALANX_ZYGOTE": f"{theirs.fileno()}:{os.getpid()}",
+    }
+    if "PYTHONPATH" in environ:
+        hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
+    process = _spawn(command.line(0), hooked, theirs, log)
+    zygote = Zygote(ours, "cold", process)
+    zygote.order({"do": "import", "required": list(required), "welcome": list(welcome), "path0": command.path0})
+    return zygote
+
+
+def fresh(environ: Mapping[str, str], *, log: int) -> Zygote:
+    """A nursery without imports: every worker is an interpreter, or a program, of its own."""
+    ours, theirs = socket.socketpair()
+    line = [sys.executable, "-I", "-S", _FOLDER, str(theirs.fileno()), str(os.getpid())]
+    process = _spawn(line, dict(environ), theirs, log)
+    zygote = Zygote(ours, "fresh", process)
+    zygote.order({"do": "import", "required": [], "welcome": [], "path0": None})
+    return zygote
+
+
+def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C in the terminal is for the supervisor, which then decides."""
+    with theirs:
+        return subprocess.Popen(
+            line,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+
+
+def store_order(zygote: Zygote, python: str, environ: Mapping[str, str], address: str, port: int) -> wire.Message:
+    """Fork the store from a zygote that has torch; execute it where there is none."""
+    order: wire.Message = {"do": "store", "name": "store", "address": address, "port": port, "environ": dict(environ)}
+    if not zygote.forks:
+        order["exec"] = [python, os.path.join(_FOLDER, "store.py")]
+    return order
