@@ -63,7 +63,9 @@ def describe(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str]) -> dict[str, str]:
     """What a worker has and this shell has not; the run folder and port are known only once the run starts."""
-    whole = plan.environment(seat, attempt=0, folder="RUN", rank_folder=f"RUN/attempt_0/{seat.rank}", port=plan.master_port)
+    whole = plan.environment(
+        seat, attempt=0, folder="RUN", rank_folder=f"RUN/attempt_0/{seat.rank}", port=plan.master_port
+    )
     if not plan.master_port:
         whole["MASTER_PORT"] = "(free)"
     return {name: value for name, value in whole.items() if environ.get(name) != value}
@@ -77,7 +79,11 @@ def _shared(environments: list[dict[str, str]]) -> dict[str, str]:
 def equivalent(plan: Plan) -> list[str]:
     """The torchrun command that comes closest."""
     words = ["torchrun", "--nproc-per-node", str(len(plan.seats))]
-    words += ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)] if plan.master_port else ["--standalone"]
+    words += (
+        ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
+        if plan.master_port
+        else ["--standalone"]
+    )
     if plan.max_restarts:
         words += ["--max-restarts", str(plan.max_restarts)]
     if plan.role != "default":

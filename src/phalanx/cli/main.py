@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # Whoever read us has gone (`| head`): the interpreter must not complain about it when it flushes.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 141
     except KeyboardInterrupt:
         return 130

@@ -87,7 +87,8 @@ def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
             asked = None
         case "xpu":
             raise DeviceError(
-                "--nproc-per-node xpu: only NVIDIA devices are counted", fix="phalanx run -g N …, with the number of devices"
+                "--nproc-per-node xpu: only NVIDIA devices are counted",
+                fix="phalanx run -g N …, with the number of devices",
             )
     devices = None if options.devices is None else ",".join(options.devices)
     chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu)

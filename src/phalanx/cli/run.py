@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 
@@ -46,7 +47,9 @@ def _folder(plan: Plan, base: str) -> RunFolder:
         where = plan.log_dir or base
         raise LaunchError(
             f"the run folder cannot be made in {where}: {error.strerror}",
-            fix="phalanx run --log-dir SOMEWHERE …" if plan.log_dir else "set PHALANX_HOME to a folder that can be written",
+            fix="phalanx run --log-dir SOMEWHERE …"
+            if plan.log_dir
+            else "set PHALANX_HOME to a folder that can be written",
         ) from error
 
 
@@ -86,7 +89,7 @@ def _warm(plan: Plan, base: str) -> tuple[Zygote | None, list[str]]:
 
 
 def _supervise(
-    plan: Plan, folder: RunFolder, zygote: Zygote, lesson: Lesson | None, listener: port.socket.socket, words: list[str]
+    plan: Plan, folder: RunFolder, zygote: Zygote, lesson: Lesson | None, listener: socket.socket, words: list[str]
 ) -> int:
     import asyncio
 
@@ -115,13 +118,21 @@ def _supervise(
         )
     )
     console = Console(plan.placement.world_size, prefixes=plan.showing.prefixes, colour=plan.showing.colour)
+    if plan.showing.events:
+        folder.echo = console.say
     code = 1
     try:
-        for line in words:
-            console.say(line)
+        if not plan.showing.quiet:
+            for line in [_announcement(plan, folder), *words]:
+                console.say(line)
         code = asyncio.run(Supervisor(plan, folder, zygote, console, listener, lesson).run())
         return code
     finally:
-        console.close()
         folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - started, 3)))
         folder.ended(code)
+        console.close()
+
+
+def _announcement(plan: Plan, folder: RunFolder) -> str:
+    ranks = plan.placement.world_size
+    return f"{plan.run_id}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"

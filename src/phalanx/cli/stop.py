@@ -29,9 +29,7 @@ def main(argv: list[str]) -> int:
             signal.pidfd_send_signal(process, signal.SIGINT)
         ready, _, _ = select.select([process], [], [], options.timeout)
     if not ready:
-        raise LaunchError(
-            f"{run.id} has not ended after {options.timeout:.0f} s", fix=f"phalanx stop --now {run.id}"
-        )
+        raise LaunchError(f"{run.id} has not ended after {options.timeout:.0f} s", fix=f"phalanx stop --now {run.id}")
     sys.stdout.write(f"{run.id} ended\n")
     return 0
 

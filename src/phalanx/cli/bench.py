@@ -1,0 +1,31 @@
+"""`phalanx bench QUESTION`: measure phalanx beside its peers. Each question is a file in the bench room."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import UsageError
+
+# question -> what it measures; the module of the same name in phalanx.bench has `main(argv, environment) -> exit code`.
+QUESTIONS = {
+    "launch": "from the command to the first all_reduce and the first training step",
+}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0 if argv else 2
+    if argv[0] not in QUESTIONS:
+        raise UsageError(f"phalanx bench does not measure {argv[0]}", fix=f"phalanx bench {next(iter(QUESTIONS))}")
+    module = importlib.import_module(f"phalanx.bench.{argv[0]}")
+    code: int = module.main(argv[1:], environment())
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, QUESTIONS)) + 2
+    questions = "".join(f"  {name:<{width}}{what}\n" for name, what in QUESTIONS.items())
+    return f"usage: phalanx bench QUESTION [options]\n\nMeasure phalanx beside its peers, in one run.\n\n{questions}"

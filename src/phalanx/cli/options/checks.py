@@ -1,0 +1,108 @@
+"""What options mean together, and where they contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from phalanx.cli.options.scan import Given
+from phalanx.cli.options.table import OPTIONS
+from phalanx.errors import OptionError
+
+
+def what_kind(values: Any, verb: str) -> Literal["script", "module", "path", "program"]:
+    if values.run_path:
+        return "path"
+    if values.no_python and values.module:
+        raise OptionError(
+            "--no-python and --module contradict each other: a module needs Python to run it",
+            fix=f"phalanx {verb} -m package.module, or phalanx {verb} --no-python ./program",
+        )
+    return "program" if values.no_python else "module" if values.module else "script"
+
+
+def count_nodes(values: Any, given: Mapping[str, Given], verb: str) -> tuple[int, int]:
+    least, most = values.nnodes
+    if not values.standalone:
+        return least, most
+    if least > 1:
+        both = f"{_typed(given['standalone'])} and {_typed(given['nnodes'])}"
+        raise OptionError(
+            f"{both} contradict each other: one node or several?",
+            fix=f"phalanx {verb} --standalone …, or phalanx {verb} --nnodes {least} --master-addr HOST …",
+        )
+    return 1, 1
+
+
+def check_node_id(values: Any, given: Mapping[str, Given], most: int, verb: str) -> None:
+    # torchrun numbers the nodes of these by itself, and scripts hand it a number all the same.
+    if values.standalone or values.rdzv_backend != "static" or (values.node_rank or 0) < most:
+        return
+    raise OptionError(
+        f"{_typed(given['node_rank'])} is beyond the last node: there {'is' if most == 1 else 'are'} {most}, "
+        "counted from 0",
+        fix=f"phalanx {verb} --nnodes {values.node_rank + 1} --node-rank {values.node_rank} …",
+    )
+
+
+def check_cpu(values: Any, given: Mapping[str, Given], verb: str) -> None:
+    if not values.cpu:
+        return
+    against = "devices" if values.devices else "nproc_per_node" if values.nproc_per_node in ("gpu", "xpu") else None
+    if against:
+        raise OptionError(
+            f"--cpu and {_typed(given[against])} contradict each other",
+            fix=f"phalanx {verb} --cpu -g 4 …, or leave --cpu out",
+        )
+
+
+def slots_of_nodes(values: Any, given: Mapping[str, Given], most: int, verb: str) -> tuple[int, ...] | None:
+    listed: tuple[int, ...] | None = values.slots
+    if listed is None or len(listed) == most:
+        return listed
+    if len(listed) == 1:
+        return listed * most
+    typed = _typed(given["slots"])
+    here = f"-i {values.node_rank or 0}"
+    raise OptionError(
+        f"{typed} is for {len(listed)} nodes, but there {'is' if most == 1 else 'are'} {most}",
+        details=["expected one number for each node, or one number for all"],
+        fix=f"phalanx {verb} -n {len(listed)} {typed} {here} …, or phalanx {verb} -g {listed[0]} …",
+    )
+
+
+def workers_here(values: Any, given: Mapping[str, Given], slots: tuple[int, ...] | None, verb: str) -> Any:
+    """-g and --nproc-per-node say the same thing. PET_NPROC_PER_NODE is a default, and gives way to -g."""
+    if slots is None:
+        return values.nproc_per_node
+    if values.node_rank is not None and values.node_rank < len(slots):
+        possible = {slots[values.node_rank]}
+    else:
+        possible = set(slots)
+    nproc = given.get("nproc_per_node")
+    if nproc and nproc.name.startswith("-"):
+        if values.nproc_per_node not in possible:
+            raise OptionError(
+                f"{_typed(given['slots'])} and {_typed(nproc)} contradict each other",
+                fix=f"phalanx {verb} {_typed(given['slots'])} …, without {nproc.name}",
+            )
+        return values.nproc_per_node
+    return possible.pop() if len(possible) == 1 else None
+
+
+def notes(values: Any, given: Mapping[str, Given]) -> list[str]:
+    """A line for each option that the user gave and that does nothing here."""
+    found = []
+    for option in OPTIONS:
+        value = getattr(values, option.dest, None)
+        if not option.no_effect or option.dest not in given or value in ({}, "null", "console"):
+            continue
+        keys = f" ({', '.join(value)})" if isinstance(value, dict) else ""
+        found.append(f"{given[option.dest].name}{keys} has no effect: {option.no_effect}")
+    return found
+
+
+def _typed(given: Given) -> str:
+    if given.name.startswith("PET_"):
+        return f"{given.name}={given.values[-1]}"
+    return " ".join((given.name, *given.values[-1:]))

@@ -1,0 +1,70 @@
+"""Turns what was given, on the command line or in PET_ variables, into values, one option at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from phalanx.cli.options.option import Option
+from phalanx.cli.options.scan import Given
+from phalanx.cli.options.table import options_of
+from phalanx.cli.options.values import Kind
+from phalanx.errors import OptionError
+
+
+def from_environment(environ: Mapping[str, str], verb: str) -> dict[str, Given]:
+    named = ((option, option.variable) for option in options_of(verb) if option.variable)
+    return {option.dest: Given(name, (environ[name],)) for option, name in named if name in environ}
+
+
+def read_all(given: Mapping[str, Given], environ: Mapping[str, str], verb: str) -> SimpleNamespace:
+    """A value for every option, by its `dest`."""
+    values = SimpleNamespace()
+    for option in options_of(verb):
+        setattr(values, option.dest, _value(option, given.get(option.dest), environ, verb))
+    return values
+
+
+def read(kind: Kind, name: str, text: str, environ: Mapping[str, str], verb: str) -> Any:
+    try:
+        return kind.read(text)
+    except ValueError as error:
+        details = [f"expected {kind.expected}"]
+        example = kind.example
+        if name == "--env" and text.isidentifier():
+            example = f"{text}=VALUE"
+            if text in environ:
+                details.append(f"{text} is set here, and the workers inherit it")
+        fix = f"phalanx {verb} {name} {example} …" if name.startswith("-") else f"{name}={example}"
+        why = f": {error}" if str(error) else ""
+        raise OptionError(f'{name} is "{text}"{why}', details=details, fix=fix) from None
+
+
+def _value(option: Option, given: Given | None, environ: Mapping[str, str], verb: str) -> Any:
+    if option.kind is None:
+        return _flag(option, given)
+    if given is None:
+        return None if option.default is None else option.kind.read(option.default)
+    # Given twice, the last one counts, as in torchrun.
+    texts = given.values if option.repeated else given.values[-1:]
+    found = [read(option.kind, given.name, text, environ, verb) for text in texts]
+    return found if option.repeated else found[0]
+
+
+def _flag(option: Option, given: Given | None) -> bool | str:
+    """Whether it is on; for a flag with attached values, which of them."""
+    if given is None:
+        return False
+    if option.attached:
+        return (option.attached[0], *given.values)[-1]
+    if given.name != option.variable:
+        return True
+    try:
+        return bool(int(given.values[0]))
+    except ValueError:
+        raise OptionError(
+            f'{given.name} is "{given.values[0]}"',
+            details=["expected 1 (on) or 0 (off)"],
+            fix=f"{given.name}=1",
+        ) from None

@@ -1,0 +1,173 @@
+"""Finds the options in a command line, up to the script; what they were given is still text.
+
+argparse does it, because torchrun's command lines are what argparse makes of them: abbreviations,
+`--option=value`, `-r3`, and everything behind the script left alone. Its messages are not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from phalanx.cli.options.option import Option
+from phalanx.cli.options.table import OPTIONS, options_of
+from phalanx.errors import OptionError
+
+
+class HelpRequested(Exception):  # noqa: N818  # not an error: the text goes to stdout, and the exit code is 0
+    """The user asked for a text (help, a completion script) instead of a run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+class Given(NamedTuple):
+    name: str  # as the user spelled it
+    values: tuple[str, ...]  # none for a flag
+
+
+class Scan(NamedTuple):
+    given: dict[str, Given]  # by Option.dest
+    script: str  # empty: there is none
+    args: tuple[str, ...]
+
+
+def scan(argv: Sequence[str], verb: str) -> Scan:
+    parser = _Parser(verb)
+    try:
+        found, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        if error.argument_name is not None:
+            raise parser.misused(error.argument_name, argv) from None
+        # Only the script can be missing. With one in its place the rest of the line can be judged.
+        found, unknown = parser.parse_known_args([*argv, ""])
+    if unknown:
+        raise _unknown(unknown[0], verb)
+    return Scan(found.given, found.script, tuple(found.args))
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, verb: str) -> None:
+        # argparse formats every option once to check it; a width spares it to ask for the terminal's.
+        super().__init__(
+            add_help=False,
+            exit_on_error=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80),
+        )
+        self.verb = verb
+        self.set_defaults(given={})
+        self._by_name: dict[str, Option] = {}
+        # A prefix that means something to torchrun means the same here, whatever options were added.
+        self._torchrun = {
+            name for option in options_of(verb) if option.origin == "torchrun" for name in option.torchrun_spellings
+        }
+        for option in options_of(verb):
+            names = [*option.spellings]
+            names += [f"{name}={value}" for name in names for value in option.attached]
+            self._by_name["/".join(names)] = option
+            action = _Help if option.name == "--help" else _Keep
+            self.add_argument(*names, dest=option.dest, action=action, nargs=None if option.kind else 0)
+        self.add_argument("script")
+        self.add_argument("args", nargs=argparse.REMAINDER)
+
+    def error(self, message: str) -> Any:
+        raise argparse.ArgumentError(None, message)
+
+    def misused(self, name: str, argv: Sequence[str]) -> OptionError:
+        """argparse complains about an option in two cases: no value where one is needed, or the reverse."""
+        option = self._by_name[name]
+        typed = next((word for word in argv if word in option.spellings), option.name)
+        example = f"phalanx {self.verb} {typed}"
+        if option.kind:
+            expected = f"expected {option.kind.expected}"
+            fix = f"{example} {option.kind.example} …"
+            return OptionError(f"{typed} needs a value", details=[expected], fix=fix)
+        if option.attached:
+            values = " or ".join(f"{option.name}={value}" for value in option.attached)
+            return OptionError(
+                f"{option.name} has a value it does not know", details=[f"expected {values}"], fix=values
+            )
+        return OptionError(f"{typed} takes no value: it is on when it is there", fix=f"{example} …")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an abbreviation may stand for."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        theirs = [match for match in found if match[1] in self._torchrun]
+        if len(theirs) == 1:
+            return theirs
+        if len({match[0] for match in found}) < 2:
+            return found[:1]
+        # Not raised here: argparse also asks about the arguments of the script.
+        return [(_Ambiguous(option_string, [match[1] for match in found], self.verb), *found[0][1:])]
+
+
+class _Keep(argparse.Action):
+    def __call__(self, _: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, __, attached = (option_string or "").partition("=")
+        new = (values,) if isinstance(values, str) else (attached,) if attached else ()
+        before = namespace.given.get(self.dest)
+        namespace.given[self.dest] = Given(name, new if before is None else before.values + new)
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
+        from phalanx.cli.options.text import help_text
+
+        raise HelpRequested(help_text(parser.verb))
+
+
+class _Ambiguous(argparse.Action):
+    def __init__(self, typed: str, candidates: Iterable[str], verb: str) -> None:
+        super().__init__([typed], dest="ambiguous", nargs="?")
+        self.typed, self.candidates, self.verb = typed.partition("=")[0], candidates, verb
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        names = dict.fromkeys(name if "_" in self.typed else name.replace("_", "-") for name in self.candidates)
+        raise OptionError(
+            f"{self.typed} can stand for more than one option: {', '.join(names)}",
+            fix=f"phalanx {self.verb} {next(iter(names))} …",
+        )
+
+
+# What other launchers call the same thing, where the names do not resemble each other.
+_ELSEWHERE = {
+    "--num-processes": "-g",
+    "--num-gpus": "-g",
+    "--gpus": "-g",
+    "--np": "-g",
+    "--num-machines": "-n",
+    "--num-nodes": "-n",
+    "--machine-rank": "-i",
+    "--main-process-ip": "--master-addr",
+    "--main-process-port": "--master-port",
+    "--include": "--devices",
+    "--gpu-ids": "--devices",
+}
+
+
+def _unknown(token: str, verb: str) -> OptionError:
+    import difflib
+
+    typed = token.partition("=")[0]
+    for option in OPTIONS:
+        if option.only not in ("", verb) and typed in option.spellings:
+            return OptionError(
+                f"{typed} is not an option of phalanx {verb}, but of phalanx {option.only}",
+                fix=f"phalanx {option.only} {typed} …",
+            )
+    # The dashes in front are no likeness: --lr is not nearly --color.
+    known = {name[2:]: name for option in options_of(verb) for name in option.spellings if name[1] == "-"}
+    known |= {name[2:]: ours for name, ours in _ELSEWHERE.items()}
+    bare = typed.lstrip("-")
+    alike = [
+        *difflib.get_close_matches(bare, known, 1),
+        *difflib.get_close_matches(bare.replace("_", "-"), known, 1),
+    ]
+    near = [known[name] for name in alike]
+    what = f"{typed} is not an option of phalanx {verb}"
+    behind = "options of the script go behind its name"
+    if near:
+        return OptionError(f"{what}; did you mean {near[0]}?", details=[behind], fix=f"phalanx {verb} {near[0]} …")
+    return OptionError(what, details=[behind], fix=f"phalanx {verb} --help lists them all")

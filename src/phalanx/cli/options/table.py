@@ -1,0 +1,213 @@
+"""Every option of `phalanx run`, one row each. Parser, help, completion and docs are made from it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from phalanx.cli.options import values as kinds
+from phalanx.cli.options.option import Option
+from phalanx.cli.options.values import one_of
+
+OFTEN = "Used most"
+SIZE = "Workers and devices"
+SCRIPT = "What is run"
+OUTPUT = "Output"
+START = "Starting and stopping"
+NODES = "Several nodes, addresses"
+IDLE = "Options of torchrun that are accepted, and have nothing left to do"
+SECTIONS = (OFTEN, SIZE, SCRIPT, OUTPUT, START, NODES, IDLE)
+
+_ours = partial(Option, origin="phalanx")
+
+OPTIONS = (
+    _ours(
+        OFTEN,
+        "--slots",
+        "Workers on this node; with several nodes, the workers of each: 8,2.",
+        kinds.SLOTS,
+        short="-g",
+    ),
+    Option(OFTEN, "--module", "The script is a module, as in python -m.", short="-m"),
+    Option(OFTEN, "--max-restarts", "How often the workers are started again after a failure.", kinds.TIMES, "0"),
+    _ours(OFTEN, "--devices", "Only these devices, one worker each; 2 is what cuda:2 is here.", kinds.DEVICES),
+    _ours(OFTEN, "--cpu", "CPU workers, though there are GPUs."),
+    _ours(OFTEN, "--env", "Sets a variable in every worker; may be given again.", kinds.VARIABLE, repeated=True),
+    Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
+    _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
+    _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),
+    Option(OFTEN, "--help", "Shows this text.", short="-h", pet=False),
+    Option(
+        SIZE,
+        "--nproc-per-node",
+        "Workers on this node. Not given: one for each visible GPU, or one CPU worker where there is none "
+        "(torchrun starts 1 worker then).",
+        kinds.WORKERS,
+    ),
+    _ours(SIZE, "--isolate", "Each worker sees its own device only."),
+    Option(
+        SIZE,
+        "--virtual-local-rank",
+        "As --isolate, and LOCAL_RANK is 0 in every worker: its device is always number 0.",
+    ),
+    Option(
+        SIZE,
+        "--numa-binding",
+        "Binds each worker to the cores near its GPU.",
+        one_of("node", "socket", "exclusive", "core-complex"),
+        pet=False,
+    ),
+    Option(SIZE, "--role", "Name of the workers' role; ROLE_NAME in a worker.", kinds.NAME, "default"),
+    Option(SCRIPT, "--no-python", "The script is a program of its own: it is run without Python."),
+    Option(SCRIPT, "--run-path", "Runs the script with runpy.run_path; goes before --no-python."),
+    _ours(
+        SCRIPT,
+        "--pass-local-rank",
+        "Gives the script --local-rank=N, as the old launcher did; with =underscore, --local_rank=N.",
+        attached=("dash", "underscore"),
+    ),
+    _ours(SCRIPT, "--stdin", "The rank that reads this terminal.", kinds.STDIN, "0"),
+    Option(
+        OUTPUT,
+        "--tee",
+        "Streams that go to a log file and to the console: 1 stdout, 2 stderr, 3 both, or by local rank.",
+        kinds.STREAMS,
+        "0",
+        short="-t",
+    ),
+    Option(
+        OUTPUT,
+        "--redirects",
+        "Streams that go to a log file only; numbers as for --tee.",
+        kinds.STREAMS,
+        "0",
+        short="-r",
+    ),
+    Option(
+        OUTPUT,
+        "--log-line-prefix-template",
+        "What stands before a line of a worker: ${role_name}, ${local_rank}, ${rank}, ${hostname}. "
+        "Not given: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.",
+        kinds.TEMPLATE,
+        origin="torchrun 2.15",
+    ),
+    Option(OUTPUT, "--local-ranks-filter", "Shows the output of these local ranks only.", kinds.RANKS),
+    Option(
+        OUTPUT,
+        "--duplicate-stdout-filters",
+        "Copies lines of stdout that hold one of these texts to a file of their own; ,, is a comma.",
+        kinds.FILTERS,
+    ),
+    Option(OUTPUT, "--duplicate-stderr-filters", "The same for stderr.", kinds.FILTERS),
+    _ours(OUTPUT, "--color", "Colours on the console.", one_of("auto", "always", "never"), "auto"),
+    _ours(OUTPUT, "--quiet", "No lines of phalanx's own but errors."),
+    Option(
+        OUTPUT,
+        "--event-log-handler",
+        "console prints the run's events; other handlers of torch are not called.",
+        kinds.NAME,
+        "null",
+        no_effect="handlers that are registered in torch are not called",
+    ),
+    Option(
+        OUTPUT,
+        "--print-completion",
+        "Prints a script that completes these options in a shell.",
+        one_of("bash", "zsh", "tcsh"),
+        origin="torchrun 2.15",
+        pet=False,
+    ),
+    _ours(START, "--preload", "Modules to import once, before the workers are forked.", kinds.MODULES),
+    _ours(START, "--fresh", "Starts every worker as a new Python, instead of a fork of one that has torch."),
+    _ours(START, "--keep-warm", "Keeps torch imported this long for the next run.", kinds.DURATION),
+    _ours(START, "--no-warm", "Does not use what an earlier run kept warm."),
+    Option(
+        START,
+        "--signals-to-handle",
+        "Signals that are passed on to the workers.",
+        kinds.SIGNALS,
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ),
+    Option(
+        START,
+        "--shutdown-timeout",
+        "Seconds from asking workers to stop to killing them. Not given: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, "
+        "or phalanx decides.",
+        kinds.SECONDS,
+    ),
+    Option(
+        NODES,
+        "--nnodes",
+        "Number of nodes, or the least and the most.",
+        kinds.NODES,
+        "1:1",
+        aliases=("-n", "--nodes"),
+    ),
+    Option(
+        NODES,
+        "--node-rank",
+        "Id of this node, from 0 on. Not given: 0 on one node.",
+        kinds.ID,
+        aliases=("-i", "--id"),
+    ),
+    Option(NODES, "--master-addr", "Address of node 0. Not given: 127.0.0.1 on one node.", kinds.ADDRESS),
+    Option(
+        NODES,
+        "--master-port",
+        "Port on node 0. Not given: a free one on one node, 29500 with several.",
+        kinds.PORT,
+    ),
+    Option(NODES, "--local-addr", "Address of this node, as the others see it.", kinds.ADDRESS),
+    Option(NODES, "--standalone", "One node, a free port, a random id, whatever the other --rdzv options say."),
+    Option(
+        NODES,
+        "--rdzv-backend",
+        "How nodes meet. Here they always meet at node 0, so only the address depends on it.",
+        one_of("static", "c10d", "etcd", "etcd-v2"),
+        "static",
+    ),
+    Option(NODES, "--rdzv-endpoint", "Address and port in one; port 0 takes a free one.", kinds.ENDPOINT, ""),
+    Option(NODES, "--rdzv-id", "Id of the run.", kinds.NAME, "none"),
+    Option(
+        IDLE,
+        "--rdzv-conf",
+        "Settings of torchrun's rendezvous.",
+        kinds.PAIRS,
+        "",
+        no_effect="torchrun's rendezvous, which it sets up, is not used",
+    ),
+    Option(
+        IDLE,
+        "--monitor-interval",
+        "How often torchrun looks whether the workers live.",
+        kinds.SECONDS,
+        "0.1",
+        no_effect="the kernel tells at once when a worker ends",
+    ),
+    Option(
+        IDLE,
+        "--start-method",
+        "How torchrun starts functions.",
+        one_of("spawn", "fork", "forkserver"),
+        "spawn",
+        no_effect="workers are forked from a process that has imported torch, or with --fresh are new ones",
+    ),
+    Option(
+        IDLE,
+        "--logs-specs",
+        "A plugin for torchrun's logs.",
+        kinds.NAME,
+        pet=False,
+        no_effect="plugins for torchrun's logs are not loaded",
+    ),
+    Option(
+        IDLE,
+        "--use-env",
+        "For the old launcher: LOCAL_RANK in the environment instead of an argument.",
+        origin="torch.distributed.launch",
+        no_effect="LOCAL_RANK is always in the environment (--pass-local-rank also makes it an argument)",
+    ),
+)
+
+
+def options_of(verb: str) -> tuple[Option, ...]:
+    return tuple(option for option in OPTIONS if option.only in ("", verb))

@@ -1,0 +1,85 @@
+"""`phalanx warm`: keep torch imported for the next run; `--stop` ends that."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from phalanx.cli.options.values import duration
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import THREADS
+from phalanx.errors import LaunchError, OptionError
+from phalanx.launch import runfolder, warmth
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx warm",
+        description="Keep a process that has torch imported, for the next `phalanx run` with this interpreter, these "
+        "packages and this environment. It ends by itself when it has not been used for a while.",
+    )
+    parser.add_argument("--for", dest="idle", default="15m", metavar="TIME", help="end after this long unused (15m)")
+    parser.add_argument("--preload", default="", metavar="A,B", help="modules to import as well")
+    parser.add_argument("--list", action="store_true", help="show what is warm")
+    parser.add_argument("--stop", action="store_true", help="end what is warm; runs that use it go on")
+    options = parser.parse_args(argv)
+    environ = environment()
+    base = runfolder.home(environ)
+    if options.stop:
+        return _stop(base)
+    if options.list:
+        return _list(base)
+    # Runs of several workers have one thread each unless told otherwise, and threads are counted at import.
+    environ.setdefault(THREADS, "1")
+    python = environ.get("PYTHON_EXEC", sys.executable)
+    modules = [*warmth.MODULES, *filter(None, options.preload.split(","))]
+    return _start(warmth.place(base, python, environ), python, environ, modules, _seconds(options.idle))
+
+
+def _seconds(text: str) -> float:
+    try:
+        return duration(text)
+    except ValueError as error:
+        raise OptionError(f'--for is "{text}": {error}', fix="phalanx warm --for 15m") from None
+
+
+def _start(place: warmth.Warmth, python: str, environ: dict[str, str], modules: list[str], idle: float) -> int:
+    if warmth.status(place.socket) is not None:
+        sys.stdout.write("warm already\n")
+        return 0
+    start = time.monotonic()
+    warmth.start(place, python, environ, modules, idle)
+    answer = warmth.status(place.socket)
+    if answer is None:
+        with open(place.log, errors="replace") as file:
+            said = file.read().strip().splitlines()
+        raise LaunchError("nothing could be kept warm", details=said[-3:] or [f"see {place.log}"])
+    took = time.monotonic() - start
+    sys.stdout.write(f"warm after {took:.1f} s (pid {answer['pid']}), until unused for {idle / 60:.0f} min\n")
+    return 0
+
+
+def _list(base: str) -> int:
+    found = [answer for path in warmth.sockets(base) if (answer := warmth.status(path)) is not None]
+    for answer in found:
+        use = f"{answer['runs']} run{'s' if answer['runs'] != 1 else ''}" if answer["runs"] else "idle"
+        sys.stdout.write(f"pid {answer['pid']}  {use}  ends when unused for {answer['idle'] / 60:.0f} min\n")
+    if not found:
+        sys.stdout.write("nothing is warm\n")
+    return 0
+
+
+def _stop(base: str) -> int:
+    stopped = 0
+    for path in warmth.sockets(base):
+        answer = warmth.stop(path)
+        if answer is None:
+            os.unlink(path)  # left behind by one that was killed
+            continue
+        stopped += 1
+        if answer["runs"]:
+            sys.stdout.write(f"{answer['runs']} running; it ends with them\n")
+    sys.stdout.write(f"{stopped} ended\n" if stopped else "nothing was warm\n")
+    return 0
