@@ -66,7 +66,9 @@ def read_error_file(text: str) -> Report:
         return Report()
 
 
-_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?: {4,}(?P<code>.+)\n)?', re.MULTILINE)
+_FRAME = re.compile(
+    r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?: {4,}(?P<code>.+)\n)?', re.MULTILINE
+)
 
 
 def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:

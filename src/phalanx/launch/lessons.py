@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from phalanx.launch.command import Command
 
 # Building an optimizer, wrapping or compiling a model each import this, slowly, in every rank.
-_TRAINING = re.compile(r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat")
+_TRAINING = re.compile(
+    r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat"
+)
 _DYNAMO = "torch._dynamo"
 
 # Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.

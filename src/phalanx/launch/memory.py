@@ -47,7 +47,9 @@ def _version2(root: str, path: str) -> tuple[int, int | None]:
     for base in (root, os.path.join(root, "unified")):
         folder = os.path.normpath(base + path)
         if os.path.exists(os.path.join(folder, "memory.events")):
-            return _field(os.path.join(folder, "memory.events"), "oom_kill"), _number(os.path.join(folder, "memory.max"))
+            return _field(os.path.join(folder, "memory.events"), "oom_kill"), _number(
+                os.path.join(folder, "memory.max")
+            )
     return 0, None
 
 

@@ -55,7 +55,7 @@ def _holder(port: int) -> str:
 
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            if connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:2] == (port,) and connection.pid:
                 process = psutil.Process(connection.pid)
                 return f"held by pid {connection.pid} ({process.username()}): {' '.join(process.cmdline())[:120]}"
     except (psutil.Error, OSError):

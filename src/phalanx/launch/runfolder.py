@@ -1,9 +1,9 @@
 """The folder of a run: every rank's output, why it failed, what happened; and the list of all runs.
 
-    RUN/run.json                          who, what, when, how it ended
-    RUN/events.jsonl                      what happened, a typed event a line
-    RUN/zygote.log                        what imports printed
-    RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
+RUN/run.json                          who, what, when, how it ended
+RUN/events.jsonl                      what happened, a typed event a line
+RUN/zygote.log                        what imports printed
+RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from phalanx.contract import events
@@ -60,6 +60,7 @@ class RunFolder:
         self.path = path
         self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._record: RunRecord | None = None
+        self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
 
     def record(self, record: RunRecord) -> None:
         """Replace run.json in one step: a reader sees the old one or the new one."""
@@ -76,6 +77,8 @@ class RunFolder:
     def event(self, event: events.Event) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self._events.write(events.encode(event))
+        if self.echo is not None:
+            self.echo(events.encode(event).decode().rstrip())
 
     def rank_folder(self, attempt: int, rank: int) -> str:
         """Named by global rank, so that nodes which share the disk do not write over each other."""

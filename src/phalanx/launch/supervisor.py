@@ -59,7 +59,13 @@ class Attempt:
 
 class Supervisor:
     def __init__(
-        self, plan: Plan, folder: RunFolder, zygote: Zygote, console: Console, listener: socket.socket, lesson: Lesson | None
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        zygote: Zygote,
+        console: Console,
+        listener: socket.socket,
+        lesson: Lesson | None,
     ) -> None:
         self._plan = plan
         self._folder = folder
@@ -173,7 +179,7 @@ class Supervisor:
         self._folder.event(events.ZygoteRefused(time=time.time(), reason=reason))
         if self._lesson is not None and self._lesson.modules:
             self._lesson.refuse()
-        self._console.say(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
+        self._note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
         await self._end_zygote(loop)
         if self._signal is not None:
             return {}
@@ -221,13 +227,7 @@ class Supervisor:
         attempt = Attempt(number, {}, Output(loop, self._console))
         self._attempt = attempt
         self._folder.event(events.AttemptStarted(time=time.time(), attempt=number))
-        if self._plan.showing.stdout_needles or self._plan.showing.stderr_needles:
-            os.makedirs(self._folder.attempt_folder(number), exist_ok=True)
-            attempt.output.duplicate(
-                self._folder.attempt_folder(number),
-                stdout=self._plan.showing.stdout_needles,
-                stderr=self._plan.showing.stderr_needles,
-            )
+        self._duplicate(attempt)
         self._prepare_store(loop)
         for seat in self._plan.seats:
             self._start_worker(attempt, seat)
@@ -238,6 +238,22 @@ class Supervisor:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
+
+    def _duplicate(self, attempt: Attempt) -> None:
+        """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
+        showing = self._plan.showing
+        if not showing.stdout_needles and not showing.stderr_needles:
+            return
+        folder = self._folder.attempt_folder(attempt.number)
+        os.makedirs(folder, exist_ok=True)
+        role = self._plan.role
+        attempt.output.duplicate(
+            folder,
+            stdout=showing.stdout_needles,
+            stderr=showing.stderr_needles,
+            teed=showing.duplicated,
+            headers=showing.prefixes or {seat.rank: f"[{role}{seat.local_rank}]:" for seat in self._plan.seats},
+        )
 
     def _prepare_store(self, loop: asyncio.AbstractEventLoop) -> None:
         """Where torch is imported already a store costs a fork, so it is there before anybody asks. Elsewhere it
@@ -350,9 +366,15 @@ class Supervisor:
             return
         code = os.waitstatus_to_exitcode(message["status"])
         self._folder.event(events.StoreLost(time=time.time(), code=code))
-        self._console.say(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
+        self._note(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
         attempt.store_started = False
         self._start_store()
+
+    def _note(self, text: str) -> None:
+        """Something the user may want to know; what ends a run is said even with --quiet."""
+        self._folder.event(events.Note(time=time.time(), text=text))
+        if not self._plan.showing.quiet:
+            self._console.say(text)
 
     # -- the end
 
@@ -376,7 +398,7 @@ class Supervisor:
         for next_signal, wait in steps:
             await asyncio.sleep(wait)
             for name, worker in attempt.living:
-                self._console.say(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
+                self._note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self._tell(name, next_signal)
 
     def _tell(self, name: str, number: signal.Signals) -> None:
@@ -426,7 +448,7 @@ class Supervisor:
         self._console.say(cause.block(death, tail=tail, folder=worker.folder, also=also))
         if last:
             return death.exit_code
-        self._console.say(f"starting all ranks again: restart {attempt.number + 1} of {self._plan.max_restarts}")
+        self._note(f"starting all ranks again: restart {attempt.number + 1} of {self._plan.max_restarts}")
         return None
 
     def _death(self, attempt: Attempt, worker: Worker) -> cause.Death:
@@ -483,13 +505,13 @@ class Supervisor:
         if attempt is None:
             self._resolve({})
         elif again and number == signal.SIGINT:
-            self._console.say("ending at once")
+            self._note("ending at once")
             self._console.abandon()
             for name, _ in attempt.living:
                 self._tell(name, signal.SIGKILL)
         elif not again:
             if number == signal.SIGINT:
-                self._console.say("stopping; Ctrl-C again ends at once")
+                self._note("stopping; Ctrl-C again ends at once")
             self._stop(number, f"{number.name} received", self._plan.ending.grace)
 
     def _resized(self) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
+from . import kernel
+
 
 def prepare(order: dict[str, Any]) -> Callable[[], object]:
     """Everything that comes before the first line of the script; calling the result is that line.
@@ -66,3 +68,4 @@ def _set_command_line(command: list[str]) -> None:
     text = b"\0".join(os.fsencode(word) for word in command) + b"\0"
     if start and end > start:
         ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
+        kernel.end_command_line(min(start + len(text), end))

@@ -79,10 +79,11 @@ class Warm:
                     case "hello":
                         return self._welcome(connection, order, pipes)
                     case "status":
-                        wire.send(connection, {"is": "warm", "pid": os.getpid(), "runs": len(self._runs), "idle": self._idle})
+                        wire.send(
+                            connection, {"is": "warm", "pid": os.getpid(), "runs": len(self._runs), "idle": self._idle}
+                        )
                     case "quit":
-                        self._idle = -1.0
-                        self._listener.close()
+                        self._idle = 0.0
                         with contextlib.suppress(FileNotFoundError):
                             os.unlink(self._path)
                         wire.send(connection, {"is": "quitting", "runs": len(self._runs)})

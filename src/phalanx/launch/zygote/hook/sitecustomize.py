@@ -39,7 +39,7 @@ def _hidden_sitecustomize() -> None:
     """What would have been imported here, had we not stood in front of it."""
     ours = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise

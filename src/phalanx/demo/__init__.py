@@ -1,0 +1,1 @@
+"""Scripts that `phalanx demo` runs: plain PyTorch, without a line that knows phalanx."""
