@@ -25,6 +25,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.zygote import kernel, wire
+from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
 
@@ -82,6 +83,7 @@ class Supervisor:
         self._lost_zygote = ""
         self._escalation: asyncio.Task[None] | None = None
         self._kills = memory.read()
+        self._leftovers = Leftovers()
 
     async def run(self) -> int:
         """Until every process of the run is gone. Returns the exit code."""
@@ -323,6 +325,7 @@ class Supervisor:
             return
         worker = self._attempt.workers[message["name"]]
         worker.pid = message["pid"]
+        self._leftovers.note(worker.pid)
         self._folder.event(
             events.WorkerBorn(
                 time=time.time(),
@@ -482,7 +485,7 @@ class Supervisor:
         loop.remove_reader(self._listener.fileno())
         await self._end_zygote(loop)
         if self._zygote.process is not None:
-            await loop.run_in_executor(None, kernel.end_descendants)
+            await loop.run_in_executor(None, self._leftovers.end)
 
     # -- signals
 

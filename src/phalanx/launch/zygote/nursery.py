@@ -13,12 +13,14 @@ import socket
 from typing import Any
 
 from . import birth, imports, kernel, store, wire
+from .leftovers import Leftovers
 
 
 class Nursery:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._children: dict[int, str] = {}  # pid -> the name the supervisor knows it by
+        self._leftovers = Leftovers()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class Nursery:
                 self._signal(order["name"], order["signal"])
             case "sweep":
                 self._children.clear()
-                kernel.end_descendants()
+                self._leftovers.end()
                 self._tell({"is": "swept"})
             case "end":
                 self._end()
@@ -99,6 +101,7 @@ class Nursery:
 
     def _signal(self, name: str, number: int) -> None:
         """To the child's whole process group. Here, not in the supervisor: a pid reaped here cannot be hit by mistake."""
+        self._leftovers.note()
         for pid, known in self._children.items():
             if known == name:
                 with contextlib.suppress(ProcessLookupError):
@@ -113,6 +116,7 @@ class Nursery:
                 return
             if pid == 0:
                 return
+            self._leftovers.note(pid)
             name = self._children.pop(pid, None)
             if name is not None:
                 self._tell({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
@@ -126,7 +130,7 @@ class Nursery:
     def _end(self) -> None:
         """Nothing is left behind: not what a worker started in a session of its own either."""
         signal.set_wakeup_fd(-1)
-        left = kernel.end_descendants()
+        left = self._leftovers.end()
         with contextlib.suppress(OSError):
             wire.send(self._sock, {"is": "ended", "left": left})
         os._exit(0)

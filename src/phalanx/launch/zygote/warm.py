@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from . import imports, kernel, wire
+from .leftovers import Leftovers
 from .nursery import Nursery
 
 
@@ -29,6 +30,7 @@ class Warm:
         self._idle = idle
         self._used = time.monotonic()
         self._runs: set[int] = set()
+        self._leftovers = Leftovers()
         self._files: dict[str, tuple[int, int]] = {}
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class Warm:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
         # A run's zygote that was killed leaves what its workers had started to us.
-        kernel.end_descendants(besides=frozenset(self._runs))
+        self._leftovers.end(besides=frozenset(self._runs))
 
     def _quit(self) -> None:
         with contextlib.suppress(FileNotFoundError):
