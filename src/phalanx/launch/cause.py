@@ -6,12 +6,13 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # What a healthy rank says when another one has gone: a consequence, never the first cause.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
-    r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)|Connection was likely closed"
+    r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)"
+    r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
 )
@@ -97,21 +98,27 @@ def report_of(death: Death) -> Report:
 def first_cause(deaths: Sequence[Death]) -> Death | None:
     """The earliest death that is nobody else's consequence.
 
-    A worker that we stopped, and that ended by the very signal, is no cause. An exception counts from when it was
-    raised, not from when its process was gone; losing a peer counts only if there is nothing better.
+    An exception counts from when it was raised, not from when its process was gone; losing a peer counts only if
+    there is nothing better. A worker that we stopped is a cause only if it had raised an exception by itself.
     """
-    candidates = [death for death in deaths if not (death.stopped and _obeyed(death))]
+    candidates = [(report_of(death), death) for death in deaths]
+    candidates = [(report, death) for report, death in candidates if report.exception or not _obeyed(death)]
 
-    def order(death: Death) -> tuple[bool, bool, float]:
-        report = report_of(death)
-        consequence = bool(_PEER_LOST.search(report.exception))
-        return (consequence, death.stopped, report.when or death.time)
+    def order(candidate: tuple[Report, Death]) -> tuple[bool, float]:
+        report, death = candidate
+        return (bool(_PEER_LOST.search(report.exception)), report.when or death.time)
 
-    return min(candidates, key=order, default=None)
+    if not candidates:
+        return None
+    report, death = min(candidates, key=order)
+    # Stopped on its way out: what it would have ended with is what an exception ends with.
+    return replace(death, code=1) if report.exception and _obeyed(death) else death
 
 
 def _obeyed(death: Death) -> bool:
-    return death.code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+    """It ended by the signal that it was stopped with, or by the exit code that stands for it."""
+    numbers = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+    return death.stopped and (-death.code in numbers or death.code - 128 in numbers)
 
 
 def in_words(code: int) -> str:
@@ -148,9 +155,10 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> s
         lines.append("  killed from outside: no memory limit was hit, as far as the kernel tells")
     elif -death.code in _ADVICE:
         lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
-    if tail and not report.exception:
+    last = [*tail, *([] if report.exception else death.stderr[-10:])]  # else stderr is the traceback, told above
+    if last:
         lines.append("  its last lines:")
-        lines.extend(f"    {line}" for line in tail)
+        lines.extend(f"    {line}" for line in last)
     if also:
         lines.append(f"  {also} other rank{'s' if also > 1 else ''} failed after it")
     lines.append(f"  all of its output: {folder}")

@@ -38,6 +38,7 @@ class Warm:
         report = imports.preload(modules, [], None)
         kernel.adopt_orphans()
         self._files = _module_files()
+        self._used = time.monotonic()  # its own imports are no idle time
         if report["failed"] or report["unsafe"]:
             sys.stderr.write(f"not fit to be kept warm: {report}\n")
             self._quit()

@@ -1,0 +1,173 @@
+"""One end, told once: who failed first, how, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.contract import events
+from tests.e2e.places import READY, pids, script
+from tests.kit.cli import phalanx, run, start
+from tests.kit.handle import Handle
+
+
+def block(err: str) -> str:
+    """What phalanx says at the end, without what the workers said."""
+    return err[err.rindex("phalanx: rank") :]
+
+
+def folder(err: str) -> Path:
+    return Path(err[err.rindex("all of its output: ") :].split(": ", 1)[1].strip())
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["cold", "fresh"])
+def test_the_first_cause_is_named_with_its_exception_and_frames(way: tuple[str, ...]) -> None:
+    result = phalanx("run", "-g", "3", "--cpu", *way, script("boom.py"), "1")
+    said = block(result.err)
+    assert result.code == 1
+    assert said.startswith("phalanx: rank 1 failed: BadBatch: no shard called 'evaluate': é ü 数")
+    assert "exit code 1" in said
+    assert "in step" in said
+    assert "boom.py:20" in said
+    assert "before the end" in said
+    assert "other rank" not in said
+
+
+def test_the_exception_is_also_in_the_error_file_in_torchruns_form() -> None:
+    result = phalanx("run", "-g", "2", "--cpu", script("boom.py"), "1")
+    record = json.loads((folder(result.err) / "error.json").read_text())
+    assert record["message"]["message"].startswith("BadBatch: no shard")
+    assert "KeyError: 'evaluate'" in record["message"]["extraInfo"]["py_callstack"]
+    assert int(record["message"]["extraInfo"]["timestamp"]) == int(record["time"])
+
+
+def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path) -> None:
+    peer = write(
+        tmp_path / "peer.py",
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 2: os.kill(os.getpid(), 9)\n"
+        "dist.all_reduce(torch.ones(1))\n",
+    )
+    result = phalanx("run", "-g", "3", "--cpu", peer)
+    said = block(result.err)
+    assert result.code == 137
+    assert said.startswith("phalanx: rank 2 failed: SIGKILL (Killed)")
+    assert "killed from outside" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("code", "7"), 7, "exit code 7"),
+        (("text",), 1, "exit code 1"),
+        (("at once", "41"), 41, "exit code 41"),
+        (("signal", "SIGSEGV"), 139, "SIGSEGV (Segmentation fault)"),
+        (("signal", "SIGTERM"), 143, "SIGTERM (Terminated)"),
+        (("normal",), 0, ""),
+        (("none",), 0, ""),
+    ],
+)
+def test_the_exit_code_is_the_workers(args: tuple[str, ...], code: int, words: str) -> None:
+    result = phalanx("run", "-g", "1", "--cpu", script("exit_code.py"), *args)
+    assert result.code == code
+    assert words in result.err
+    assert "a line without its end" in result.out
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[str]:
+    """A memory cgroup of 200 MB. Tests run as root here, and version 1 is what the kernel offers."""
+    path = f"/sys/fs/cgroup/memory/phalanx-{os.getpid()}"
+    os.mkdir(path)
+    Path(path, "memory.limit_in_bytes").write_text(str(200 << 20))
+    yield path
+    os.rmdir(path)
+
+
+def test_a_worker_killed_for_memory_is_told_so(small_cgroup: str, tmp_path: Path) -> None:
+    greedy = write(
+        tmp_path / "greedy.py",
+        "import os, time\n"
+        "open('/proc/self/oom_score_adj', 'w').write('1000')\n"
+        "if os.environ['RANK'] == '1': taken = bytearray(400 << 20)\n"
+        "time.sleep(600)\n",
+    )
+    enter = ("sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', small_cgroup)
+    result = run((*enter, sys.executable, "-m", "phalanx", "run", "-g", "2", "--cpu", "--fresh", greedy))
+    said = block(result.err)
+    assert result.code == 137
+    assert "rank 1 failed: SIGKILL" in said
+    assert "too much memory (limit 0.2 GiB)" in said
+
+
+def test_everything_is_in_the_run_folder() -> None:
+    result = phalanx("run", "-g", "2", "--cpu", "--log-dir", "logs", script("boom.py"), "1", cwd=os.environ["TMPDIR"])
+    run_folder = folder(result.err).parents[1]
+    assert run_folder.parent == Path(os.environ["TMPDIR"], "logs")
+    assert (run_folder / "attempt_0/1/stdout.log").read_text() == "before the end\n"
+    assert "BadBatch" in (run_folder / "attempt_0/1/stderr.log").read_text()
+    assert (run_folder / "attempt_0/0/stdout.log").read_text() == ""
+    told = [events.decode(line) for line in (run_folder / "events.jsonl").read_bytes().splitlines()]
+    kinds = [type(event).__name__ for event in told]
+    assert kinds[:3] == ["RunStarted", "ZygoteReady", "AttemptStarted"]
+    assert kinds.count("WorkerBorn") == kinds.count("WorkerExited") == 2
+    assert kinds[-2:] == ["WorkerFailed", "RunEnded"]
+    failed = next(event for event in told if isinstance(event, events.WorkerFailed))
+    assert (failed.rank, failed.code) == (1, 1)
+    assert json.loads((run_folder / "run.json").read_text())["code"] == 1
+    subprocess.run(["rm", "-r", run_folder.parent], check=True)
+
+
+# -- restarts
+
+
+def attempts(job: Handle, ranks: int, count: int) -> list[int]:
+    return pids(job, READY, ranks * count)[-ranks:]
+
+
+def test_all_ranks_start_again_with_an_empty_store(tmp_path: Path) -> None:
+    twice = write(
+        tmp_path / "twice.py",
+        "import os, torch, torch.distributed as dist\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1); dist.all_reduce(x)\n"
+        "if attempt < 2 and dist.get_rank() == 1: os.kill(os.getpid(), 9)\n"
+        "dist.all_reduce(x)\n"
+        "print(f'sum {x.item()} attempt {attempt}\\n', end='')\n"
+        "dist.destroy_process_group()\n",
+    )
+    result = phalanx("run", "-g", "3", "--cpu", "--max-restarts", "3", twice)
+    assert result.code == 0, result.err
+    assert result.out.count("sum 9.0 attempt 2") == 3
+    assert result.err.count("rank 1 failed: SIGKILL") == 2
+    assert "restart 2 of 3" in result.err
+
+
+def test_restarts_run_out() -> None:
+    result = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", script("boom.py"), "1")
+    assert result.code == 1
+    assert result.err.count("rank 1 failed: BadBatch") == 2
+    assert "restart 1 of 1" in result.err
+
+
+def test_a_signal_is_not_a_reason_to_start_again() -> None:
+    job = start("run", "-g", "2", "--cpu", "--max-restarts", "5", script("sleepy.py"))
+    pids(job, READY, 2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 143
+    assert "starting all ranks again" not in job.err

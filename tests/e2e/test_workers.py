@@ -1,0 +1,243 @@
+"""What a worker is given: input, devices, variables set before the import, a store on loopback; and the zygote's choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.contract import events
+from tests.e2e.places import script
+from tests.kit.cli import phalanx, start, terminal, warm
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+def told(err: str) -> list[events.AnyEvent]:
+    path = err[err.index("output in ") :].split("output in ", 1)[1].splitlines()[0]
+    return [events.decode(line) for line in Path(path, "events.jsonl").read_bytes().splitlines()]
+
+
+def way(err: str) -> str:
+    return next(event.way for event in told(err) if isinstance(event, events.ZygoteReady))
+
+
+ECHO = "import sys, os; print(os.environ['RANK'], repr(sys.stdin.read()))"
+
+
+@pytest.mark.parametrize(
+    ("options", "reader"), [((), "0"), (("--stdin", "1"), "1"), (("--stdin", "none"), None)], ids=["0", "1", "none"]
+)
+def test_stdin_goes_to_one_rank(tmp_path: Path, options: tuple[str, ...], reader: str | None) -> None:
+    write(tmp_path, echo=ECHO)
+    result = phalanx("run", "-g", "2", "--cpu", *options, "echo.py", input="hello", cwd=str(tmp_path))
+    read = dict(re.findall(r"\[\d\] (\d) (.*)", result.out))
+    assert read == {rank: "'hello'" if rank == reader else "''" for rank in ("0", "1")}
+
+
+def test_a_terminal_can_be_read_from(tmp_path: Path) -> None:
+    write(tmp_path, ask="import os\nif os.environ['RANK'] == '0': print('hello', input('who? '))\n")
+    job = terminal("run", "-g", "2", "--cpu", "ask.py", cwd=str(tmp_path))
+    job.wait_for("who? ")
+    job.send(b"ada\n")
+    job.wait_for("hello ada")
+    assert job.wait() == 0
+
+
+def test_variables_that_imports_read_are_set_before_the_import(tmp_path: Path) -> None:
+    write(tmp_path, threads="import torch, os; print(torch.get_num_threads(), os.environ['MINE'])")
+    given = phalanx(
+        "run", "-g", "1", "--cpu", "--env", "OMP_NUM_THREADS=2", "--env", "MINE=x", "threads.py", cwd=str(tmp_path)
+    )
+    assert given.out == "2 x\n"
+    several = phalanx("run", "-g", "2", "--cpu", "--env", "MINE=y", "threads.py", cwd=str(tmp_path))
+    assert sorted(several.out.splitlines()) == ["[0] 1 y", "[1] 1 y"]
+
+
+def test_preload_is_imported_once_and_before_the_fork(tmp_path: Path) -> None:
+    write(tmp_path, slow="import os\npid = os.getpid()", main="import slow, os; print(slow.pid == os.getppid())")
+    result = phalanx("run", "-g", "2", "--cpu", "--preload", "slow", "main.py", cwd=str(tmp_path))
+    assert result.out.count("True") == 2, result.err
+
+
+def test_preload_of_what_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path, main="")
+    result = phalanx("run", "-g", "2", "--cpu", "--preload", "nowhere", "main.py", cwd=str(tmp_path))
+    assert result.code == 1
+    assert "--preload nowhere cannot be imported: ModuleNotFoundError" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='poller').start()",
+            "poller",
+        ),
+        # No GPU here: the flag that torch itself goes by stands for a CUDA context.
+        ("import torch\ntorch.cuda.is_initialized = lambda: True", "CUDA was initialised"),
+    ],
+    ids=["thread", "cuda"],
+)
+def test_a_zygote_that_is_not_safe_to_fork_says_so_and_fresh_ones_start(
+    tmp_path: Path, module: str, reason: str
+) -> None:
+    write(tmp_path, bad=module, main="import os, sys; print('pid', os.getpid(), 'torch' in sys.modules)")
+    result = phalanx("run", "-g", "2", "--cpu", "--preload", "bad", "main.py", cwd=str(tmp_path))
+    assert result.code == 0
+    assert result.out.count("False") == 2
+    assert reason in result.err
+    assert "an interpreter of its own" in result.err
+    assert way(result.err) == "fresh"
+
+
+def test_fresh_and_no_python_never_import_torch(tmp_path: Path) -> None:
+    write(tmp_path, main="import sys; print('torch' in sys.modules)")
+    fresh = phalanx("run", "-g", "1", "--cpu", "--fresh", "main.py", cwd=str(tmp_path))
+    assert fresh.out == "False\n"
+    program = phalanx("run", "-g", "2", "--cpu", "--no-python", "printenv", "RANK")
+    assert sorted(program.out.split()) == ["0", "1", "[0]", "[1]"]
+    assert way(program.err) == "fresh"
+
+
+def test_a_script_that_needs_no_torch_runs_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    write(tmp_path, torch="raise ImportError('broken here')", main="print('fine')")
+    result = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    assert (result.code, result.out) == (0, "fine\n")
+    assert "broken here" in result.err
+
+
+def test_what_a_script_imports_is_learned_for_the_next_run(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        helper="import importlib\nimportlib.import_module('torch._dynamo')",
+        main="import sys; print('torch._dynamo' in sys.modules); import helper",
+    )
+    first = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    second = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    assert (first.out, second.out) == ("False\n", "True\n")
+
+
+def test_a_script_that_trains_is_recognised_before_its_first_run(tmp_path: Path) -> None:
+    write(tmp_path, main="import sys; print('torch._dynamo' in sys.modules)\nimport torch.optim\n")
+    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "True\n"
+
+
+def test_own_modules_are_read_anew_every_time(tmp_path: Path) -> None:
+    write(tmp_path, mine="value = 1", main="import mine; print(mine.value)")
+    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "1\n"
+    write(tmp_path, mine="value = 2")
+    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "2\n"
+
+
+def test_the_store_listens_on_loopback_alone(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        main="import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "rows = [line.split() for table in ('tcp', 'tcp6') for line in open(f'/proc/net/{table}')]\n"
+        "print([row[1] for row in rows if row[3] == '0A' and row[1].endswith(f':{port:04X}')])\n"
+        "dist.destroy_process_group()\n",
+    )
+    result = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    assert re.fullmatch(r"\['0100007F:[0-9A-F]{4}'\]\n", result.out), result.out + result.err
+
+
+def test_a_given_port_is_the_one_that_workers_meet_at() -> None:
+    result = phalanx(
+        "run", "-g", "2", "--cpu", "--master-port", "0", "--no-python", "printenv", "MASTER_PORT", "MASTER_ADDR"
+    )
+    assert result.out.count("127.0.0.1") == 2
+
+
+# -- warm
+
+
+def test_a_warm_zygote_serves_one_run_after_another(tmp_path: Path) -> None:
+    write(tmp_path, main="import sys; print(sys.argv, 'torch._dynamo' in sys.modules)")
+    with warm():
+        for word in ("a", "b"):
+            result = phalanx("run", "-g", "2", "--cpu", "main.py", word, cwd=str(tmp_path))
+            assert result.out.count(f"['main.py', '{word}'] True") == 2
+            assert way(result.err) == "warm"
+        assert way(phalanx("run", "-g", "2", "--cpu", "--no-warm", "main.py", cwd=str(tmp_path)).err) == "cold"
+    assert phalanx("warm", "--list").out == "nothing is warm\n"
+    assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
+
+
+def test_two_runs_at_once_from_one_warm_zygote() -> None:
+    with warm():
+        jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
+        assert [job.wait() for job in jobs] == [0, 0]
+        assert [way(job.err) for job in jobs] == ["warm", "warm"]
+
+
+def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:
+    write(tmp_path, main="")
+    result = phalanx("run", "-g", "2", "--cpu", "--keep-warm", "1s", "main.py", cwd=str(tmp_path))
+    assert way(result.err) == "warm"
+    # That it ends is the kit's to see: a process that is left fails the test.
+
+
+@pytest.mark.parametrize("change", ["variable", "package", "module"])
+def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path, change: str) -> None:
+    write(tmp_path, main="", extra="")
+    env = {"PYTHONPATH": str(tmp_path)}
+    with warm("--preload", "extra", env=env):
+        asked = ("run", "-g", "2", "--cpu", "--preload", "json" if change == "package" else "extra", "main.py")
+        assert way(phalanx(*asked[:4], "--preload", "extra", "main.py", cwd=str(tmp_path), env=env).err) == "warm"
+        if change == "variable":
+            env = {**env, "OMP_NUM_THREADS": "2"}
+        elif change == "module":
+            write(tmp_path, extra="# edited")
+        else:
+            asked = (*asked[:4], "--preload", "wave", "main.py")
+        result = phalanx(*asked, cwd=str(tmp_path), env=env)
+        assert way(result.err) == "cold"
+        if change != "variable":
+            assert "the warm zygote is not used" in result.err
+
+
+def test_the_socket_is_for_this_user_alone() -> None:
+    with warm():
+        (socket,) = Path(os.environ["PHALANX_HOME"], "warm").glob("*.sock")
+        assert socket.stat().st_mode & 0o777 == 0o600
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+
+
+# -- explain
+
+
+def test_explain_says_what_run_does(tmp_path: Path) -> None:
+    write(tmp_path, main="import os, json; print(json.dumps(dict(os.environ)))")
+    asked = ("-g", "2", "--cpu", "--master-port", "29650", "--role", "r", "--env", "A=b", "main.py", "--lr", "1")
+    explained = json.loads(phalanx("explain", "--json", *asked, cwd=str(tmp_path)).out)
+    result = phalanx("run", *asked, cwd=str(tmp_path))
+    real = {rank: json.loads(line) for rank, line in re.findall(r"\[(\d)\] (\{.*)", result.out)}
+    assert explained["world_size"] == len(real) == 2
+    unknown_yet = {"TORCHELASTIC_ERROR_FILE", "PHALANX_RUN_FOLDER"}
+    for rank in explained["ranks"]:
+        foreseen = {**explained["environment"], **rank["environment"]}
+        seen = real[str(rank["rank"])]
+        assert {k: v for k, v in foreseen.items() if k not in unknown_yet} == {
+            k: seen[k] for k in foreseen if k not in unknown_yet
+        }
+        assert unknown_yet <= foreseen.keys()
+    assert explained["torchrun"].endswith("main.py --lr 1")
+    assert "--nproc-per-node 2" in explained["torchrun"]
+
+
+def test_explain_starts_nothing_and_is_readable(tmp_path: Path) -> None:
+    write(tmp_path, main="")
+    result = phalanx("explain", "-g", "3", "--cpu", "main.py", cwd=str(tmp_path))
+    assert result.code == 0
+    assert "torchrun --nproc-per-node 3 --standalone main.py" in result.out
+    assert "OMP_NUM_THREADS=1" in result.out
+    assert not Path(os.environ["PHALANX_HOME"]).exists()

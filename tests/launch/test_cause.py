@@ -1,0 +1,134 @@
+"""From what is known of the dead to the first cause and its words: a table, without a process."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from phalanx.launch.cause import Death, block, first_cause, in_words, read_error_file, read_traceback, report_of
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
+
+
+def error(text: str, when: float, **more: object) -> str:
+    message = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(when))}}
+    return json.dumps({"message": message, "time": when, **more})
+
+
+DEAD = {
+    "one exit": ([Death(2, 3, 10.0)], 2),
+    "the earlier of two": ([Death(0, 1, 11.0), Death(1, 1, 10.0)], 1),
+    # Rank 1 raised first, and took longer to be gone.
+    "exception before exit": ([Death(0, 1, 11.0), Death(1, 1, 12.0, error=error("ValueError: x", 10.5))], 1),
+    # Rank 0 noticed that rank 1 was gone before the kernel had told us of rank 1.
+    "a lost peer is no cause": ([Death(0, 1, 9.9, error=error(LOST, 9.9)), Death(1, -9, 10.0)], 1),
+    "a lost peer if nothing else": ([Death(0, 1, 9.9, error=error(LOST, 9.9))], 0),
+    "stopped by us": ([Death(0, -15, 9.0, stopped=True), Death(1, 5, 10.0)], 1),
+    "killed by us": ([Death(0, -9, 9.0, stopped=True), Death(1, 5, 10.0)], 1),
+    "handled our SIGTERM": ([Death(0, 143, 9.0, stopped=True), Death(1, 5, 10.0)], 1),
+    "raised, then stopped": (
+        [
+            Death(0, 1, 11.0, error=error("KeyError: 1", 10.9)),
+            Death(1, -15, 11.1, True, error=error("ValueError: x", 10.5)),
+        ],
+        1,
+    ),
+    "terminated from outside": ([Death(3, -15, 10.0)], 3),
+}
+
+
+@pytest.mark.parametrize(("deaths", "rank"), DEAD.values(), ids=DEAD.keys())
+def test_first_cause(deaths: list[Death], rank: int) -> None:
+    for order in (deaths, deaths[::-1]):
+        found = first_cause(order)
+        assert found is not None
+        assert found.rank == rank
+
+
+def test_nobody_failed_by_itself() -> None:
+    assert first_cause([]) is None
+    assert first_cause([Death(0, -15, 1.0, stopped=True)]) is None
+
+
+def test_an_exception_that_was_cut_short_by_our_stop_ends_as_an_exception() -> None:
+    found = first_cause([Death(1, -15, 11.1, True, error=error("ValueError: x", 10.5))])
+    assert found is not None
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "shell"),
+    [
+        (3, "exit code 3", 3),
+        (-9, "SIGKILL (Killed)", 137),
+        (-11, "SIGSEGV (Segmentation fault)", 139),
+        (-40, "signal 40", 168),
+    ],
+)
+def test_codes_in_words(code: int, words: str, shell: int) -> None:
+    assert in_words(code) == words
+    assert Death(0, code, 0.0).exit_code == shell
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"message": {}}', '{"message": {"message": 1, "extraInfo": 2}}'])
+def test_an_error_file_of_any_shape_is_survived(text: str) -> None:
+    assert read_error_file(text).frames == ()
+
+
+def test_the_error_file_of_torchs_record() -> None:
+    stack = 'Traceback (most recent call last):\n  File "/a/t.py", line 3, in f\n    g(1)\nValueError: no\n'
+    record = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": stack, "timestamp": "17"}}}
+    report = read_error_file(json.dumps(record))
+    assert (report.exception, report.when, report.frames) == ("ValueError: no", 17.0, (("/a/t.py", 3, "f", "g(1)"),))
+
+
+def test_the_last_traceback_of_stderr() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "old.py", line 1, in <module>',
+        "KeyError: 1",
+        "During handling of the above exception, another exception occurred:",
+        "Traceback (most recent call last):",
+        '  File "/x/new.py", line 7, in run',
+        "    step(batch)",
+        "    ^^^^^^^^^^^",
+        "a.b.Trouble: it went wrong",
+        "then something else was printed",
+    ]
+    report = read_traceback(lines)
+    assert report.exception == "a.b.Trouble: it went wrong"
+    assert report.frames == (("/x/new.py", 7, "run", "step(batch)"),)
+    assert read_traceback(["nothing of the kind"]).exception == ""
+
+
+def test_the_block_has_all_that_is_known() -> None:
+    death = Death(
+        5,
+        1,
+        3.0,
+        device="gpu 2",
+        error=error("OSError: disk\nsecond line", 2.0, frames=[["/t.py", 4, "load", "read()"]]),
+    )
+    text = block(death, tail=["epoch 1"], folder="/runs/x/5", also=2)
+    assert text.splitlines() == [
+        "rank 5 (gpu 2) failed: OSError: disk",
+        "  ended with exit code 1",
+        "  /t.py:4 in load",
+        "      read()",
+        "  its last lines:",
+        "    epoch 1",
+        "  2 other ranks failed after it",
+        "  all of its output: /runs/x/5",
+    ]
+
+
+def test_a_kill_is_explained_where_the_kernel_tells() -> None:
+    told = block(Death(0, -signal.SIGKILL, 1.0, memory="the kernel killed it"), tail=[], folder="f")
+    assert "the kernel killed it" in told
+    assert "killed from outside" not in told
+    untold = block(Death(0, -signal.SIGKILL, 1.0, stderr=["last words"]), tail=[], folder="f")
+    assert "killed from outside" in untold
+    assert "    last words" in untold
+    assert report_of(Death(0, 1, 1.0)).exception == ""
