@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import dataclass
 
 from phalanx.cli.options import HelpRequested, parse_run
 from phalanx.cli.planning import make_plan
@@ -34,8 +35,7 @@ def main(argv: list[str]) -> int:
     with listener:
         folder = _folder(plan, base)
         try:
-            zygote, lesson, words = _zygote(plan, base, folder)
-            return _supervise(plan, folder, zygote, lesson, listener, [*plan.notes, *words])
+            return _supervise(plan, folder, _start(plan, base, folder), listener)
         finally:
             folder.close()
 
@@ -53,19 +53,28 @@ def _folder(plan: Plan, base: str) -> RunFolder:
         ) from error
 
 
-def _zygote(plan: Plan, base: str, folder: RunFolder) -> tuple[Zygote, Lesson | None, list[str]]:
-    """A warm one if there is one that fits, else a cold one; or fresh interpreters if asked."""
+@dataclass(frozen=True)
+class Started:
+    """What is under way by the time the supervisor is imported."""
+
+    zygote: Zygote
+    lesson: Lesson | None = None
+    words: tuple[str, ...] = ()  # to say, once there is a console
+
+
+def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
+    """A warm zygote if there is one that fits, else a cold one; or fresh interpreters if asked."""
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
-            return zygotes.fresh(plan.environ, log=log), None, []
+            return Started(zygotes.fresh(plan.environ, log=log))
         found, words = _warm(plan, base)
         if found is not None:
-            return found, None, words
+            return Started(found, words=tuple(words))
         lesson = lessons.recall(plan.command, base)
         required = [*_TORCH, *plan.start.preload]
         zygote = zygotes.cold(plan.command, plan.environ, required=required, welcome=lesson.modules, log=log)
-        return zygote, lesson, words
+        return Started(zygote, lesson, tuple(words))
     finally:
         os.close(log)
 
@@ -88,16 +97,14 @@ def _warm(plan: Plan, base: str) -> tuple[Zygote | None, list[str]]:
     return None, [*words, f"nothing could be kept warm ({found}); see {place.log}"]
 
 
-def _supervise(
-    plan: Plan, folder: RunFolder, zygote: Zygote, lesson: Lesson | None, listener: socket.socket, words: list[str]
-) -> int:
+def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket.socket) -> int:
     import asyncio
 
     from phalanx.contract import events
     from phalanx.launch.console import Console
     from phalanx.launch.supervisor import Supervisor
 
-    started = time.time()
+    now = time.time()
     command = plan.command.line(0)
     pid = os.getpid()
     folder.record(
@@ -109,12 +116,12 @@ def _supervise(
             cwd=os.getcwd(),
             folder=folder.path,
             world_size=plan.placement.world_size,
-            started=started,
+            started=now,
         )
     )
     folder.event(
         events.RunStarted(
-            time=started, run=plan.run_id, command=tuple(command), world_size=plan.placement.world_size, pid=pid
+            time=now, run=plan.run_id, command=tuple(command), world_size=plan.placement.world_size, pid=pid
         )
     )
     console = Console(plan.placement.world_size, prefixes=plan.showing.prefixes, colour=plan.showing.colour)
@@ -123,12 +130,15 @@ def _supervise(
     code = 1
     try:
         if not plan.showing.quiet:
-            for line in [_announcement(plan, folder), *words]:
+            for line in (_announcement(plan, folder), *plan.notes, *started.words):
                 console.say(line)
-        code = asyncio.run(Supervisor(plan, folder, zygote, console, listener, lesson).run())
+        supervisor = Supervisor(
+            plan, folder=folder, console=console, zygote=started.zygote, lesson=started.lesson, listener=listener
+        )
+        code = asyncio.run(supervisor.run())
         return code
     finally:
-        folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - started, 3)))
+        folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - now, 3)))
         folder.ended(code)
         console.close()
 

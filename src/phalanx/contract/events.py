@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -79,19 +77,19 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
     seconds: float
 
 
-AnyEvent = Union[
-    RunStarted,
-    ZygoteReady,
-    ZygoteRefused,
-    AttemptStarted,
-    WorkerBorn,
-    WorkerExited,
-    Stopping,
-    WorkerFailed,
-    StoreLost,
-    Note,
-    RunEnded,
-]
+AnyEvent = (
+    RunStarted
+    | ZygoteReady
+    | ZygoteRefused
+    | AttemptStarted
+    | WorkerBorn
+    | WorkerExited
+    | Stopping
+    | WorkerFailed
+    | StoreLost
+    | Note
+    | RunEnded
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

@@ -1,4 +1,4 @@
-"""Plain PyTorch, data parallel: three ranks' worth of points on two spirals, and a small network that tells them apart."""
+"""Plain PyTorch, data parallel: points on two spirals, and a small network that learns to tell them apart."""
 
 import argparse
 import os

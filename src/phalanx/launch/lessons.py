@@ -19,8 +19,10 @@ _DYNAMO = "torch._dynamo"
 
 # Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
 _SAFE = frozenset(
-    "torch torchvision torchdata numpy scipy pandas PIL yaml sympy mpmath networkx jinja2 markupsafe packaging fsspec "
-    "safetensors einops filelock typing_extensions".split()
+    """
+    torch torchvision torchdata numpy scipy pandas PIL yaml sympy mpmath networkx jinja2 markupsafe packaging fsspec
+    safetensors einops filelock typing_extensions
+    """.split()  # noqa: SIM905
 )
 _UNSAFE = ("torch._inductor", "torch.utils.tensorboard", "torch.testing", "torch.cuda.tunable", "torch._dynamo.test")
 

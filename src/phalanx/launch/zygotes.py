@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.cluster.placement import Seat
 from phalanx.launch.command import Command
+from phalanx.launch.plan import Plan
 from phalanx.launch.zygote import wire
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
@@ -90,9 +92,37 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
         )
 
 
-def store_order(zygote: Zygote, python: str, environ: Mapping[str, str], address: str, port: int) -> wire.Message:
+def store_order(zygote: Zygote, plan: Plan, port: int) -> wire.Message:
     """Fork the store from a zygote that has torch; execute it where there is none."""
-    order: wire.Message = {"do": "store", "name": "store", "address": address, "port": port, "environ": dict(environ)}
+    order: wire.Message = {"do": "store", "name": "store", "address": plan.master_addr, "port": port}
+    order["environ"] = dict(plan.environ)
     if not zygote.forks:
-        order["exec"] = [python, os.path.join(_FOLDER, "store.py")]
+        order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]
     return order
+
+
+def worker_order(zygote: Zygote, command: Command, seat: Seat, environ: Mapping[str, str]) -> wire.Message:
+    """Fork a worker that goes on as this command, or execute the command."""
+    line = command.line(seat.local_rank)
+    order: wire.Message = {
+        "do": "start",
+        "name": str(seat.rank),
+        "environ": dict(environ),
+        "cores": list(seat.slot.cores),
+        "command": line,
+    }
+    if not zygote.forks:
+        return {**order, "exec": line}
+    order["args"] = command.arguments(seat.local_rank)
+    if command.kind == "path":
+        order["args"].insert(0, command.target)
+    if zygote.way == "warm":
+        order |= {"cwd": os.getcwd(), "umask": _umask(), "main": [command.kind, command.target]}
+    return order
+
+
+def _umask() -> int:
+    """The only way to read it is to set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -100,13 +100,14 @@ class Nursery:
         return True
 
     def _signal(self, name: str, number: int) -> None:
-        """To the child's whole process group. Here, not in the supervisor: a pid reaped here cannot be hit by mistake."""
+        """To the child's whole group. Not by the supervisor: only who reaps knows that a pid is still the child's."""
         self._leftovers.note()
         for pid, known in self._children.items():
             if known == name:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, number)
-                    os.killpg(pid, signal.SIGCONT)
+                    if number != signal.SIGWINCH:
+                        os.killpg(pid, signal.SIGCONT)  # a stopped process would never get to its handler
 
     def _reap(self) -> None:
         while True:

@@ -26,7 +26,8 @@ def _serve(folder: str, task: str) -> None:
     spec = importlib.util.spec_from_file_location(
         "_phalanx_zygote", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
-    assert spec is not None and spec.loader is not None  # noqa: S101
+    assert spec is not None  # noqa: S101
+    assert spec.loader is not None  # noqa: S101
     package = importlib.util.module_from_spec(spec)
     sys.modules["_phalanx_zygote"] = package
     spec.loader.exec_module(package)

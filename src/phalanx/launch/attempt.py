@@ -1,0 +1,254 @@
+"""One life of the group, from the first fork to the last exit: its workers, its store, its output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.cluster.placement import Seat
+from phalanx.contract import events
+from phalanx.launch import cause, zygotes
+from phalanx.launch.console import Console
+from phalanx.launch.lessons import Lesson
+from phalanx.launch.output import Output
+from phalanx.launch.plan import Plan
+from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.zygote import wire
+from phalanx.launch.zygotes import Zygote
+
+
+@dataclass
+class Worker:
+    seat: Seat
+    folder: str
+    pid: int = 0
+    code: int | None = None  # exit code, or minus the signal
+    ended: float = 0.0
+    stopped: bool = False  # it was told to stop before it ended
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all attempts of a run share."""
+
+    plan: Plan
+    folder: RunFolder
+    console: Console
+    listener: socket.socket  # the store's, bound once: an attempt's store is new, its address is not
+    note: Callable[[str], None]
+
+    @property
+    def port(self) -> int:
+        port: int = self.listener.getsockname()[1]
+        return port
+
+
+class Attempt:
+    def __init__(self, number: int, stage: Stage, zygote: Zygote, lesson: Lesson | None) -> None:
+        self.number = number
+        self.workers: dict[str, Worker] = {}
+        self.output = Output(asyncio.get_running_loop(), stage.console)
+        self.over = asyncio.Event()
+        self._stage = stage
+        self._zygote = zygote
+        self._lesson = lesson
+        self._store_started = False
+        self._escalation: asyncio.Task[None] | None = None
+        stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
+        self._duplicate()
+
+    @property
+    def living(self) -> list[tuple[str, Worker]]:
+        return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
+
+    @property
+    def failed(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.code]
+
+    def _duplicate(self) -> None:
+        """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
+        plan = self._stage.plan
+        showing = plan.showing
+        if not showing.stdout_needles and not showing.stderr_needles:
+            return
+        folder = self._stage.folder.attempt_folder(self.number)
+        os.makedirs(folder, exist_ok=True)
+        self.output.duplicate(
+            folder,
+            stdout=showing.stdout_needles,
+            stderr=showing.stderr_needles,
+            teed=showing.duplicated,
+            headers=showing.prefixes or {seat.rank: f"[{plan.role}{seat.local_rank}]:" for seat in plan.seats},
+        )
+
+    # -- birth
+
+    def prepare_store(self) -> None:
+        """Where torch is imported already a store costs a fork, so it is there before anybody asks. Elsewhere it
+        costs an import, so it is started by the first connection: many programs never make one."""
+        if self._zygote.forks:
+            self._start_store()
+        else:
+            asyncio.get_running_loop().add_reader(self._stage.listener.fileno(), self._start_store)
+
+    def _start_store(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
+        if self._store_started or self.over.is_set():
+            return
+        self._store_started = True
+        plan, path = self._stage.plan, self._stage.folder.path
+        order = zygotes.store_order(self._zygote, plan, self._stage.port)
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        log = os.open(f"{path}/store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            self._zygote.order(order, [nowhere, log, log, self._stage.listener.fileno()])
+        os.close(nowhere)
+        os.close(log)
+
+    def start_worker(self, seat: Seat) -> None:
+        plan, run_folder = self._stage.plan, self._stage.folder
+        folder = run_folder.rank_folder(self.number, seat.rank)
+        environ = plan.environment(
+            seat, attempt=self.number, folder=run_folder.path, rank_folder=folder, port=self._stage.port
+        )
+        order = zygotes.worker_order(self._zygote, plan.command, seat, environ)
+        if seat.rank == 0 and self._lesson is not None:
+            order["lesson"] = self._lesson.path
+        out, err = self.output.open(seat.rank, folder, show=plan.showing.shown[seat.rank], terminal=seat.rank == 0)
+        stdin = self._stdin(seat.rank)
+        self.workers[order["name"]] = Worker(seat, folder)
+        try:
+            self._zygote.order(order, [stdin, out, err])
+        except OSError:
+            del self.workers[order["name"]]  # the zygote is gone: its reader says so
+        os.close(stdin)
+        self.output.handed_over(seat.rank)
+
+    def _stdin(self, rank: int) -> int:
+        """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
+        if rank == self._stage.plan.stdin_rank:
+            with contextlib.suppress(OSError):
+                if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
+                    return os.dup(0)
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def born(self, name: str, pid: int) -> None:
+        if name not in self.workers:
+            return
+        worker = self.workers[name]
+        worker.pid = pid
+        self._stage.folder.event(
+            events.WorkerBorn(
+                time=time.time(),
+                rank=worker.seat.rank,
+                pid=pid,
+                device=str(worker.seat.slot.device or ""),
+                attempt=self.number,
+            )
+        )
+
+    # -- death
+
+    def exited(self, message: wire.Message) -> None:
+        code = os.waitstatus_to_exitcode(message["status"])
+        if message["name"] == "store":
+            self._store_exited(code)
+            return
+        worker = self.workers[message["name"]]
+        worker.code, worker.ended = code, time.time()
+        self._stage.folder.event(
+            events.WorkerExited(
+                time=worker.ended,
+                rank=worker.seat.rank,
+                pid=message["pid"],
+                code=code,
+                peak_memory=message["peak"],
+                attempt=self.number,
+            )
+        )
+        if not self.living:
+            self.over.set()
+        elif code != 0 and not worker.stopped:
+            self.stop(signal.SIGTERM, f"rank {worker.seat.rank} failed", self._stage.plan.ending.failure_grace)
+
+    def _store_exited(self, code: int) -> None:
+        """Without its store a group cannot form, nor grow; what has formed goes on by itself."""
+        if self.over.is_set() or not self.living:
+            return
+        self._stage.folder.event(events.StoreLost(time=time.time(), code=code))
+        self._stage.note(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
+        self._store_started = False
+        self._start_store()
+
+    def lost(self) -> None:
+        """The zygote is gone, and its workers with it."""
+        for _, worker in self.living:
+            worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+        self.over.set()
+
+    def tell(self, name: str, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError):
+            self._zygote.order({"do": "signal", "name": name, "signal": int(number)})
+
+    def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
+        """Tell the living to stop; those that do not, are stopped."""
+        self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
+        for name, worker in self.living:
+            worker.stopped = True
+            self.tell(name, number)
+        if self._escalation is None:
+            self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
+
+    async def _escalate(self, number: signal.Signals, grace: float) -> None:
+        """A worker inside native code never gets to its handler for SIGINT; one may ignore SIGTERM; none SIGKILL."""
+        steps = [(signal.SIGKILL, grace)]
+        if number != signal.SIGTERM:
+            steps = [(signal.SIGTERM, grace / 3), (signal.SIGKILL, grace * 2 / 3)]
+        for next_signal, wait in steps:
+            await asyncio.sleep(wait)
+            for name, worker in self.living:
+                self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
+                self.tell(name, next_signal)
+
+    def kill(self) -> None:
+        for name, _ in self.living:
+            self.tell(name, signal.SIGKILL)
+
+    def concluded(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
+        if self._escalation is not None:
+            self._escalation.cancel()
+
+    # -- afterwards
+
+    def first_cause(self, kills: str) -> tuple[cause.Death, str] | None:
+        """The death that made it fail, and what to tell about it. `kills`: what the kernel says about memory."""
+        death = cause.first_cause([self._death(worker, kills) for worker in self.failed])
+        if death is None:
+            return None
+        also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
+        worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
+        tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
+        return death, cause.block(death, tail=tail, folder=worker.folder, also=also)
+
+    def _death(self, worker: Worker, kills: str) -> cause.Death:
+        error = ""
+        with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
+            error = file.read(1 << 20)
+        code = worker.code or 0
+        return cause.Death(
+            rank=worker.seat.rank,
+            code=code,
+            time=worker.ended,
+            stopped=worker.stopped,
+            device=str(worker.seat.slot.device or ""),
+            error=error,
+            stderr=self.output.tail(worker.seat.rank, "stderr", 60),
+            memory=kills if code == -signal.SIGKILL else "",
+        )
