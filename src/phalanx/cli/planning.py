@@ -9,7 +9,7 @@ from dataclasses import replace
 from string import Template
 
 from phalanx.cli.options import RunOptions
-from phalanx.cluster import affinity, nvidia, slots
+from phalanx.cluster import nvidia, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import Placement, place
 from phalanx.cluster.sources.surroundings import cores
@@ -94,6 +94,8 @@ def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
     chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu)
     if options.numa_binding is None:
         return chosen
+    from phalanx.cluster import affinity
+
     return affinity.bind(chosen, options.numa_binding, affinity.read())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 from string import Template
 from typing import Literal
@@ -45,7 +44,7 @@ class Command:
         match self.kind:
             case "script":
                 real = os.path.realpath(self.target)
-                return real if os.path.isdir(real) or zipfile.is_zipfile(real) else os.path.dirname(real)
+                return real if os.path.isdir(real) or _is_zip(real) else os.path.dirname(real)
             case "module":
                 return os.getcwd()
             case _:
@@ -57,6 +56,14 @@ class Command:
             _check_script(self.target)
         elif self.kind == "program":
             _check_program(self.target)
+
+
+def _is_zip(path: str) -> bool:
+    if path.endswith(".py"):
+        return False
+    import zipfile
+
+    return zipfile.is_zipfile(path)
 
 
 def _check_script(path: str) -> None:

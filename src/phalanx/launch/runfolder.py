@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from phalanx.contract import events
 from phalanx.launch.zygote import kernel
+
+if TYPE_CHECKING:
+    # The folder is made before the zygote is started, and whatever is imported by then delays it.
+    from phalanx.contract import events
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def make_run_id(target: str) -> str:
     """Readable, sortable within a day, and unique."""
     name = os.path.splitext(os.path.basename(target.rstrip("/")))[0] or "run"
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:24]
-    return f"{clean}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{clean}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 class RunFolder:
@@ -75,6 +78,8 @@ class RunFolder:
             self.record(RunRecord(**{**asdict(self._record), "ended": time.time(), "code": code}))
 
     def event(self, event: events.Event) -> None:
+        from phalanx.contract import events
+
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self._events.write(events.encode(event))
         if self.echo is not None:
@@ -118,7 +123,7 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
 
 def _fresh(path: str) -> str:
     """A folder that did not exist: a second run with the same id gets a name of its own."""
-    for name in (path, *(f"{path}_{secrets.token_hex(3)}" for _ in range(8))):
+    for name in (path, *(f"{path}_{os.urandom(3).hex()}" for _ in range(8))):
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, mode=0o700)
             return name
