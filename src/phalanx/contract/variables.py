@@ -32,6 +32,7 @@ class Membership:
     attempt: int
     max_restarts: int
     error_file: str
+    signals: str  # names with commas between them
 
 
 def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -54,6 +55,7 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         # The store is ours: every rank joins it as a client, and none fights for the port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": member.error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": member.signals,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         RUN: member.run_id,
         RUN_FOLDER: member.run_folder,

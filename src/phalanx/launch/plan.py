@@ -88,6 +88,7 @@ class Plan:
             attempt=attempt,
             max_restarts=self.max_restarts,
             error_file=f"{rank_folder}/error.json",
+            signals=",".join(number.name for number in self.ending.signals),
         )
         devices = {}
         if self.devices_isolated or self.virtual_local_rank:

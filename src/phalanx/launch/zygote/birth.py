@@ -43,13 +43,16 @@ def dress(order: Order) -> None:
 
 
 def _reseed() -> None:
-    """Python's own generator reseeds itself after a fork; NumPy's and multiprocessing's secret do not."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
+    """What a process draws when it starts and a fork would share. Python's own generator reseeds itself."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"]
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    if "threading" in sys.modules:  # it still has the number that the kernel gave the zygote's
+        sys.modules["threading"].main_thread()._set_native_id()
 
 
 def _record_exceptions(path: str) -> None:
