@@ -70,7 +70,9 @@ def main() -> int:
     check("hidden", ("run", "-g", "2", "seen.py"), 0, "seen 0  0 no cuda", CUDA_VISIBLE_DEVICES="")
     check("hidden by mistake", ("run", "seen.py"), 2, "CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="7")
     check("CUDA used while importing", ("run", "--preload", "bad", "seen.py"), 0, "CUDA was initialised", "seen 1")
-    check("CUDA used behind torch's back", ("run", "--preload", "quiet", "seen.py"), 0, "CUDA was initialised", "seen 1")
+    check(
+        "CUDA used behind torch's back", ("run", "--preload", "quiet", "seen.py"), 0, "CUDA was initialised", "seen 1"
+    )
     check("explain", ("explain", "nccl.py"), 0, "gpu 0 NVIDIA")
     print(phalanx("warm")[1].strip())
     for _ in range(2):

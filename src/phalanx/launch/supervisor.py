@@ -49,6 +49,7 @@ class Supervisor:
         self._ready: asyncio.Future[wire.Message] | None = None
         self._sweeping: asyncio.Event | None = None
         self._closing = False
+        self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
         self._lost_zygote = ""  # how it ended, if it did so by itself
         self._kills = memory.read()
@@ -64,6 +65,8 @@ class Supervisor:
                 return self._never_started()
             finally:
                 await self._close()
+                self._showing_rest = True
+                await asyncio.to_thread(self._console.close)
 
     def _note(self, text: str) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet."""
@@ -290,7 +293,9 @@ class Supervisor:
         again = self._signal is not None
         self._signal = self._signal or number
         attempt = self._attempt
-        if attempt is None:
+        if self._showing_rest:
+            self._console.abandon()
+        elif attempt is None:
             self._resolve({})
         elif again and number == signal.SIGINT:
             self._note("ending at once")

@@ -28,6 +28,9 @@ class Streams(NamedTuple):
         return self.by_local_rank.get(local_rank, self.every)
 
 
+MOST_RANKS = 1 << 20  # far above any world: bounds what a mistyped range can cost
+
+
 def text(value: str) -> str:
     return value
 

@@ -37,7 +37,9 @@ def dress(order: Order) -> None:
         if os.environ.get(name) != value:
             os.environ[name] = value
     sys.argv[1:] = order["args"]
-    sys.orig_argv[:] = order["command"]
+    if sys.orig_argv != order["command"]:
+        sys.orig_argv[:] = order["command"]
+        kernel.set_command_line(order["command"])
     _reseed()
     _record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
 

@@ -34,9 +34,18 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_command_line(address: int) -> None:
-    """Where the kernel stops reading the command line. Without the right to move it, `ps` shows blanks at the end."""
-    _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(address), 0, 0)
+def set_command_line(words: list[str]) -> None:
+    """What `ps` shows. The kernel reads it from where it laid the arguments when the process was started.
+
+    Without the right to move the end of that place, blanks are left there.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(os.fsencode(word) for word in words) + b"\0"
+    if start and len(text) <= end - start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+        _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(start + len(text)), 0, 0)
 
 
 def start_time(pid: int) -> int | None:

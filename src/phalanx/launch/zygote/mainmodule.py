@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import functools
 import os
 import runpy
@@ -14,8 +13,6 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from . import kernel
-
 
 def prepare(order: dict[str, Any]) -> Callable[[], object]:
     """Everything that comes before the first line of the script; calling the result is that line.
@@ -23,7 +20,6 @@ def prepare(order: dict[str, Any]) -> Callable[[], object]:
     The result is called by the module at the bottom of the stack, so that one frame is all that a script sees of us.
     """
     kind, target = order["main"]
-    _set_command_line(order["command"])
     main = _fresh_main()
     match kind:
         case "module":
@@ -40,7 +36,7 @@ def prepare(order: dict[str, Any]) -> Callable[[], object]:
         _first_on_path(target)
         return functools.partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
     _first_on_path(os.path.dirname(real))
-    path = os.path.abspath(target)
+    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # joined, not tidied: as Python does
     main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
     main.__loader__ = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
@@ -52,20 +48,11 @@ def _fresh_main() -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing's other name for it, by which children send its classes
+        sys.modules["__mp_main__"] = main
     return main
 
 
 def _first_on_path(entry: str) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, entry)
-
-
-def _set_command_line(command: list[str]) -> None:
-    """What `ps` shows. The kernel reads it from where it laid the arguments when the process was started."""
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(os.fsencode(word) for word in command) + b"\0"
-    if start and end > start:
-        ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
-        kernel.end_command_line(min(start + len(text), end))

@@ -1,0 +1,352 @@
+"""How long from the command to the first all_reduce, and to the first training step, on N ranks?
+
+A launch starts just before its process is made and has reached its end point when the last rank has passed it.
+Every contender runs once a round for every number of ranks, in an order that turns from case to case, so that
+whatever else this machine does meanwhile hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from phalanx.bench import contenders
+from phalanx.bench.contenders import CONTENDERS, Contender
+from phalanx.contract import events
+from phalanx.errors import OptionError
+from phalanx.launch import runfolder
+
+ENDS = {"allreduce": "first all_reduce", "adamw": "first AdamW step"}
+TIMEOUT = 120.0
+
+_SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts")
+_STAMPS = "BENCH_STAMPS"  # the scripts know it too
+_OUTPUT = "output"
+_IMPORT = f'import torch, os, time\nt = time.time()\nopen(os.environ["{_STAMPS}"], "w").write(f"0 {{t}} 1\\n")'
+
+
+@dataclass(frozen=True)
+class Case:
+    contender: str
+    end: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One launch. A launch that failed has a reason, and no time."""
+
+    case: Case
+    round: int
+    seconds: float | None  # until the last rank had passed the end point
+    total: float | None  # until the launcher had exited
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All rounds of one case."""
+
+    times: tuple[float, ...]
+    failed: int = 0
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.times) if self.times else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    ranks: tuple[int, ...]
+    repeat: int
+    contenders: tuple[str, ...]
+    ends: tuple[str, ...]
+
+
+@dataclass
+class Results:
+    settings: Settings
+    samples: list[Sample] = field(default_factory=list)
+    imports: list[Sample] = field(default_factory=list)  # of torch alone, in a fresh interpreter
+
+    def cell(self, contender: str, end: str, ranks: int, *, total: bool = False) -> Cell:
+        of_case = [sample for sample in self.samples if sample.case == Case(contender, end, ranks)]
+        return _cell(of_case, total=total)
+
+    @property
+    def one_import(self) -> Cell:
+        return _cell(self.imports)
+
+    @property
+    def failures(self) -> list[Sample]:
+        return [sample for sample in (*self.imports, *self.samples) if sample.failure]
+
+
+def _cell(samples: Sequence[Sample], *, total: bool = False) -> Cell:
+    times = [sample.total if total else sample.seconds for sample in samples]
+    return Cell(tuple(time for time in times if time is not None), sum(1 for time in times if time is None))
+
+
+# -- what was promised
+
+
+@dataclass(frozen=True)
+class Target:
+    what: str
+    evidence: str  # the medians it was judged by, or why it could not be
+    met: bool | None  # None: not measured
+
+
+def targets(results: Results) -> list[Target]:
+    """Stated before anything was measured, and judged by medians."""
+
+    def cold(end: str, ranks: int) -> Cell:
+        return results.cell("phalanx", end, ranks)
+
+    def quotient(what: str, cell: Cell, of: Cell, limit: float) -> Target:
+        if cell.median is None or of.median is None or cell.failed or of.failed:
+            return Target(what, _not_measured(cell, of), None)
+        share = cell.median / of.median
+        return Target(what, f"{cell.median:.2f} s / {of.median:.2f} s = {share:.3f}", share <= limit)
+
+    def below(what: str, cell: Cell, limit: float) -> Target:
+        if cell.median is None or cell.failed:
+            return Target(what, _not_measured(cell), None)
+        return Target(what, f"{cell.median:.3f} s", cell.median < limit)
+
+    first, step = ENDS["allreduce"], ENDS["adamw"]
+    reduce8, step8 = cold("allreduce", 8), cold("adamw", 8)
+    return [
+        quotient(
+            f"{first}, 8 ranks: at most 1/5 of torchrun's", reduce8, results.cell("torchrun", "allreduce", 8), 1 / 5
+        ),
+        quotient(f"{first}, 8 ranks: at most 1.3 of one `import torch`", reduce8, results.one_import, 1.3),
+        quotient(f"{step}, 8 ranks: at most 1/4 of torchrun's", step8, results.cell("torchrun", "adamw", 8), 1 / 4),
+        quotient(f"{first}: 16 ranks at most 1.5 of 2", cold("allreduce", 16), cold("allreduce", 2), 1.5),
+        quotient(f"{step}: 16 ranks at most 1.5 of 2", cold("adamw", 16), cold("adamw", 2), 1.5),
+        below(f"{first}, 8 ranks, warm: below 0.5 s", results.cell("warm", "allreduce", 8), 0.5),
+        below(f"{step}, 8 ranks, warm: below 1 s", results.cell("warm", "adamw", 8), 1.0),
+    ]
+
+
+def _not_measured(*cells: Cell) -> str:
+    failed, tried = sum(cell.failed for cell in cells), sum(cell.failed + len(cell.times) for cell in cells)
+    return f"{failed} of {tried} launches failed" if failed else "not part of this run"
+
+
+# -- the measuring
+
+
+def rotated(names: Sequence[str], turn: int) -> tuple[str, ...]:
+    first = turn % len(names)
+    return (*names[first:], *names[:first])
+
+
+def schedule(settings: Settings, number: int) -> Iterator[Case]:
+    """One round. Contenders of the same case follow each other, so that they meet the same machine."""
+    for place, (end, ranks) in enumerate(product(settings.ends, settings.ranks)):
+        for name in rotated(settings.contenders, number + place):
+            yield Case(name, end, ranks)
+
+
+def measure(settings: Settings, inherited: Mapping[str, str]) -> Results:
+    results = Results(settings)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        if "warm" in settings.contenders:
+            stack.enter_context(contenders.kept_warm(CONTENDERS["warm"], inherited, folder))
+        for name, end in product(settings.contenders, settings.ends):
+            # Fills the page cache, and lets a phalanx zygote learn what the script imports.
+            _tell("rehearsal", _launch(Case(name, end, min(settings.ranks)), 0, inherited, folder))
+        for number in range(1, settings.repeat + 1):
+            title = f"round {number} of {settings.repeat}"
+            results.imports.append(_import_torch(number, inherited, folder))
+            _tell(title, results.imports[-1])
+            for case in schedule(settings, number):
+                results.samples.append(_launch(case, number, inherited, folder))
+                _tell(title, results.samples[-1])
+    return results
+
+
+def _tell(title: str, sample: Sample) -> None:
+    case = sample.case
+    took = f"failed: {sample.failure}" if sample.failure else f"{sample.seconds:6.2f} s, ended {sample.total:6.2f} s"
+    sys.stderr.write(
+        f"{title:<16}{case.contender:<12}{case.end:<11}{case.ranks:>3} rank{'s' * (case.ranks > 1):<3}{took}\n"
+    )
+
+
+def _launch(case: Case, number: int, inherited: Mapping[str, str], folder: str) -> Sample:
+    contender = CONTENDERS[case.contender]
+    line = contender.line(case.ranks, os.path.join(_SCRIPTS, f"{case.end}.py"))
+    sample = _timed(line, contenders.environment(contender, case.ranks, inherited, folder), folder, case, number)
+    if contender.way and not sample.failure:
+        way = _way(contender, folder)
+        if way != contender.way:
+            why = f"its workers were made the {way} way, not {contender.way}; it said: {_said(folder)}"
+            return Sample(case, number, None, None, why)
+    return sample
+
+
+def _import_torch(number: int, inherited: Mapping[str, str], folder: str) -> Sample:
+    environ = contenders.environment(CONTENDERS["torchrun"], 1, inherited, folder)
+    return _timed([sys.executable, "-c", _IMPORT], environ, folder, Case("python", "import", 1), number)
+
+
+def _timed(line: list[str], environ: Mapping[str, str], folder: str, case: Case, number: int) -> Sample:
+    stamps = os.path.join(folder, "stamps")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(stamps)
+    with open(os.path.join(folder, _OUTPUT), "wb") as output:
+        start = time.time()
+        process = subprocess.Popen(
+            line,
+            env={**environ, _STAMPS: stamps},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            over = _ended(process, TIMEOUT)
+            end = time.time()
+        finally:
+            if process.returncode is None:
+                _end(process)
+    failure = "" if over else f"not over after {TIMEOUT:.0f} s"
+    if over and process.returncode:
+        failure = f"exit code {process.returncode}: {_said(folder)}"
+    reached, wrong = _read(stamps, case.ranks)
+    if failure or wrong:
+        return Sample(case, number, None, None, failure or wrong)
+    return Sample(case, number, round(reached - start, 4), round(end - start, 4))
+
+
+def _ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Told by the kernel at once: Popen.wait with a timeout looks only every 50 ms."""
+    handle = os.pidfd_open(process.pid)
+    try:
+        ready, _, _ = select.select([handle], [], [], timeout)
+    finally:
+        os.close(handle)
+    if ready:
+        process.wait()
+    return bool(ready)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher may end its ranks by itself; whatever of them is left then is killed."""
+    import psutil
+
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    if not _ended(process, 10.0):
+        process.kill()
+        process.wait()
+    for child in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def _read(stamps: str, ranks: int) -> tuple[float, str]:
+    """When the last rank passed the end point, or what is wrong: every rank must have met all others."""
+    try:
+        with open(stamps) as file:
+            rows = [line.split() for line in file]
+    except FileNotFoundError:
+        rows = []
+    if {int(rank) for rank, _, _ in rows} != set(range(ranks)) or len(rows) != ranks:
+        return 0.0, f"{len(rows)} of {ranks} ranks reached the end point"
+    if any(int(seen) != ranks for _, _, seen in rows):
+        return 0.0, f"a rank met {rows[0][2]} ranks instead of {ranks}"
+    return max(float(reached) for _, reached, _ in rows), ""
+
+
+def _said(folder: str) -> str:
+    """The end of the last launch's output, on one line."""
+    with open(os.path.join(folder, _OUTPUT), errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
+    return " / ".join(lines[-3:])[-300:] or "nothing"
+
+
+def _way(contender: Contender, folder: str) -> str:
+    """How the newest run of this contender made its workers: a fallback must not pass for the real thing."""
+    runs = list(runfolder.all_runs(contenders.home(contender, folder)))
+    if not runs:
+        return "unknown"
+    with open(os.path.join(runs[-1].folder, "events.jsonl"), "rb") as file:
+        ways = [event.way for event in map(events.decode, file) if isinstance(event, events.ZygoteReady)]
+    return ways[-1] if ways else "unknown"
+
+
+# -- the verb
+
+
+def main(argv: list[str], inherited: Mapping[str, str]) -> int:
+    options = _parser().parse_args(argv)
+    settings = Settings(
+        ranks=_numbers(options.ranks),
+        repeat=options.repeat,
+        contenders=_names("--contenders", options.contenders, CONTENDERS),
+        ends=_names("--end", options.end, ENDS),
+    )
+    if settings.repeat < 1:
+        raise OptionError(f"--repeat {settings.repeat}: at least one round is needed", fix="--repeat 5")
+    for name in settings.contenders:
+        contenders.check_installed(CONTENDERS[name])
+    from phalanx.bench import report
+
+    before = report.machine()
+    results = measure(settings, inherited)
+    written = report.Report(results, before, os.getloadavg())
+    paths = written.save(options.out)
+    if options.json:
+        sys.stdout.write(written.json())
+    else:
+        written.show()
+        sys.stderr.write(f"written: {', '.join(paths)}\n")
+    return 1 if results.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phalanx bench launch",
+        description="Time from the command to the first all_reduce and to the first AdamW step of a DDP model, "
+        "gloo on the CPU, for phalanx and its peers side by side.",
+    )
+    parser.add_argument("--ranks", default="1,2,4,8,16", metavar="N,N", help="numbers of ranks (1,2,4,8,16)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (5)")
+    names = ",".join(CONTENDERS)
+    parser.add_argument("--contenders", default=names, metavar="A,B", help=f"who is measured ({names})")
+    parser.add_argument("--end", default=",".join(ENDS), metavar="A,B", help=f"end points ({','.join(ENDS)})")
+    parser.add_argument("--out", default="bench-launch", metavar="DIR", help="where results go (./bench-launch)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1:
+        raise OptionError(f'--ranks "{text}" is not a list of numbers from 1 on', fix="--ranks 2,8")
+    return numbers
+
+
+def _names(option: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise OptionError(f'{option}: "{unknown[0]}" is none of {", ".join(known)}', fix=f"{option} {','.join(known)}")
+    return names

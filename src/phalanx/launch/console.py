@@ -1,0 +1,359 @@
+"""What people see: whole lines of every rank, the bars of rank 0 alive below them, and what phalanx says.
+
+A thread of its own reads the log files, as far as the pump has written them. However slow the terminal is, it
+holds back nobody, costs no memory, and nothing is missing on it in the end.
+
+On a terminal, rank 0 is live: it has a pseudo-terminal, and its unfinished rows (a prompt, a bar, several
+bars) are an area at the bottom that is painted again below whatever else is printed. Rows are painted from
+a model (`Lines`), never passed through, so that nothing of another rank lands in the middle of a sequence.
+The model knows what bars are made of: return, newline, cursor up and down, erase; colours are text. While
+nobody else has printed, a cursor that moves up reaches rows that are finished already, as on a terminal of
+its own; after that they belong to the past, and the bars begin again below. What needs the whole screen
+(cursor addressing, the alternate screen) cannot be shared by ranks, and is dropped. The bytes of a world of one
+rank pass unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from phalanx.launch.feed import Feed
+from phalanx.launch.filters import Std
+from phalanx.launch.rows import Lines, columns
+from phalanx.launch.sink import Sink, attributes, restore
+
+BATCH = 1 << 22  # gathered before it is written
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+_MODES_SHARED = (b"25", b"2004")  # rank 0 may change these where it is not alone
+
+
+class Console:
+    """`console = Console(world)`, then `say`, and an `Output` for what workers write; `close` at the end.
+
+    `colour` and `terminal` are what to take for granted; None asks the two descriptors. The thread starts
+    with the first thing to show, so that a process that has not shown anything may fork.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        *,
+        out: int = 1,
+        err: int = 2,
+        colour: bool | None = None,
+        terminal: bool | None = None,
+        prefixes: Mapping[int, str] | None = None,
+        quiet: float = 0.1,
+        life: float = 10.0,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._prefixes = prefixes or {}
+        self._alone = world == 1 and not self._prefixes
+        self._digits = len(str(world - 1))
+        self._colour = colour
+        self._quiet = quiet  # after which an unfinished line is shown
+        self._life = life  # between two signs of life of a bar without a terminal
+        self._out = Sink(out, terminal=terminal)
+        self._err = self._out if _same(out, err) else Sink(err, terminal=terminal)
+        self._attributes = attributes((out, err, 0))
+        self._wake = threading.Condition(self.lock)
+        self._queue: deque[Feed | str] = deque()
+        self._feeds: list[Feed] = []
+        self._live: list[Feed] = []
+        self._closing = False
+        self._abandoned = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def terminal(self, stream: Std) -> bool:
+        """Whether this stream of ours is a terminal."""
+        return self._sink(stream).terminal
+
+    def window(self, rank: int, stream: Std) -> tuple[int, int]:
+        """Rows and columns that a rank's lines have: what their prefix takes is not theirs."""
+        sink = self._sink(stream)
+        rows, width = sink.size()
+        return rows, max(width - columns(self._prefix(rank, sink)), 1) if width else 0
+
+    def attach(self, rank: int, stream: Std, log: int | None, size: int, *, live: bool) -> Feed:
+        """Show what is appended to the log from here on."""
+        sink = self._sink(stream)
+        lines = None if self._alone else Lines(live=live)
+        feed = Feed(self, sink, lines, None if log is None else os.dup(log), size)
+        feed.prefix = self._prefix(rank, sink)
+        with self.lock:
+            self._feeds.append(feed)
+            if live and lines is not None:  # stdout is painted last: there a prompt is, and people type
+                feed.live = True
+                self._live.insert(0 if stream == Std.ERR else len(self._live), feed)
+        return feed
+
+    def say(self, text: str) -> None:
+        """A line of our own, on stderr. Further lines of the text are details."""
+        with self.lock:
+            if self._closed:
+                self._speak(text)
+                self._err.flush([], 0.0)
+            else:
+                self.ready(text)
+
+    def ready(self, item: Feed | str) -> None:
+        """There is something to show."""
+        if isinstance(item, Feed):
+            if item.queued or self._abandoned:
+                return
+            item.queued = True
+        self._queue.append(item)
+        if self._thread is None and not self._closing:
+            self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+            self._thread.start()
+        self._wake.notify()
+
+    def abandon(self) -> None:
+        """Show nothing more of the workers. From any thread, also while `close` waits."""
+        with self.lock:
+            self._abandoned = True
+            self._out.abandoned = self._err.abandoned = True
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Returns when everything has been shown, however long that takes, and the terminal is as it was.
+
+        It waits: from a coroutine, `await asyncio.to_thread(console.close)`.
+        """
+        with self.lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake.notify()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(0.2)
+            if self._abandoned:
+                break
+        with self.lock:
+            self._closed = True
+            for sink in dict.fromkeys((self._out, self._err)):
+                sink.leave()
+            for item in self._queue:
+                if isinstance(item, str):  # our own last words are shown even if the rest is not
+                    self._speak(item)
+            self._queue.clear()
+            self._err.flush([], 0.0)
+            if self._thread is None:
+                for feed in self._feeds:
+                    feed.close()
+        restore(self._attributes)
+
+    def _sink(self, stream: Std) -> Sink:
+        return self._out if stream == Std.OUT else self._err
+
+    def _prefix(self, rank: int, sink: Sink) -> bytes:
+        if self._alone:
+            return b""
+        if rank in self._prefixes:
+            return self._prefixes[rank].encode(errors="replace")
+        text = b"[%*d]" % (self._digits, rank)
+        if sink.terminal if self._colour is None else self._colour:
+            text = b"\x1b[%dm%b\x1b[0m" % (COLOURS[rank % len(COLOURS)], text)
+        return text + b" "
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        while True:
+            with self.lock:
+                while not (self._queue or self._closing or self._abandoned):
+                    due = self._due()
+                    if due is not None and due <= 0:
+                        break
+                    self._wake.wait(due)
+                if self._abandoned:
+                    break
+                batch = list(self._queue)
+                self._queue.clear()
+                last = self._closing and not batch
+            for item in batch:
+                if isinstance(item, str):
+                    self._speak(item)
+                else:
+                    self._show(item)
+                    if item.sink.waiting > BATCH:
+                        self._flush()
+            if last:
+                for feed in list(self._feeds):
+                    self._end(feed)
+            self._lapse(time.monotonic())
+            self._flush()
+            if last:
+                break
+        for feed in self._feeds:
+            feed.close()
+
+    def _due(self) -> float | None:
+        """Seconds until something is to be done although nothing comes."""
+        times = [sink.repaint_at for sink in (self._out, self._err) if sink.late]
+        for feed in self._feeds:
+            if feed.sign_at is not None:
+                times.append(feed.sign_at)
+            if feed.lines is not None and feed.lines.rest:
+                times.append(feed.heard + feed.lines.rest * self._quiet)
+        for feed in self._live:
+            if feed.lines is not None and feed.lines.pending and not feed.showing:
+                times.append(feed.heard + self._quiet)
+        return min(times) - time.monotonic() if times else None
+
+    def _show(self, feed: Feed) -> None:
+        data, last = feed.take()
+        if feed.lines is None:
+            feed.sink.straight(data)
+        elif data:
+            self._read_on(feed, feed.lines, data)
+        if last:
+            self._end(feed)
+
+    def _read_on(self, feed: Feed, lines: Lines, data: bytes) -> None:
+        feed.heard = time.monotonic()
+        if feed.live:
+            self._leave_prompts(feed)
+        done = lines.feed(data)
+        if feed.live:
+            for mode in lines.modes:
+                if mode[3:-1] in _MODES_SHARED:
+                    feed.sink.mode(mode)
+            feed.sink.reclaim(self._line(feed, line) for line in lines.reclaimed)
+        lines.modes.clear()
+        lines.reclaimed.clear()
+        if done and feed.sign:
+            done = done.removeprefix(feed.sign)
+            feed.sign = b""
+        self._put(feed, done)
+        if feed.sink.terminal or not (lines.bar and lines.pending):
+            feed.sign_at = None
+        elif feed.sign_at is None:
+            feed.sign_at = feed.heard + self._life
+
+    def _leave_prompts(self, writer: Feed) -> None:
+        """A rank that writes to one stream does not wait at a prompt on the other."""
+        for feed in self._live:
+            if feed is writer or feed.sink is not writer.sink or feed.lines is None:
+                continue
+            if feed.showing and not feed.lines.bar:
+                if feed.sink.waiting:
+                    self._flush()
+                if feed.sink.let_go(self._line(feed, feed.lines.states()[0])):
+                    feed.lines.let_go()
+                    feed.showing = False
+
+    def _line(self, feed: Feed, line: bytes) -> bytes:
+        return self._rendered(feed, line + b"\n")[:-1]
+
+    def _rendered(self, feed: Feed, lines: bytes) -> bytes:
+        if feed.sink.terminal and b"\x1b" in lines:
+            lines = b"\n".join(map(_reset, lines.split(b"\n")))
+        if not feed.prefix:
+            return lines
+        return feed.prefix + lines[:-1].replace(b"\n", b"\n" + feed.prefix) + b"\n"
+
+    def _put(self, feed: Feed, lines: bytes) -> None:
+        if lines:
+            self._gone_by(feed.sink, feed)
+            feed.sink.put(self._rendered(feed, lines))
+
+    def _gone_by(self, sink: Sink, writer: Feed | None) -> None:
+        """Finished rows are out of reach once somebody else has written below them."""
+        for feed in self._live:
+            if feed is not writer and feed.sink is sink and feed.lines is not None:
+                feed.lines.past.clear()
+
+    def _speak(self, text: str) -> None:
+        sink = self._err
+        self._gone_by(sink, None)
+        lines = f"phalanx: {text.rstrip()}\n"
+        if sink.terminal:
+            lines = _wrapped(lines, sink.size()[1] or 80)
+        if self._alone:
+            sink.interject(lines.encode(errors="replace"))
+        else:
+            sink.put(lines.encode(errors="replace"))
+
+    def _end(self, feed: Feed) -> None:
+        if feed not in self._feeds:
+            return
+        if feed.lines is not None:
+            done = feed.lines.end()
+            self._put(feed, done.removeprefix(feed.sign) if feed.sign else done)
+        with self.lock:
+            self._feeds.remove(feed)
+            if feed.live:
+                self._live.remove(feed)
+        if feed.lines is None or feed.live:
+            feed.sink.restore()  # now: what is said about its end must not be lost with the alternate screen
+        if feed.skipped:
+            self._speak(f"{feed.skipped} bytes of output could be neither kept nor shown")
+        feed.close()
+
+    def _lapse(self, now: float) -> None:
+        for feed in list(self._feeds):
+            if feed.lines is None:
+                continue
+            rest = feed.lines.rest * self._quiet
+            if feed.lines.rest and not feed.queued and now - feed.heard >= rest:
+                self._put(feed, feed.lines.settle())
+            if feed.sign_at is not None and now >= feed.sign_at:
+                feed.sign_at = now + self._life
+                sign = b"".join(state + b"\n" for state in feed.lines.states() if state)
+                if sign != feed.sign:
+                    feed.sign = sign
+                    self._put(feed, sign)
+
+    def _flush(self) -> None:
+        now = time.monotonic()
+        for sink in dict.fromkeys((self._out, self._err)):
+            sink.flush(self._area(sink, now), now)
+
+    def _area(self, sink: Sink, now: float) -> list[bytes]:
+        rows: list[bytes] = []
+        for feed in self._live:
+            if feed.sink is not sink or feed.lines is None:
+                continue
+            quiet = not feed.queued and now - feed.heard >= self._quiet
+            feed.showing = feed.lines.pending and (feed.lines.bar or feed.showing or quiet)
+            if feed.showing:
+                rows += [self._line(feed, state) if state else b"" for state in feed.lines.states()]
+        return rows
+
+
+def _same(one: int, other: int) -> bool:
+    """Whether both lead to one place; then there is one order of what is written."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+    return False
+
+
+def _wrapped(lines: str, width: int) -> str:
+    import textwrap
+
+    return "".join(
+        textwrap.fill(
+            line,
+            max(width - 1, 20),
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        + "\n"
+        for line in lines.splitlines()
+    )
+
+
+def _reset(line: bytes) -> bytes:
+    """A colour ends with its line: the next one is somebody else's."""
+    return line + b"\x1b[0m" if b"\x1b[" in line and not line.endswith((b"\x1b[0m", b"\x1b[m")) else line

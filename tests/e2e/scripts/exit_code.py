@@ -1,0 +1,41 @@
+"""exit_code.py HOW: each way in which a script can end."""
+
+import os
+import signal
+import sys
+import threading
+
+print("written before the end")
+sys.stdout.write("a line without its end")
+
+match sys.argv[1:]:
+    case ["normal"]:
+        pass
+    case ["code", number]:
+        sys.exit(int(number))
+    case ["text"]:
+        sys.exit("what went wrong: é")
+    case ["none"]:
+        sys.exit(None)
+    case ["at once", number]:
+        os._exit(int(number))
+    case ["signal", name]:
+        os.kill(os.getpid(), signal.Signals[name])
+        signal.pause()
+    case ["interrupt"]:
+        raise KeyboardInterrupt
+    case ["thread"]:
+        # An exception in a thread is told, and the script still ends well.
+        thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+        thread.start()
+        thread.join()
+    case ["warning"]:
+        import warnings
+
+        warnings.warn("this is old", FutureWarning, stacklevel=1)
+    case ["syntax"]:
+        exec(compile("x = = 1\n", "written.py", "exec"))
+    case ["group"]:
+        raise ExceptionGroup("two at once", [ValueError(1), TypeError(2)])
+    case _:
+        sys.exit(f"exit_code.py: what is {sys.argv[1:]}?")

@@ -1,0 +1,18 @@
+"""A worker that no polite signal ends: "ready RANK PID", then "got SIGNAL RANK" for each that comes."""
+
+import os
+import signal
+import time
+
+rank = os.environ.get("RANK", "0")
+
+
+def told(number, frame):
+    print(f"got {signal.Signals(number).name} {rank}\n", end="", flush=True)
+
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, told)
+print(f"ready {rank} {os.getpid()}\n", end="", flush=True)
+while True:
+    time.sleep(600)

@@ -1,0 +1,3 @@
+"""A package to be run with -m pkg.mod."""
+
+IMPORTED_AS = __name__

@@ -1,0 +1,191 @@
+"""The real commands, run as a user runs them.
+
+result = phalanx("run", "-g", "2", "train.py")
+job = start("run", "sleepy.py")                # goes on beside the test, and is ended with it
+job = terminal("run", "sleepy.py")             # the same in a terminal: job.send(b"\\x03")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+from tests.kit.handle import Handle, Terminal, resize, take_terminal
+from tests.kit.proc import alive, command, descendants, every, until
+
+__all__ = [
+    "PHALANX",
+    "PYTHON",
+    "TORCHRUN",
+    "Env",
+    "Handle",
+    "Result",
+    "Terminal",
+    "alive",
+    "descendants",
+    "environment",
+    "free_port",
+    "phalanx",
+    "python",
+    "run",
+    "start",
+    "terminal",
+    "torchrun",
+    "until",
+    "warm",
+]
+
+PYTHON = (sys.executable, "-u")
+PHALANX = (sys.executable, "-m", "phalanx")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+STOP_WARM = ("warm", "--stop")
+
+Env = Mapping[str, str | None]
+
+
+class Options(TypedDict, total=False):
+    env: Env | None  # changes to the environment of the test: a value sets, None removes
+    cwd: str | None
+    input: str | None  # what comes on standard input, which is empty without it
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int  # minus the number of the signal that killed the command
+    out: str
+    err: str
+    seconds: float
+    raw_out: bytes = b""
+    raw_err: bytes = b""
+
+
+def phalanx(*args: str, timeout: float = 60, **options: Unpack[Options]) -> Result:
+    return run((*PHALANX, *args), timeout=timeout, **options)
+
+
+def python(*args: str, timeout: float = 60, **options: Unpack[Options]) -> Result:
+    return run((*PYTHON, *args), timeout=timeout, **options)
+
+
+def torchrun(*args: str, timeout: float = 60, **options: Unpack[Options]) -> Result:
+    # It makes a log directory even when nothing is logged, and never removes it.
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as tmp:
+        options["env"] = {"TMPDIR": tmp, **(options.get("env") or {})}
+        return run((*TORCHRUN, *args), timeout=timeout, **options)
+
+
+def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]) -> Result:
+    """Run the command to its end. Fails when something that it left behind holds its output open."""
+    with start(words=words, **options) as job:
+        code = job.wait(timeout)
+        if not job.drained(2):
+            raise AssertionError(f"{' '.join(words)}: ended, but its output is held open by\n{_holders(job)}")
+        raw = job.bytes("out"), job.bytes("err")
+        seconds = (job.ended or job.started) - job.started
+        return Result(code, job.out, job.err, seconds, *raw)
+
+
+def start(*args: str, words: Sequence[str] = (), **options: Unpack[Options]) -> Handle:
+    """`phalanx ARGS`, or the command `words`, in a session of its own; standard input is empty."""
+    text = options.get("input")
+    out, out_end = os.pipe2(os.O_CLOEXEC)
+    err, err_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = subprocess.Popen(
+            list(words or (*PHALANX, *args)),
+            env=environment(options.get("env")),
+            cwd=options.get("cwd"),
+            stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
+            stdout=out_end,
+            stderr=err_end,
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(out)
+        os.close(err)
+        raise
+    finally:
+        os.close(out_end)
+        os.close(err_end)
+    job = Handle(process, {out: "out", err: "err"})
+    if text is not None and process.stdin:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(text.encode())
+            process.stdin.close()
+    return job
+
+
+def terminal(
+    *args: str,
+    words: Sequence[str] = (),
+    env: Env | None = None,
+    cwd: str | None = None,
+    size: tuple[int, int] = (24, 80),
+) -> Terminal:
+    """The same in a new pseudo-terminal that controls a new session, as in a window of its own."""
+    screen, tty = os.openpty()
+    resize(screen, *size)
+    try:
+        process = subprocess.Popen(
+            list(words or (*PHALANX, *args)),
+            env=environment({"TERM": "xterm-256color", **(env or {})}),
+            cwd=cwd,
+            stdin=tty,
+            stdout=tty,
+            stderr=tty,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+        )
+    except BaseException:
+        os.close(screen)
+        raise
+    finally:
+        os.close(tty)
+    return Terminal(process, screen)
+
+
+@contextlib.contextmanager
+def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator[Result]:
+    """A warm zygote for as long as the block lasts."""
+    result = phalanx("warm", *args, env=env, cwd=cwd)
+    assert result.code == 0, result.out + result.err
+    try:
+        yield result
+    finally:
+        phalanx(*STOP_WARM, env=env, cwd=cwd)
+
+
+def environment(changes: Env | None = None) -> dict[str, str]:
+    # What pytest says about itself is nothing that a user's shell would have set.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    for name, value in (changes or {}).items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for an option that must be given a number."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _holders(job: Handle) -> str:
+    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in job.open_streams}
+    found = []
+    for process in every():
+        with contextlib.suppress(OSError):
+            fds = os.listdir(f"/proc/{process.pid}/fd")
+            if process.pid != os.getpid() and held & {os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in fds}:
+                found.append(f"process {process.pid}: {command(process.pid)}")
+    return "\n".join(found)

@@ -1,0 +1,163 @@
+"""What a test left behind: this process, its descendants and its places, before and after.
+
+    before = Before(tmp)
+    ...                      # the test
+    found = before.leaks()
+
+A clean comparison costs a fraction of a millisecond: what is slow is done only when something differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.kit import proc, state
+
+SHM = "/dev/shm"
+GRACE = 2.0  # what is just ending may end; what stays for longer is a leak
+# The compiler's cache, which torch makes in every process that builds an optimizer, and keeps on purpose.
+KEPT_BY_TORCH = "torchinductor_"
+# pytest itself writes the phase of the test here.
+PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+
+
+@dataclass(frozen=True)
+class Leak:
+    kind: str  # process, shm, tmp, fd, thread, env, cwd, umask, signal
+    name: str
+    text: str
+
+    @property
+    def may_pass(self) -> bool:
+        return self.kind in {"process", "shm", "tmp", "fd", "thread"}
+
+    def __str__(self) -> str:
+        return f"leaked {self.text}"
+
+
+class Before:
+    """How things stood before the test. What `allowed` says yes to is no leak."""
+
+    def __init__(self, tmp: str, allowed: Callable[[Leak], bool] = lambda leak: False) -> None:
+        self.tmp = tmp
+        self.allowed = allowed
+        self.foreign: set[str] = set()
+        self.family = state.family()
+        self.shm = set(os.listdir(SHM))
+        self.threads = set(threading.enumerate())
+        self.env = dict(os.environ)
+        self.cwd = os.getcwd()
+        self.umask = state.umask()
+        self.handlers = state.handlers()
+        self.descriptors = state.descriptors()
+
+    def leaks(self) -> list[Leak]:
+        """What is left, once what is just ending had its time to end."""
+        end = time.monotonic() + GRACE
+        first = True
+        while True:
+            found = [leak for leak in self._differences(state.Helpers()) if not self.allowed(leak)]
+            if not any(leak.may_pass for leak in found) or time.monotonic() > end:
+                return found
+            if first:
+                gc.collect()  # a file or socket in a cycle is closed late, not never
+                first = False
+            time.sleep(0.02)
+
+    def clean(self, found: list[Leak]) -> None:
+        """Undo what can be undone, so that one leak fails one test.
+
+        Only what is surely ours: shared memory stays, for a file there may be one that a stranger is just using.
+        """
+        if (helpers := state.Helpers()).pids - {None, *(pid for pid, _ in self.family)}:
+            helpers.stop()
+        if any(leak.kind == "process" for leak in found):
+            proc.until(self._kill, 10, "leaked processes to die")
+        for leak in found:
+            with contextlib.suppress(OSError):
+                self._undo(leak)
+
+    def _kill(self) -> bool:
+        # Again and again, for what is killed leaves us its children, which perhaps nobody saw yet.
+        left = [pid for pid, _ in state.family() - self.family]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    def _undo(self, leak: Leak) -> None:
+        match leak.kind:
+            case "tmp":
+                path = f"{self.tmp}/{leak.name}"
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+            case "fd":
+                os.close(int(leak.name))
+            case "env" if leak.name in self.env:
+                os.environ[leak.name] = self.env[leak.name]
+            case "env":
+                del os.environ[leak.name]
+            case "cwd":
+                os.chdir(self.cwd)
+            case "umask":
+                os.umask(self.umask)
+            case "signal" if leak.name == "the mask":
+                signal.pthread_sigmask(signal.SIG_SETMASK, self.handlers[leak.name])
+            case "signal":
+                signal.signal(signal.Signals[leak.name], self.handlers[leak.name])
+
+    def _differences(self, helpers: state.Helpers) -> Iterator[Leak]:
+        yield from self._processes(helpers)
+        yield from self._places(helpers)
+        yield from self._descriptors(helpers)
+        for thread in set(threading.enumerate()) - self.threads:
+            yield Leak("thread", thread.name, f"thread {thread.name!r}")
+        yield from self._settings()
+
+    def _processes(self, helpers: state.Helpers) -> Iterator[Leak]:
+        new = [pid for pid, _ in state.family() - self.family if pid not in helpers.pids]
+        served = proc.listening() if new else {}
+        for pid in new:
+            words = proc.command(pid) or "(no command line)"
+            ports = "".join(f", listening on {served[node]}" for node in proc.sockets(pid) if node in served)
+            yield Leak("process", words, f"process {pid}: {words}{ports}")
+
+    def _places(self, helpers: state.Helpers) -> Iterator[Leak]:
+        for name in sorted({*os.listdir(SHM)} - self.shm - self.foreign):
+            # All tests of all workers share this place, so a file counts only while no other process has it.
+            if state.held_by_others(f"{SHM}/{name}"):
+                self.foreign.add(name)
+            else:
+                yield Leak("shm", name, f"shared memory {SHM}/{name}")
+        for name in sorted(os.listdir(self.tmp)):
+            if not name.startswith(KEPT_BY_TORCH) and f"{self.tmp}/{name}" != helpers.tmp:
+                yield Leak("tmp", name, f"temporary file {name}, in TMPDIR")
+
+    def _descriptors(self, helpers: state.Helpers) -> Iterator[Leak]:
+        now = state.descriptors()
+        new = {fd: to for fd, to in now.items() if self.descriptors.get(fd) != to and fd not in helpers.fds}
+        served = proc.listening() if new else {}
+        for fd, target in new.items():
+            where = served.get(target.removeprefix("socket:[").removesuffix("]"))
+            text = f"listening socket: fd {fd}, {where}" if where else f"fd {fd}: {target}"
+            yield Leak("fd", str(fd), text)
+
+    def _settings(self) -> Iterator[Leak]:
+        env = dict(os.environ)
+        for name in sorted((self.env.keys() | env.keys()) - {PYTESTS_OWN}) if env != self.env else ():
+            if (was := self.env.get(name)) != (now := env.get(name)):
+                yield Leak("env", name, f"environment variable {name}: was {was!r}, is {now!r}")
+        if (cwd := os.getcwd()) != self.cwd:
+            yield Leak("cwd", cwd, f"working directory: was {self.cwd}, is {cwd}")
+        if (umask := state.umask()) != self.umask:
+            yield Leak("umask", f"{umask:03o}", f"umask: was {self.umask:03o}, is {umask:03o}")
+        for name, handler in state.handlers().items():
+            if handler != (was := self.handlers[name]):
+                yield Leak("signal", name, f"signal handler of {name}: was {was}, is {handler}")

@@ -1,0 +1,89 @@
+"""The pytest plugin that stands around every test: places of its own before, a search for leaks after.
+
+A test that cannot but leave something says so, kind and name as patterns, and why:
+
+    @pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove its forkserver's directory")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.kit import handle, leaks, state
+
+# What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
+FOREIGN = ("PET_", "PHALANX_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+FOREIGN_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHON_EXEC"),
+}
+
+
+class Places:
+    """A TMPDIR and a PHALANX_HOME that no other test has used."""
+
+    def __init__(self) -> None:
+        # A short path, for that of a Unix socket may have 107 characters at most.
+        self.root = tempfile.mkdtemp(prefix="kit-")
+        self.number = 0
+        self.make()
+
+    def make(self) -> None:
+        self.number += 1
+        self.tmp = f"{self.root}/{self.number}/tmp"
+        self.home = f"{self.root}/{self.number}/home"
+        os.makedirs(self.tmp)
+
+    def renew(self) -> None:
+        # Places that nobody used are as good as new; to make and remove directories is what costs most.
+        if os.listdir(self.tmp) or os.path.lexists(self.home):
+            shutil.rmtree(os.path.dirname(self.tmp), ignore_errors=True)
+            self.make()
+
+
+_places = pytest.StashKey[Places]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
+    state.adopt_orphans()
+    config.stash[_places] = Places()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_places].root, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    # One fixture and not one a check, because it is set up first and torn down last, after all others have
+    # tidied up; and a patch of its own, because the shared `monkeypatch` would be undone after the search.
+    tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
+    places = request.config.stash[_places]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ:
+            if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
+                patch.delenv(name)
+        patch.setenv("TMPDIR", places.tmp)
+        patch.setattr(tempfile, "tempdir", places.tmp)
+        patch.setenv("PHALANX_HOME", places.home)
+        started = handle.mark()
+        before = leaks.Before(places.tmp, lambda leak: _allowed(request.node, leak))
+        yield
+        handle.end_since(started)
+        found = before.leaks()
+        before.clean(found)
+    places.renew()
+    if found:
+        pytest.fail("\n".join(str(leak) for leak in found), pytrace=False)
+
+
+def _allowed(item: pytest.Item, leak: leaks.Leak) -> bool:
+    patterns = [pattern for mark in item.iter_markers("leaves") for pattern in mark.args]
+    return any(fnmatch(f"{leak.kind}:{leak.name}", pattern) for pattern in patterns)

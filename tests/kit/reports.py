@@ -1,0 +1,219 @@
+"""Run tests/e2e/scripts/report.py under a launcher, and compare two of its reports field by field.
+
+    torch = observe(TORCHRUN, case, work)
+    ours = observe((*PHALANX, "run"), case, work)
+    assert differences(torch, ours, case) == []
+
+Both runs get the same paths and the same environment, so that what differs is the launcher's doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.kit.cli import TORCHRUN, Result, environment, run, terminal
+
+SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "e2e", "scripts")
+
+Report = dict[str, Any]
+SHOWN = re.compile(r"rank \d+ writes to \w+")
+
+# field -> why the two need not be equal
+ALLOWED = {
+    "chance": "random numbers; that they differ from rank to rank is tested by itself",
+    "modules": "a fork has more imported than the script asked for; that none is missing is tested by itself",
+    "ancestors": "the launchers themselves; used to see that a warm zygote was",
+    "env": "compared by what the launcher changed, see below",
+}
+
+# Standard output and error may be any of these, since phalanx reads them itself to log them and to tell ranks
+# apart, where torchrun gives a file or /dev/null. A script can tell a terminal from them, not one from another.
+NO_TERMINAL = {"file", "pipe", "/dev/null"}
+
+# variable -> why the two need not be equal
+ALLOWED_ENV = {
+    "MASTER_PORT": "a free port, another one each time",
+    "MASTER_ADDR": "torchrun takes the host's name, which may not resolve",
+    "TORCHELASTIC_RUN_ID": "a random id",
+    "TORCHELASTIC_ERROR_FILE": "lies in the folder of the run, whose name is random",
+    "PHALANX_RUN": "ours: the id of the run",
+    "PHALANX_RUN_FOLDER": "ours: where its files lie",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is typed after the launcher's name. `{work}` stands for a folder that only this case has."""
+
+    name: str
+    options: tuple[str, ...] = ("--nproc-per-node", "1")
+    before: tuple[str, ...] = ()  # what stands before the launcher: nice, sh -c …
+    script: tuple[str, ...] = ("report.py",)
+    args: tuple[str, ...] = ()
+    ranks: int = 1
+    cwd: str = SCRIPTS
+    env: Mapping[str, str] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()  # variables that were given, so that they must be equal for once
+    only: tuple[str, ...] = ()  # fields to compare, where torchrun itself does not run the script as python would
+    in_terminal: bool = False
+    ways: tuple[str, ...] = ("cold",)  # of starting workers that are compared; each costs a run
+
+
+@dataclass(frozen=True)
+class Observed:
+    reports: dict[int, Report]
+    result: Result
+    env: dict[str, str]  # of the launcher
+    ended: dict[int, str]  # what ran at the end of each rank
+    logs: dict[str, str]
+
+
+def observe(launcher: Sequence[str], case: Case, work: str) -> Observed:
+    out = f"{work}/out"
+    os.makedirs(out)
+
+    def filled(words: Sequence[str]) -> list[str]:
+        return [word.replace("{work}", work) for word in words]
+
+    words = [*case.before, *launcher, *filled(case.options), *filled(case.script), "--out", out, *case.args]
+    cwd = case.cwd.replace("{work}", work)
+    env = dict(case.env)
+    if tuple(launcher) == TORCHRUN:
+        env["TMPDIR"] = tmp = f"{work}/tmp"  # for it leaves its log folders there
+        os.makedirs(tmp)
+    try:
+        if case.in_terminal:
+            result = _in_terminal(words, env, cwd)
+            env["TERM"] = "xterm-256color"
+        else:
+            result = run(words, env=env, cwd=cwd, timeout=120)
+        assert result.code == 0, f"{' '.join(words)}: exit code {result.code}\n{result.out}{result.err}"
+        return Observed(
+            reports={rank: json.loads(_text(f"{out}/{rank}.json")) for rank in range(case.ranks)},
+            result=result,
+            env=environment(env),
+            ended={rank: _text(f"{out}/{rank}.atexit") for rank in range(case.ranks)},
+            logs=dict(_logs(f"{work}/logs")),
+        )
+    finally:
+        shutil.rmtree(out)
+        for left in ("logs", "tmp"):
+            shutil.rmtree(f"{work}/{left}", ignore_errors=True)
+
+
+def _in_terminal(words: Sequence[str], env: Mapping[str, str], cwd: str) -> Result:
+    with terminal(words=words, env=env, cwd=cwd) as job:
+        code = job.wait(120)
+        return Result(code, job.out, "", 0)
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _logs(folder: str) -> Iterator[tuple[str, str]]:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = f"{root}/{name}"
+            inside = os.path.relpath(path, folder).split("/", 1)  # the first is the folder of the run
+            yield inside[-1], _text(path)
+
+
+def changes(report: Report, launcher: Mapping[str, str]) -> dict[str, str | None]:
+    """What the launcher did to the environment; None where it took a variable away."""
+    env = report["env"]
+    return {name: env.get(name) for name in env.keys() | launcher.keys() if env.get(name) != launcher.get(name)}
+
+
+def differences(theirs: Observed, ours: Observed, case: Case, *, warm: bool = False) -> list[str]:
+    """A line for each thing that torchrun's worker sees otherwise than ours."""
+    if warm:
+        ours = replace(ours, reports={rank: _without_warmth(report) for rank, report in ours.reports.items()})
+    found = [f"rank {rank}, {line}" for rank in range(case.ranks) for line in _of_rank(theirs, ours, rank, case)]
+    for stream in ("out", "err"):
+        shown = [SHOWN.findall(getattr(seen.result, stream)) for seen in (theirs, ours)]
+        found += _unequal(f"shown on std{stream}", *map(sorted, shown))
+    for name, text in theirs.logs.items():
+        found += _unequal(f"log {name}", text, ours.logs.get(name, "no such file"))
+    return found
+
+
+def oddities(ours: Observed, case: Case) -> list[str]:
+    """What must hold for ours by itself, because it cannot be equal."""
+    found = []
+    for name in ours.reports[0]["chance"]:
+        values = [report["chance"][name] for report in ours.reports.values()]
+        if len(set(values)) < case.ranks:
+            found.append(f"{name} is the same in two ranks: {values}")
+    for rank, report in ours.reports.items():
+        env = report["env"]
+        if not env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json"):
+            found.append(f"rank {rank}, TORCHELASTIC_ERROR_FILE: {env['TORCHELASTIC_ERROR_FILE']}")
+        if not 0 < int(env["MASTER_PORT"]) < 65536:
+            found.append(f"rank {rank}, MASTER_PORT: {env['MASTER_PORT']}")
+        with socket.socket() as here:
+            here.bind((env["MASTER_ADDR"], 0))  # fails unless it is an address of this machine
+    return found
+
+
+def _of_rank(theirs: Observed, ours: Observed, rank: int, case: Case) -> Iterator[str]:
+    torch, phalanx = (_even(seen.reports[rank]) for seen in (theirs, ours))
+    for name in sorted(torch.keys() | phalanx.keys()):
+        if name in ALLOWED or (case.only and name not in case.only):
+            continue
+        if case.in_terminal and rank and name in ("fd kinds", "streams"):
+            continue  # the terminal is rank 0's alone: what others write is read, and shown behind their number
+        yield from _unequal(name, torch.get(name, "nothing"), phalanx.get(name, "nothing"))
+    allowed = ALLOWED_ENV.keys() - set(case.exact)
+    torch_env, phalanx_env = changes(torch, theirs.env), changes(phalanx, ours.env)
+    for name in sorted((torch_env.keys() | phalanx_env.keys()) - allowed):
+        values = [env.get(name, "as it was") for env in (torch_env, phalanx_env)]
+        yield from _unequal(f"variable {name}", *values)
+    if not case.only and (missing := set(torch["modules"]) - set(phalanx["modules"])):
+        yield f"not imported: {sorted(missing)}"
+    yield from _unequal("end", theirs.ended[rank], ours.ended[rank])
+
+
+def _without_warmth(report: Report) -> Report:
+    """What a worker of a warm zygote is allowed to see: all of it, and its reasons, stand here."""
+    words, frames, filters = (list(report[name]) for name in ("cmdline", "frames", "warnings filters"))
+    # The place of the command line has room to spare, which not every kernel lets us give back.
+    while words[-2:] == ["", ""]:
+        words.pop()
+    # The script was not known when the interpreter was started, so it is not what Python itself runs.
+    if frames[-1:] == ["<module> in standin.py"]:
+        frames.pop()
+    # torch._dynamo is imported, and sympy with it.
+    filters = [entry for entry in filters if "sympy" not in entry]
+    return report | {"cmdline": words, "frames": frames, "warnings filters": filters}
+
+
+def _even(report: Report) -> Report:
+    stdin, *written = report["fd kinds"]
+    return report | {"fd kinds": [stdin, *("no terminal" if kind in NO_TERMINAL else kind for kind in written)]}
+
+
+def _unequal(name: str, torch: Any, phalanx: Any) -> Iterator[str]:
+    if torch == phalanx:
+        return
+    if isinstance(torch, dict) and isinstance(phalanx, dict):
+        for key in sorted(torch.keys() | phalanx.keys()):
+            yield from _unequal(f"{name}[{key}]", torch.get(key, "nothing"), phalanx.get(key, "nothing"))
+    elif isinstance(torch, list) and isinstance(phalanx, list) and len(torch) == len(phalanx):
+        for place, (one, other) in enumerate(zip(torch, phalanx, strict=True)):
+            yield from _unequal(f"{name}[{place}]", one, other)
+    else:
+        yield f"{name}:\n    torchrun {_short(torch)}\n    phalanx  {_short(phalanx)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 1000 else f"{text[:900]} … ({len(text)} characters)"

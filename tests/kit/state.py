@@ -1,0 +1,126 @@
+"""What this process has and is, read anew at each call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tests.kit import proc
+
+PR_SET_CHILD_SUBREAPER = 36
+SIGNALS = [(number.name, number) for number in signal.Signals]
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan below it: without that, a daemon is lost to init."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def has_children() -> bool:
+    # One system call, and exact: orphans come here, so no child means no descendant either.
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def family() -> set[tuple[int, int]]:
+    """The identities of the living descendants. Dead children are reaped on the way."""
+    if not has_children():
+        return set()
+    found = proc.below(os.getpid())
+    for process in found:
+        # One by one: waiting for just any child would take the exit code of one that is alive from its owner.
+        if process.dead and process.parent == os.getpid():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+    return {process.identity for process in found if not process.dead}
+
+
+def descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that the listing itself used
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def handlers() -> dict[str, Any]:
+    found: dict[str, Any] = {name: signal.getsignal(number) for name, number in SIGNALS}
+    if getattr(found["SIGALRM"], "__module__", "") == "pytest_timeout":
+        found["SIGALRM"] = signal.SIG_DFL  # the plugin's own, which it takes away early when a test fails
+    found["the mask"] = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    return found
+
+
+def umask() -> int:
+    now = os.umask(0o077)
+    os.umask(now)
+    return now
+
+
+def held_by_others(path: str) -> bool:
+    """Is the file another user's, or open or mapped in a living process that is not below this one?"""
+    try:
+        file = os.stat(path)
+    except FileNotFoundError:
+        return True  # gone meanwhile
+    ours = {os.getpid(), *proc.descendants(os.getpid())}
+    others = (process.pid for process in proc.every() if process.pid not in ours)
+    return file.st_uid != os.getuid() or any(_holds(pid, file) for pid in others)
+
+
+def _holds(pid: int, file: os.stat_result) -> bool:
+    # By inode and not by name: a semaphore is mapped under a name that it had only while it was made.
+    mapped = f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
+    with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with open(f"/proc/{pid}/maps") as maps:
+            if mapped in maps.read():
+                return True
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), file):
+                    return True
+    return False
+
+
+class Helpers:
+    """What multiprocessing starts once and keeps to its end: no leak of the test that came first."""
+
+    def __init__(self) -> None:
+        self.pids: set[int | None] = set()
+        self.fds: set[int | None] = set()
+        self.tmp: str | None = None
+        if tracker := sys.modules.get("multiprocessing.resource_tracker"):
+            self.pids.add(tracker._resource_tracker._pid)
+            self.fds.add(tracker._resource_tracker._fd)
+        if server := sys.modules.get("multiprocessing.forkserver"):
+            self.pids.add(server._forkserver._forkserver_pid)
+            self.fds.add(server._forkserver._forkserver_alive_fd)
+        if process := sys.modules.get("multiprocessing.process"):
+            self.tmp = process.current_process()._config.get("tempdir")
+
+    def stop(self) -> None:
+        """End them, so that the next test meets none; it gets new ones when it wants them."""
+        for server in _helpers():
+            with contextlib.suppress(ChildProcessError):
+                server._stop()
+        if self.tmp:
+            sys.modules["multiprocessing.process"].current_process()._config.pop("tempdir")
+            shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+def _helpers() -> Iterator[Any]:
+    # The fork server first: it holds the tracker's pipe open, and the tracker ends when that is closed.
+    if module := sys.modules.get("multiprocessing.forkserver"):
+        yield module._forkserver
+    if module := sys.modules.get("multiprocessing.resource_tracker"):
+        yield module._resource_tracker
