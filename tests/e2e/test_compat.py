@@ -38,7 +38,9 @@ CASES = [
         "options and arguments",
         ("--standalone", "--nproc_per_node=2", "--max_restarts=1", "--role", "x"),
         args=("--", "-x", "", "a b", "é", "--nproc-per-node=9", "${local_rank}"),
-        ranks=2, ways=ALL),
+        ranks=2,
+        ways=ALL,
+    ),
     Case(
         "PET variables, threads given",
         (),
@@ -49,23 +51,31 @@ CASES = [
         "relative path, python variables",
         script=("../report.py",),
         cwd=f"{SCRIPTS}/pkg",
-        env=ONE_THREAD | {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "PYTHONPATH": "/x", "PYTHONOPTIMIZE": "1"}, ways=ALL),
+        env=ONE_THREAD | {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "PYTHONPATH": "/x", "PYTHONOPTIMIZE": "1"},
+        ways=ALL,
+    ),
     Case(
         "absolute path, C locale",
         script=(f"{SCRIPTS}/report.py",),
         cwd="{work}",
-        env=ONE_THREAD | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, ways=("cold", "warm")),
+        env=ONE_THREAD | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        ways=("cold", "warm"),
+    ),
     Case(
         "link to the script, other python",
         script=("link.py",),
         cwd="{work}",
-        env=ONE_THREAD | {"PYTHON_EXEC": os.path.realpath(sys.executable), "PYTHONPATH": sysconfig.get_path("purelib")}, ways=("cold", "fresh")),
+        env=ONE_THREAD | {"PYTHON_EXEC": os.path.realpath(sys.executable), "PYTHONPATH": sysconfig.get_path("purelib")},
+        ways=("cold", "fresh"),
+    ),
     Case(
         "link to the folder, inherited limits",
         before=("sh", "-c", "umask 027; ulimit -n 512; ulimit -c 0; trap '' USR1; exec nice -n 3 \"$@\"", "sh"),
         script=("folder/report.py",),
         cwd="{work}",
-        env=ONE_THREAD,, ways=("cold", "fresh")),
+        env=ONE_THREAD,
+        ways=("cold", "fresh"),
+    ),
     Case("virtual local rank, filter", (*TWO, "--virtual-local-rank", "--local-ranks-filter", "1"), ranks=2),
     Case(
         "virtual of given, log dir",
@@ -87,7 +97,9 @@ CASES = [
         (*TWO, "--master-port", PORT),
         env={"CUDA_VISIBLE_DEVICES": ""},
         exact=("MASTER_PORT", "MASTER_ADDR"),
-        ranks=2, ways=("cold", "fresh")),
+        ranks=2,
+        ways=("cold", "fresh"),
+    ),
     Case("no python", (*TWO, "--no-python"), script=(sys.executable, "report.py"), ranks=2, ways=("fresh",)),
     Case("terminal", TWO, ranks=2, in_terminal=True, ways=ALL),
     Case(
@@ -96,7 +108,9 @@ CASES = [
         script=(f"{SCRIPTS}/report.py",),
         ranks=2,
         # torchrun runs it inside a child of multiprocessing, where hardly anything is as in `python script.py`.
-        only=("argv", "__name__", "__file__", "cwd", "umask", "env", "fd kinds", "excepthooks"), ways=ALL),
+        only=("argv", "__name__", "__file__", "cwd", "umask", "env", "fd kinds", "excepthooks"),
+        ways=ALL,
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a worker is given: input, devices, variables set before the import, a store on loopback; and the zygote's choice."""
+"""What a worker is given: input, variables set before the import, a store on loopback; which zygote it is from."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_preload_of_what_is_not_there(tmp_path: Path) -> None:
     ("module", "reason"),
     [
         (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='poller').start()",
+            "import threading as t, time\nt.Thread(target=time.sleep, args=(60,), daemon=True, name='poller').start()",
             "poller",
         ),
         # No GPU here: the flag that torch itself goes by stands for a CUDA context.

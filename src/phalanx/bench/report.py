@@ -205,10 +205,10 @@ class Report:
         load, cores = self._machine.load_before[0], self._machine.cores
         if load < cores / 4:
             return []
-        # The kernel shares cores by process: beside other work eight ranks that import get more of them than one zygote.
+        # Several processes that import compete with other work otherwise than a single zygote does.
         return [
-            f"This machine was busy before the first launch (load average {load:.1f}, {cores} cores): times are "
-            "longer than they need be, and launchers of many processes look better than they are."
+            f"This machine was busy before the first launch (load average {load:.1f}, {cores} cores): times are longer "
+            "than they need be, and what they say of each other may not hold on a quiet one."
         ]
 
     def _failures(self) -> list[str]:
