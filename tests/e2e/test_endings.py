@@ -62,7 +62,7 @@ def test_a_worker_with_children_of_its_own(options: tuple[str, ...]) -> None:
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_when_its_time_is_up(options: tuple[str, ...]) -> None:
-    job, found = sleepers((*options, "--shutdown-timeout", "1"), "--ignore-term", "--children")
+    job, found = sleepers((*options, "--shutdown-timeout", "1"), "--ignore-term")
     begin = time.monotonic()
     job.signal(signal.SIGTERM)
     assert job.wait() == 143

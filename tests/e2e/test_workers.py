@@ -130,6 +130,11 @@ def test_a_script_that_trains_is_recognised_before_its_first_run(tmp_path: Path)
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "True\n"
 
 
+def test_c_streams_are_flushed_though_destructors_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path, main="import ctypes\nctypes.CDLL(None).printf(b'from C')\n")
+    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "from C"
+
+
 def test_own_modules_are_read_anew_every_time(tmp_path: Path) -> None:
     write(tmp_path, mine="value = 1", main="import mine; print(mine.value)")
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "1\n"

@@ -1,4 +1,4 @@
-"""What a zygote should import for a script: guessed from its text, then learned from its last run."""
+"""What a zygote should import for a script: guessed from its text, and learned from its earlier runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lesson:
 
 
 def recall(command: Command, base: str) -> Lesson:
-    """The lesson for this command, from its last run or else from its text."""
+    """What its text suggests, and what rank 0 of an earlier run had to import itself."""
     source = _source(command)
     folder = os.path.join(base, "lessons")
     key = hashlib.sha256(f"{command.python}\0{command.kind}\0{source or command.target}".encode()).hexdigest()[:24]
@@ -50,10 +50,10 @@ def recall(command: Command, base: str) -> Lesson:
         return Lesson(path, ())
     with contextlib.suppress(OSError):
         os.makedirs(folder, mode=0o700, exist_ok=True)
+    learned: list[str] = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
-        names = [name for name in json.load(file) if isinstance(name, str)]
-        return Lesson(path, tuple(name for name in names if _is_safe(name)))
-    return Lesson(path, guess(_read(source)))
+        learned = [name for name in json.load(file) if isinstance(name, str) and _is_safe(name)]
+    return Lesson(path, tuple(dict.fromkeys([*guess(_read(source)), *learned])))
 
 
 def guess(text: str) -> tuple[str, ...]:

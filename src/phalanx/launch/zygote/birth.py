@@ -41,6 +41,8 @@ def dress(order: Order) -> None:
         sys.orig_argv[:] = order["command"]
         kernel.set_command_line(order["command"])
     _reseed()
+    if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes what it has found at the very end
+        kernel.leave_what_was_loaded()
     _record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
 
 

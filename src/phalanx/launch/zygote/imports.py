@@ -24,6 +24,8 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
     seconds: dict[str, float] = {}
     failed: dict[str, str] = {}
     for name in [*required, *welcome]:
+        if name in sys.modules:
+            continue
         start = time.perf_counter()
         try:
             importlib.import_module(name)
@@ -61,20 +63,25 @@ def _holds(path: str) -> bool:
 
 
 def note_lesson(path: str) -> None:
-    """When this worker ends, write down what it had imported: the next zygote may do so beforehand."""
+    """When this worker ends, write down what it had to import itself: the next zygote may do so beforehand."""
     import atexit
 
-    atexit.register(_write_lesson, path)
+    atexit.register(_write_lesson, path, frozenset(sys.modules))
 
 
-def _write_lesson(path: str) -> None:
+def _write_lesson(path: str, before: frozenset[str]) -> None:
     import contextlib
     import json
 
+    new = [name for name, module in list(sys.modules.items()) if name not in before and _installed(module)]
+    if not new:
+        return
+    known: list[str] = []
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        known = json.load(file)
     with contextlib.suppress(OSError):
-        names = [name for name, module in list(sys.modules.items()) if _installed(module)]
         with open(f"{path}.{os.getpid()}", "w") as file:
-            json.dump(names, file)
+            json.dump(list(dict.fromkeys([*known, *new])), file)
         os.replace(f"{path}.{os.getpid()}", path)
 
 
