@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import select
-import shutil
 import struct
 import subprocess
 import termios
@@ -118,8 +117,5 @@ def test_every_option_is_in_every_script(shell: str) -> None:
     assert "@VER" not in caught.value.text
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_script_is_one_that_the_shell_reads(shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell} here")
-    subprocess.run([shell, "-n"], input=completion(shell), text=True, check=True, timeout=30)
+def test_the_script_is_one_that_bash_reads() -> None:
+    subprocess.run(["bash", "-n"], input=completion("bash"), text=True, check=True, timeout=30)

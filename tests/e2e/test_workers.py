@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,48 @@ def test_a_given_port_is_the_one_that_workers_meet_at() -> None:
     assert result.out.count("127.0.0.1") == 2
 
 
+def test_what_imports_print_is_shown(tmp_path: Path) -> None:
+    write(tmp_path, loud="import sys; print('loud is deprecated', file=sys.stderr)", main="print('fine')")
+    result = phalanx("run", "-g", "2", "--cpu", "--preload", "loud", "main.py", cwd=str(tmp_path))
+    assert result.out.count("fine") == 2
+    assert result.err.count("loud is deprecated") == 1
+
+
+def test_an_interpreter_that_is_a_shell_script_starts_every_rank(tmp_path: Path) -> None:
+    # Python with -E ignores PYTHONPATH, and would go straight to the script.
+    wrapper = tmp_path / "mypython"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
+    wrapper.chmod(0o755)
+    write(tmp_path, main="import os; print('rank', os.environ['RANK'])")
+    result = phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path), env={"PYTHON_EXEC": str(wrapper)})
+    assert sorted(re.findall(r"rank \d", result.out)) == ["rank 0", "rank 1"]
+    assert way(result.err) == "fresh"
+
+
+def test_two_runs_with_one_id_have_names_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path, main="import os; print(os.environ['TORCHELASTIC_RUN_ID'], os.environ['PHALANX_RUN'])")
+    asked = ("run", "-g", "1", "--cpu", "--fresh", "--rdzv-id", "a/b", "--master-port", "0", "main.py")
+    names = [phalanx(*asked, cwd=str(tmp_path)).out.split() for _ in range(2)]
+    assert names[0] == ["a/b", "a-b"]
+    assert names[1][0] == "a/b"
+    assert names[1][1].startswith("a-b_")
+
+
+def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        main="import os, signal, datetime, torch.distributed as dist\n"
+        "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
+        "    with open(f'/proc/{pid}/stat') as file: parent = int(file.read().rpartition(')')[2].split()[1])\n"
+        "    if parent == os.getppid() and int(pid) != os.getpid(): os.kill(int(pid), signal.SIGKILL)\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=20))\n"
+        "print('joined'); dist.destroy_process_group()\n",
+    )
+    result = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    assert result.out == "joined\n", result.err
+    assert "a new one takes its place" in result.err
+
+
 # -- warm
 
 
@@ -227,7 +270,7 @@ def test_explain_says_what_run_does(tmp_path: Path) -> None:
     result = phalanx("run", *asked, cwd=str(tmp_path))
     real = {rank: json.loads(line) for rank, line in re.findall(r"\[(\d)\] (\{.*)", result.out)}
     assert explained["world_size"] == len(real) == 2
-    unknown_yet = {"TORCHELASTIC_ERROR_FILE", "PHALANX_RUN_FOLDER"}
+    unknown_yet = {"TORCHELASTIC_ERROR_FILE", "PHALANX_RUN_FOLDER", "PHALANX_RUN"}
     for rank in explained["ranks"]:
         foreseen = {**explained["environment"], **rank["environment"]}
         seen = real[str(rank["rank"])]

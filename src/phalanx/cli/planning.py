@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import Placement, place
 from phalanx.cluster.sources.surroundings import cores
 from phalanx.contract.variables import THREADS
-from phalanx.errors import DeviceError, OptionError
+from phalanx.errors import DeviceError, OptionError, ScriptError
 from phalanx.launch.command import Command
 from phalanx.launch.filters import Std, duplicated, shown
 from phalanx.launch.plan import Ending, Plan, Showing, Start
@@ -40,9 +41,15 @@ def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
     slices = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
     if slices and not options.virtual_local_rank:
         notes.append("a process can use one MIG slice only, so each worker sees its own, as device 0 (LOCAL_RANK is 0)")
-    run_id = options.run_id or make_run_id(options.script)
+    log_dir = options.log_dir
+    if log_dir == os.devnull:
+        notes.append("--log-dir /dev/null: the console reads the logs, so they are kept in the run folder")
+        log_dir = None
+    wrapped = options.kind != "program" and _is_wrapper(command.python)
+    if wrapped:
+        notes.append(f"{command.python} is a script, not an interpreter: every rank is started by it (as with --fresh)")
     return Plan(
-        run_id=run_id,
+        run_id=options.run_id or make_run_id(options.script),
         command=command,
         placement=placement,
         node=0,
@@ -56,17 +63,28 @@ def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
         master_port=options.master_port or 0,
         max_restarts=options.max_restarts,
         stdin_rank=options.stdin,
-        log_dir=options.log_dir,
+        log_dir=log_dir,
         showing=_showing(options, placement),
         ending=_ending(options),
         start=Start(
-            fresh=options.fresh or options.kind == "program",
+            fresh=options.fresh or options.kind == "program" or wrapped,
             preload=options.preload,
             warm=options.warm,
             keep_warm=options.keep_warm or 0.0,
         ),
         notes=tuple(notes),
     )
+
+
+def _is_wrapper(python: str) -> bool:
+    """A shell script may start Python in a way that skips the hook, and would then run the user's script as it is."""
+    try:
+        with open(shutil.which(python) or python, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError as error:
+        raise ScriptError(
+            f"the interpreter {python} cannot be found", fix="unset PYTHON_EXEC, or set it to a Python"
+        ) from error
 
 
 def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -137,7 +155,7 @@ def _showing(options: RunOptions, placement: Placement) -> Showing:
         if template is None
         else {
             seat.rank: Template(template).safe_substitute(
-                role_name=options.role, rank=seat.rank, local_rank=seat.local_rank
+                role_name=options.role, rank=seat.rank, local_rank=seat.local_rank, hostname=os.uname().nodename
             )
             for seat in placement.seats
         },

@@ -109,7 +109,7 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
     pid = os.getpid()
     folder.record(
         RunRecord(
-            id=plan.run_id,
+            id=folder.name,
             pid=pid,
             pid_started=kernel.start_time(pid) or 0,
             command=command,
@@ -121,7 +121,7 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
     )
     folder.event(
         events.RunStarted(
-            time=now, run=plan.run_id, command=tuple(command), world_size=plan.placement.world_size, pid=pid
+            time=now, run=folder.name, command=tuple(command), world_size=plan.placement.world_size, pid=pid
         )
     )
     console = Console(plan.placement.world_size, prefixes=plan.showing.prefixes, colour=plan.showing.colour)
@@ -145,4 +145,4 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
 
 def _announcement(plan: Plan, folder: RunFolder) -> str:
     ranks = plan.placement.world_size
-    return f"{plan.run_id}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"
+    return f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Ours. Everything else that a worker reads is torchrun's.
 HOME = "PHALANX_HOME"  # where runs are remembered
-RUN = "PHALANX_RUN"  # the run's id
+RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
 
 # Read by libraries while they are imported, so set before the zygote imports them.
@@ -57,6 +58,6 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         "TORCHELASTIC_ERROR_FILE": member.error_file,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": member.signals,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        RUN: member.run_id,
+        RUN: os.path.basename(member.run_folder),
         RUN_FOLDER: member.run_folder,
     }

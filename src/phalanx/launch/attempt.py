@@ -22,6 +22,8 @@ from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.zygote import wire
 from phalanx.launch.zygotes import Zygote
 
+_MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
+
 
 @dataclass
 class Worker:
@@ -59,6 +61,7 @@ class Attempt:
         self._zygote = zygote
         self._lesson = lesson
         self._store_started = False
+        self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
         stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
         self._duplicate()
@@ -182,6 +185,10 @@ class Attempt:
         if self.over.is_set() or not self.living:
             return
         self._stage.folder.event(events.StoreLost(time=time.time(), code=code))
+        self._stores_lost += 1
+        if self._stores_lost > _MOST_STORES:
+            self._stage.note(f"the store process ends again and again; see {self._stage.folder.path}/store.log")
+            return
         self._stage.note(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()

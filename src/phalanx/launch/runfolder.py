@@ -61,6 +61,7 @@ def make_run_id(target: str) -> str:
 class RunFolder:
     def __init__(self, path: str) -> None:
         self.path = path
+        self.name = os.path.basename(path)  # the run's own name: an id that the user gave may be given twice
         self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._record: RunRecord | None = None
         self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
@@ -111,11 +112,12 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
     """Make the folder, private to the user. With `--log-dir` it lies there, and the list of runs points to it."""
     runs = os.path.join(base, "runs")
     os.makedirs(runs, mode=0o700, exist_ok=True)
+    name = run_id.replace(os.sep, "-").lstrip(".") or "run"
     if log_dir is None:
-        path = _fresh(os.path.join(runs, run_id))
+        path = _fresh(os.path.join(runs, name))
     else:
         os.makedirs(log_dir, exist_ok=True)
-        path = _fresh(os.path.join(os.path.abspath(log_dir), run_id))
+        path = _fresh(os.path.join(os.path.abspath(log_dir), name))
         with contextlib.suppress(FileExistsError):
             os.symlink(path, os.path.join(runs, os.path.basename(path)))
     return RunFolder(path)

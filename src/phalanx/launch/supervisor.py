@@ -86,6 +86,7 @@ class Supervisor:
         if self._signal is not None or not report:
             return False
         self._zygote.pid = report["pid"]
+        self._show_import_output()
         self._folder.event(
             events.ZygoteReady(
                 time=time.time(),
@@ -164,6 +165,13 @@ class Supervisor:
         with open(f"{self._folder.path}/zygote.log", "ab") as log:
             self._zygote = zygotes.fresh(self._plan.environ, log=log.fileno())
         return await self._listen()
+
+    def _show_import_output(self) -> None:
+        """Warnings of imports, which fresh interpreters would each have printed."""
+        with contextlib.suppress(OSError), open(f"{self._folder.path}/zygote.log", errors="replace") as file:
+            text = file.read(4096).strip()
+            if text:
+                self._note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     async def _swept(self) -> None:
         """Everything below the zygote is gone."""

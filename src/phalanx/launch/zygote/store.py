@@ -19,4 +19,5 @@ def host(fd: int, address: str, port: int) -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder: torch must not find our modules where it looks for others
     host(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
