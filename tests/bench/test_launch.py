@@ -10,20 +10,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.bench import contenders, report
+from phalanx.bench import machine as machines
 from phalanx.bench.contenders import CONTENDERS
-from phalanx.bench.launch import (
-    Case,
-    Cell,
-    Results,
-    Sample,
-    Settings,
-    _numbers,
-    _read,
-    main,
-    rotated,
-    schedule,
-    targets,
-)
+from phalanx.bench.launch import _numbers, _read, main, rotated, schedule
+from phalanx.bench.results import Case, Cell, Results, Sample, Settings, targets
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
@@ -53,7 +43,7 @@ def made(settings: Settings = ALL, times: dict[str, tuple[float, ...]] = GOOD, f
 
 
 def reported(results: Results) -> report.Report:
-    return report.Report(results, report.machine(), (0.0, 0.0, 0.0))
+    return report.Report(results, machines.machine(), (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,7 @@ def test_markdown() -> None:
 
 @pytest.mark.parametrize(("load", "busy"), [(0.2, False), (3.0, True)])
 def test_a_busy_machine_is_said_to_be_one(load: float, busy: bool) -> None:
-    machine = replace(report.machine(), cores=2, load_before=(load, 0.0, 0.0))
+    machine = replace(machines.machine(), cores=2, load_before=(load, 0.0, 0.0))
     text = report.Report(made(), machine, (0.0, 0.0, 0.0)).markdown()
     assert ("This machine was busy" in text) is busy
 

@@ -11,140 +11,26 @@ import argparse
 import contextlib
 import os
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 
 from phalanx.bench import contenders
 from phalanx.bench.contenders import CONTENDERS, Contender
+from phalanx.bench.results import ENDS, Case, Results, Sample, Settings
 from phalanx.contract import events
 from phalanx.errors import OptionError
 from phalanx.launch import runfolder
 
-ENDS = {"allreduce": "first all_reduce", "adamw": "first AdamW step"}
 TIMEOUT = 120.0
 
 _SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts")
 _STAMPS = "BENCH_STAMPS"  # the scripts know it too
 _OUTPUT = "output"
 _IMPORT = f'import torch, os, time\nt = time.time()\nopen(os.environ["{_STAMPS}"], "w").write(f"0 {{t}} 1\\n")'
-
-
-@dataclass(frozen=True)
-class Case:
-    contender: str
-    end: str
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One launch. A launch that failed has a reason, and no time."""
-
-    case: Case
-    round: int
-    seconds: float | None  # until the last rank had passed the end point
-    total: float | None  # until the launcher had exited
-    failure: str = ""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """All rounds of one case."""
-
-    times: tuple[float, ...]
-    failed: int = 0
-
-    @property
-    def median(self) -> float | None:
-        return statistics.median(self.times) if self.times else None
-
-
-@dataclass(frozen=True)
-class Settings:
-    ranks: tuple[int, ...]
-    repeat: int
-    contenders: tuple[str, ...]
-    ends: tuple[str, ...]
-
-
-@dataclass
-class Results:
-    settings: Settings
-    samples: list[Sample] = field(default_factory=list)
-    imports: list[Sample] = field(default_factory=list)  # of torch alone, in a fresh interpreter
-
-    def cell(self, contender: str, end: str, ranks: int, *, total: bool = False) -> Cell:
-        of_case = [sample for sample in self.samples if sample.case == Case(contender, end, ranks)]
-        return _cell(of_case, total=total)
-
-    @property
-    def one_import(self) -> Cell:
-        return _cell(self.imports)
-
-    @property
-    def failures(self) -> list[Sample]:
-        return [sample for sample in (*self.imports, *self.samples) if sample.failure]
-
-
-def _cell(samples: Sequence[Sample], *, total: bool = False) -> Cell:
-    times = [sample.total if total else sample.seconds for sample in samples]
-    return Cell(tuple(time for time in times if time is not None), sum(1 for time in times if time is None))
-
-
-# -- what was promised
-
-
-@dataclass(frozen=True)
-class Target:
-    what: str
-    evidence: str  # the medians it was judged by, or why it could not be
-    met: bool | None  # None: not measured
-
-
-def targets(results: Results) -> list[Target]:
-    """Stated before anything was measured, and judged by medians."""
-
-    def cold(end: str, ranks: int) -> Cell:
-        return results.cell("phalanx", end, ranks)
-
-    def quotient(what: str, cell: Cell, of: Cell, limit: float) -> Target:
-        if cell.median is None or of.median is None or cell.failed or of.failed:
-            return Target(what, _not_measured(cell, of), None)
-        share = cell.median / of.median
-        return Target(what, f"{cell.median:.2f} s / {of.median:.2f} s = {share:.3f}", share <= limit)
-
-    def below(what: str, cell: Cell, limit: float) -> Target:
-        if cell.median is None or cell.failed:
-            return Target(what, _not_measured(cell), None)
-        return Target(what, f"{cell.median:.3f} s", cell.median < limit)
-
-    first, step = ENDS["allreduce"], ENDS["adamw"]
-    reduce8, step8 = cold("allreduce", 8), cold("adamw", 8)
-    return [
-        quotient(
-            f"{first}, 8 ranks: at most 1/5 of torchrun's", reduce8, results.cell("torchrun", "allreduce", 8), 1 / 5
-        ),
-        quotient(f"{first}, 8 ranks: at most 1.3 of one `import torch`", reduce8, results.one_import, 1.3),
-        quotient(f"{step}, 8 ranks: at most 1/4 of torchrun's", step8, results.cell("torchrun", "adamw", 8), 1 / 4),
-        quotient(f"{first}: 16 ranks at most 1.5 of 2", cold("allreduce", 16), cold("allreduce", 2), 1.5),
-        quotient(f"{step}: 16 ranks at most 1.5 of 2", cold("adamw", 16), cold("adamw", 2), 1.5),
-        below(f"{first}, 8 ranks, warm: below 0.5 s", results.cell("warm", "allreduce", 8), 0.5),
-        below(f"{step}, 8 ranks, warm: below 1 s", results.cell("warm", "adamw", 8), 1.0),
-    ]
-
-
-def _not_measured(*cells: Cell) -> str:
-    failed, tried = sum(cell.failed for cell in cells), sum(cell.failed + len(cell.times) for cell in cells)
-    return f"{failed} of {tried} launches failed" if failed else "not part of this run"
-
-
-# -- the measuring
 
 
 def rotated(names: Sequence[str], turn: int) -> tuple[str, ...]:
@@ -304,9 +190,9 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
         raise OptionError(f"--repeat {settings.repeat}: at least one round is needed", fix="--repeat 5")
     for name in settings.contenders:
         contenders.check_installed(CONTENDERS[name])
-    from phalanx.bench import report
+    from phalanx.bench import machine, report
 
-    before = report.machine()
+    before = machine.machine()
     results = measure(settings, inherited)
     written = report.Report(results, before, os.getloadavg())
     paths = written.save(options.out)

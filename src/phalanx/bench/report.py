@@ -5,21 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.bench.contenders import CONTENDERS
-from phalanx.bench.launch import ENDS, Cell, Results, Target, targets
-from phalanx.version import __version__
+from phalanx.bench.machine import Load, Machine
+from phalanx.bench.results import ENDS, Cell, Results, Target, targets
 
 FILES = ("launch.json", "launch.md", "launch.png")
 
-Load = tuple[float, float, float]
 Row = list[str]
 
 # Told apart by people who see colours differently, and by their marks where there is no colour.
@@ -29,51 +25,6 @@ _LOOKS = {
     "torchrun": {"color": "#222222", "marker": "^"},
     "accelerate": {"color": "#cc79a7", "marker": "v"},
 }
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a number means nothing without."""
-
-    date: str
-    cpu: str
-    cores: int
-    memory_gib: float
-    kernel: str
-    python: str
-    torch: str
-    accelerate: str
-    phalanx: str
-    load_before: Load
-
-
-def machine() -> Machine:
-    """Taken before the first launch. torch is not imported for it: this process stays small."""
-    return Machine(
-        date=time.strftime("%Y-%m-%d %H:%M %Z"),
-        cpu=_cpu_model(),
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        kernel=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        torch=_version("torch"),
-        accelerate=_version("accelerate"),
-        phalanx=__version__,
-        load_before=os.getloadavg(),
-    )
-
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo") as file:
-        models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-        return next(models, platform.machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 class Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 from phalanx.cluster.sources.surroundings import environment
@@ -20,6 +21,8 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in QUESTIONS:
         raise UsageError(f"phalanx bench does not measure {argv[0]}", fix=f"phalanx bench {next(iter(QUESTIONS))}")
+    # As an exception, so that what is being measured is ended with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     module = importlib.import_module(f"phalanx.bench.{argv[0]}")
     code: int = module.main(argv[1:], environment())
     return code
