@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from phalanx.errors import ScriptError
 from phalanx.launch import port
 from phalanx.launch.command import Command
-from tests.kit.cli import phalanx
+from tests.kit.cli import phalanx, run
 
 BAD = {
     "no script": (("run",), "there is no script to run"),
@@ -73,6 +74,16 @@ def test_a_port_in_use_says_who_holds_it(tmp_path: Path) -> None:
     assert result.code == 2
     assert f"port {number} on 127.0.0.1 is in use" in result.err
     assert f"held by pid {os.getpid()}" in result.err
+
+
+def test_the_current_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    enter = ("sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone))
+    result = run((*enter, sys.executable, "-m", "phalanx", "run", str(tmp_path / "t.py")))
+    assert result.code == 2
+    assert result.err == "phalanx: the current folder has been removed\n  fix: cd to one that exists\n"
 
 
 def test_help_and_version() -> None:

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.contract import events
 from tests.e2e.places import READY, pids, script
+from tests.kit.cgroup import cgroup
 from tests.kit.cli import phalanx, run, start
 from tests.kit.handle import Handle
 
@@ -88,22 +88,7 @@ def test_the_exit_code_is_the_workers(args: tuple[str, ...], code: int, words: s
     assert "a line without its end" in result.out
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[str]:
-    """A memory cgroup of 200 MB, of whichever version the kernel offers."""
-    root, limit = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
-    if not os.path.exists(f"{root}/{limit}"):
-        root, limit = "/sys/fs/cgroup", "memory.max"
-    if not os.access(root, os.W_OK):
-        pytest.skip("only root can make a cgroup")
-    path = f"{root}/phalanx-{os.getpid()}"
-    os.mkdir(path)
-    Path(path, limit).write_text(str(200 << 20))
-    yield path
-    os.rmdir(path)
-
-
-def test_a_worker_killed_for_memory_is_told_so(small_cgroup: str, tmp_path: Path) -> None:
+def test_a_worker_killed_for_memory_is_told_so(tmp_path: Path) -> None:
     greedy = write(
         tmp_path / "greedy.py",
         "import os, time\n"
@@ -111,8 +96,8 @@ def test_a_worker_killed_for_memory_is_told_so(small_cgroup: str, tmp_path: Path
         "if os.environ['RANK'] == '1': taken = bytearray(400 << 20)\n"
         "time.sleep(600)\n",
     )
-    enter = ("sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', small_cgroup)
-    result = run((*enter, sys.executable, "-m", "phalanx", "run", "-g", "2", "--cpu", "--fresh", greedy))
+    with cgroup("memory", "memory.limit_in_bytes", 200 << 20) as enter:
+        result = run((*enter, sys.executable, "-m", "phalanx", "run", "-g", "2", "--cpu", "--fresh", greedy))
     said = block(result.err)
     assert result.code == 137
     assert "rank 1 failed: SIGKILL" in said

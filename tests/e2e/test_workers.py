@@ -12,7 +12,8 @@ import pytest
 
 from phalanx.contract import events
 from tests.e2e.places import script
-from tests.kit.cli import phalanx, start, terminal, warm
+from tests.kit.cgroup import cgroup
+from tests.kit.cli import phalanx, run, start, terminal, warm
 
 
 def write(folder: Path, **files: str) -> None:
@@ -188,6 +189,15 @@ def test_two_runs_with_one_id_have_names_of_their_own(tmp_path: Path) -> None:
     assert names[0] == ["a/b", "a-b"]
     assert names[1][0] == "a/b"
     assert names[1][1].startswith("a-b_")
+
+
+def test_a_process_that_the_kernel_refuses_is_told() -> None:
+    with cgroup("pids", "pids.max", 8) as enter:
+        words = (sys.executable, "-m", "phalanx", "run", "-g", "12", "--cpu", "--no-python", "sleep", "600")
+        result = run((*enter, *words))
+    assert result.code == 1
+    assert re.search(r"rank \d+ could not be started: .*Resource temporarily unavailable", result.err)
+    assert "Traceback" not in result.err
 
 
 def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:

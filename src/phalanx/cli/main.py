@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,6 +48,10 @@ def _dispatch(args: list[str]) -> int:
     verb, rest = args[0], args[1:]
     if verb not in VERBS:
         raise _unknown(verb, rest)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder has been removed", fix="cd to one that exists") from None
     module = importlib.import_module(f"phalanx.cli.{verb}")
     code: int = module.main(rest)
     return code
@@ -54,7 +59,6 @@ def _dispatch(args: list[str]) -> int:
 
 def _unknown(verb: str, rest: list[str]) -> UsageError:
     import difflib
-    import os
     import shlex
 
     if verb.startswith("-") or verb.endswith(".py") or os.path.exists(verb):

@@ -180,6 +180,12 @@ class Attempt:
         elif code != 0 and not worker.stopped:
             self.stop(signal.SIGTERM, f"rank {worker.seat.rank} failed", self._stage.plan.ending.failure_grace)
 
+    def refused(self, name: str, why: str) -> None:
+        """A process that the kernel would not make."""
+        self._stage.console.say(f"{'the store' if name == 'store' else f'rank {name}'} could not be started: {why}")
+        if name in self.workers:
+            self.exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
+
     def _store_exited(self, code: int) -> None:
         """Without its store a group cannot form, nor grow; what has formed goes on by itself."""
         if self.over.is_set() or not self.living:

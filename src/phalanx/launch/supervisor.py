@@ -121,6 +121,8 @@ class Supervisor:
                     self._attempt.tell(message["name"], self._signal)
             case "exited" if self._attempt is not None:
                 self._attempt.exited(message)
+            case "refused" if self._attempt is not None:
+                self._attempt.refused(message["name"], message["why"])
             case "swept" if self._sweeping is not None:
                 self._sweeping.set()
 
@@ -191,7 +193,10 @@ class Supervisor:
         with contextlib.suppress(OSError):
             zygote.order({"do": "end"})
         with contextlib.suppress(OSError):
-            await asyncio.wait_for(loop.run_in_executor(None, _until_closed, zygote.sock), timeout=_PATIENCE)
+            try:
+                await asyncio.wait_for(loop.run_in_executor(None, _until_closed, zygote.sock), timeout=_PATIENCE)
+            finally:
+                zygote.sock.shutdown(socket.SHUT_RDWR)  # or the thread would wait for ever, and we for it
         if zygote.process is not None and zygote.process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 zygote.process.wait(timeout=1)

@@ -68,18 +68,31 @@ class Nursery:
 
     def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process or no memory left: the supervisor tells, and ends the others
+            self._tell({"is": "refused", "name": order["name"], "why": str(error)})
+            pid = -1
         if pid == 0:
+            return self._child(order, fds, parent)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            self._children[pid] = order["name"]
+            self._tell({"is": "born", "name": order["name"], "pid": pid})
+        return False
+
+    def _child(self, order: dict[str, Any], fds: list[int], parent: int) -> bool:
+        """A child that cannot become what it is to be, must not become anything else."""
+        try:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
             birth.settle(order, fds, parent)
             return self._become(order, fds)
-        for fd in fds:
-            os.close(fd)
-        self._children[pid] = order["name"]
-        self._tell({"is": "born", "name": order["name"], "pid": pid})
-        return False
+        except BaseException as error:
+            os.write(fds[2], f"phalanx: this process could not be set up: {error!r}\n".encode())
+            os._exit(70)
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> bool:
         """In the child."""

@@ -6,6 +6,7 @@ It stands first on PYTHONPATH, steps aside at once, and lets the sitecustomize i
 import importlib.util
 import os
 import sys
+import traceback
 
 
 def _step_aside() -> tuple[str, str] | None:
@@ -51,5 +52,10 @@ def _hidden_sitecustomize() -> None:
 
 _found = _step_aside()
 if _found is not None:
-    _serve(*_found)
+    try:
+        _serve(*_found)
+    except BaseException:
+        # Python would say so and go on, and run the user's script here, as no rank at all.
+        traceback.print_exc()
+        os._exit(70)
 _hidden_sitecustomize()

@@ -1,0 +1,87 @@
+"""A zygote, spoken to as the supervisor speaks to it: real processes, one order at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch import zygotes
+from phalanx.launch.zygotes import Zygote
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Zygote]:
+    with open(tmp_path / "zygote.log", "wb") as log:
+        zygote = zygotes.fresh(os.environ, log=log.fileno())
+    assert heard(zygote)["is"] == "ready"
+    yield zygote
+    zygote.order({"do": "end"})
+    assert heard(zygote) == {"is": "ended", "left": []}
+    assert zygote.gone() == 0
+
+
+def heard(zygote: Zygote) -> dict[str, Any]:
+    message = zygote.hear()
+    assert message is not None
+    return message
+
+
+def start(zygote: Zygote, folder: Path, **order: object) -> str:
+    """One child, to its end; what it wrote to stderr."""
+    with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
+        fds = [nothing.fileno(), err.fileno(), err.fileno()]
+        zygote.order({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
+    born = heard(zygote)
+    assert (born["is"], born["name"]) == ("born", "0")
+    return (folder / "err").read_text()
+
+
+def test_a_child_is_born_and_its_end_is_told(fresh: Zygote, tmp_path: Path) -> None:
+    start(fresh, tmp_path, exec=["sh", "-c", "exit 7"])
+    ended = heard(fresh)
+    assert (ended["is"], os.waitstatus_to_exitcode(ended["status"])) == ("exited", 7)
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "words"),
+    [
+        ({"cwd": "/no/such/folder"}, 70, "could not be set up: FileNotFoundError"),
+        ({"cores": [4095]}, 70, "could not be set up: OSError"),
+        ({"exec": ["no-such-program"]}, 127, "cannot run no-such-program"),
+        ({"exec": ["/etc/passwd"]}, 126, "cannot run /etc/passwd: Permission denied"),
+    ],
+)
+def test_a_child_that_cannot_be_set_up_becomes_nothing_else(
+    fresh: Zygote, tmp_path: Path, order: dict[str, object], code: int, words: str
+) -> None:
+    start(fresh, tmp_path, **order)
+    assert os.waitstatus_to_exitcode(heard(fresh)["status"]) == code
+    assert words in (tmp_path / "err").read_text()
+
+
+def test_what_a_child_left_behind_is_swept(fresh: Zygote, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    start(fresh, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
+    assert heard(fresh)["is"] == "exited"
+    left = int(pid_file.read_text())
+    assert os.path.exists(f"/proc/{left}")
+    fresh.order({"do": "sweep"})
+    assert heard(fresh) == {"is": "swept"}
+    assert not os.path.exists(f"/proc/{left}")
+
+
+def test_a_hook_that_fails_does_not_let_the_script_run(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text("print('this must not run')")
+    hook = os.path.join(os.path.dirname(zygotes.__file__), "zygote", "hook")
+    environ = {**os.environ, "PYTHONPATH": hook, "PHALANX_ZYGOTE": f"999:{os.getpid()}"}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True)
+    assert done.returncode == 70
+    assert done.stdout == ""
+    assert "Bad file descriptor" in done.stderr
