@@ -70,7 +70,12 @@ CASES = [
     ),
     Case(
         "link to the folder, inherited limits",
-        before=("sh", "-c", "umask 027; ulimit -n 512; ulimit -c 0; trap '' USR1; exec nice -n 3 \"$@\"", "sh"),
+        before=(
+            "sh",
+            "-c",
+            "umask 027; ulimit -n 512; ulimit -c 0; trap '' USR1 INT HUP QUIT; exec nice -n 3 \"$@\"",
+            "sh",
+        ),
         script=("folder/report.py",),
         cwd="{work}",
         env=ONE_THREAD,

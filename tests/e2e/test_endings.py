@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.e2e.places import CHILD, READY, pids, script
-from tests.kit.cli import phalanx, start, terminal, until, warm
+from tests.kit.cli import PHALANX, phalanx, start, terminal, until, warm
 from tests.kit.handle import Handle
 from tests.kit.proc import alive, every, read
 
@@ -142,6 +142,16 @@ def test_the_window_is_closed() -> None:
     job.hang_up()
     assert job.wait() == 128 + signal.SIGHUP
     all_gone(found)
+
+
+def test_nohup_is_honoured() -> None:
+    ignoring = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
+    job = start(words=(*ignoring, *PHALANX, "run", "-g", "2", "--cpu", script("sleepy.py")))
+    found = pids(job, READY, 2)
+    job.signal(signal.SIGHUP)
+    assert phalanx("stop").code == 0
+    assert job.wait() == 143  # the code is that of the first signal that was heeded: else 129
+    assert not any(map(alive, found))
 
 
 def test_a_stopped_worker_is_ended_too() -> None:

@@ -293,6 +293,8 @@ class Supervisor:
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         handled = {*self._plan.ending.signals, signal.SIGINT}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
         for number in handled:
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGWINCH, self._resized)

@@ -131,7 +131,7 @@ OPTIONS = (
         START,
         "--shutdown-timeout",
         "Seconds from asking workers to stop to killing them. Not given: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, "
-        "or phalanx decides.",
+        "or 30 (5 once a rank has failed).",
         kinds.SECONDS,
     ),
     Option(

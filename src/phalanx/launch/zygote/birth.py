@@ -12,6 +12,16 @@ from . import kernel
 Order = dict[str, Any]
 
 
+def default_signals() -> None:
+    """What ends a worker must not be ignored because the shell ignored it: nohup does, and so does `&` in a script.
+
+    torchrun's workers have it so, because torchrun handles these itself.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def settle(order: Order, fds: list[int], parent: int) -> None:
     """First thing in the child. From here on nothing of the zygote's is left but its modules."""
     signal.set_wakeup_fd(-1)

@@ -25,6 +25,7 @@ class Nursery:
 
     def serve(self) -> dict[str, Any]:
         """Obey the supervisor until it is gone. Returns the order only in a child that is to become a worker."""
+        birth.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         kernel.adopt_orphans()
