@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Iterator
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import LaunchError, UsageError
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _handle(run: RunRecord):  # type: ignore[no-untyped-def]
+def _handle(run: RunRecord) -> Iterator[int]:
     """A descriptor of the very process: a pid could be somebody else's by the time the signal is sent."""
     try:
         process = os.pidfd_open(run.pid)
