@@ -201,6 +201,14 @@ def test_the_key_is_of_what_imports_depend_on(tmp_path: Path) -> None:
     assert len({key(), key(OMP_NUM_THREADS="1"), key(PYTHONPATH="/x"), key(TORCH_LOGS="all")}) == 4
 
 
+def test_the_key_is_of_the_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmth.sysconfig, "get_path", lambda _: str(tmp_path))
+    before = warmth.place("/b", "/usr/bin/python3", {}).key
+    assert warmth.place("/b", "/usr/bin/python3", {}).key == before
+    (tmp_path / "new-1.0.dist-info").mkdir()
+    assert warmth.place("/b", "/usr/bin/python3", {}).key != before
+
+
 def test_a_socket_whose_owner_was_killed_is_no_warm_zygote(tmp_path: Path) -> None:
     path = tmp_path / "warm" / "k.sock"
     path.parent.mkdir()

@@ -55,7 +55,6 @@ def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
         node=0,
         nodes=1,
         environ=inherited,
-        threads_set=THREADS in inherited and THREADS not in environ and THREADS not in options.env,
         devices_isolated=options.isolate or slices,
         virtual_local_rank=options.virtual_local_rank or slices,
         role=options.role,

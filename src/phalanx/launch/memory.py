@@ -43,7 +43,7 @@ def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
 
 
 def _version2(root: str, path: str) -> tuple[int, int | None]:
-    """The limit that was hit may be an ancestor's: count them all the way up."""
+    """Counts processes of this cgroup, whoever's limit it was that killed them: its own or an ancestor's."""
     for base in (root, os.path.join(root, "unified")):
         folder = os.path.normpath(base + path)
         if os.path.exists(os.path.join(folder, "memory.events")):

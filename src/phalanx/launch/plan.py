@@ -53,7 +53,6 @@ class Plan:
     node: int
     nodes: int
     environ: Mapping[str, str]  # what every worker inherits
-    threads_set: bool  # OMP_NUM_THREADS is ours
     devices_isolated: bool
     virtual_local_rank: bool
     role: str

@@ -85,7 +85,6 @@ class Supervisor:
             report = await self._start_fresh(report["unsafe"])
         if self._signal is not None or not report:
             return False
-        self._zygote.pid = report["pid"]
         self._show_import_output()
         self._folder.event(
             events.ZygoteReady(

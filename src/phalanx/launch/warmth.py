@@ -93,7 +93,7 @@ def find(warmth: Warmth, required: Sequence[str], keep: float = 0.0) -> Zygote |
     if answer is None or answer[0]["is"] != "ready":
         sock.close()
         return "it did not answer" if answer is None else str(answer[0]["why"])
-    return Zygote(sock, "warm", pid=answer[0]["pid"], ready=answer[0])
+    return Zygote(sock, "warm", ready=answer[0])
 
 
 def start(warmth: Warmth, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:

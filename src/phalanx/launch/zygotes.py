@@ -26,7 +26,6 @@ class Zygote:
     way: str
     process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
     ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
-    pid: int = 0
 
     @property
     def forks(self) -> bool:
