@@ -5,8 +5,10 @@
     │   ├── OptionError     an option, or its value
     │   ├── ScriptError     the script or module to run
     │   ├── DeviceError     devices or slots that are not there
-    │   └── PortError       an address or port that cannot be had
+    │   ├── PortError       an address or port that cannot be had
+    │   └── TokenError      the secret that lets nodes in
     └── LaunchError         what was asked is sound, but this machine could not start it: exit code 1
+        └── JoinError       the nodes did not come together
 
 A message has the same three parts everywhere: what was seen, details a line each, and what to type.
 """
@@ -52,5 +54,13 @@ class PortError(UsageError):
     pass
 
 
+class TokenError(UsageError):
+    pass
+
+
 class LaunchError(PhalanxError):
+    pass
+
+
+class JoinError(LaunchError):
     pass

@@ -20,11 +20,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    seats: tuple[Seat, ...]
+    """The seats that are known here: all of them, or those of this node once everybody has joined."""
 
-    @property
-    def world_size(self) -> int:
-        return len(self.seats)
+    seats: tuple[Seat, ...]
+    world_size: int
 
     def on(self, node: int) -> tuple[Seat, ...]:
         return tuple(seat for seat in self.seats if seat.node == node)
@@ -36,4 +35,4 @@ def place(cluster: Cluster) -> Placement:
     for node in cluster.nodes:
         for local_rank, slot in enumerate(node.slots):
             seats.append(Seat(len(seats), node.id, local_rank, len(node.slots), slot))
-    return Placement(tuple(seats))
+    return Placement(tuple(seats), len(seats))

@@ -1,0 +1,27 @@
+"""Which scheduler started this process, where several left their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.cluster.sources import mpi, slurm
+from phalanx.cluster.sources.task import Allocation, Task
+
+
+def find(environ: Mapping[str, str]) -> Task | Allocation | None:
+    """The innermost: mpirun in an allocation before the allocation, a step before it too."""
+    if not _slurm_speaks_pmi(environ) and (task := mpi.task(environ)) is not None:
+        return task
+    return slurm.task(environ) or slurm.allocation(environ)
+
+
+def _slurm_speaks_pmi(environ: Mapping[str, str]) -> bool:
+    """srun may give its tasks the variables of MPICH; they then say the same as its own."""
+    if "OMPI_COMM_WORLD_RANK" in environ or "SLURM_STEP_ID" not in environ:
+        return False
+    # Only Slurm sets PMI_JOBID. A task can inherit these from the shell it was started from, and they are stale then.
+    if "PMI_JOBID" in environ and "MPI_LOCALRANKID" not in environ:
+        return True
+    size = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    rank = environ.get("SLURM_PROCID")
+    return rank is not None and (environ.get("PMI_RANK"), environ.get("PMI_SIZE")) == (rank, size)

@@ -1,0 +1,91 @@
+"""What MPI launchers say: mpirun of Open MPI 4 and 5, hydra of MPICH and Intel MPI."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from phalanx.cluster.sources.task import BY_HAND, Task, Variables, file_name
+
+
+def task(environ: Mapping[str, str]) -> Task | None:
+    """This process's place in an MPI job. None: no MPI launcher started it."""
+    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+        return _open_mpi(environ)
+    if "PMI_RANK" in environ or "PMI_SIZE" in environ or {"PMI_ID", "PMI_PORT"} <= environ.keys():
+        return _hydra(environ)
+    return None
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Task:
+    said = _variables("Open MPI", environ)
+    size = said.number("OMPI_COMM_WORLD_SIZE", least=1)
+    rank = said.number("OMPI_COMM_WORLD_RANK", below=size)
+    local_rank, local_size = _local(said, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    nodes = None
+    if said.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4; 5 does not say
+        nodes = said.number("OMPI_MCA_orte_num_nodes", least=1, below=size + 1)
+    name = said.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
+    if name and (key := environ.get("OMPI_MCA_orte_precondition_transports")):
+        # Version 4 names a job by 16 bits of host and pid; this key is random. It is a key, so only its digest is used.
+        name += "-" + hashlib.sha256(key.encode()).hexdigest()[:12]
+    return Task(
+        source="Open MPI",
+        job=file_name("openmpi", name) if name else "",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        nodes=nodes,
+        said=said.said,
+    )
+
+
+def _hydra(environ: Mapping[str, str]) -> Task:
+    # Not by any I_MPI_*: modules and users set I_MPI_ROOT and the like wherever they go.
+    intel = any(name == "I_MPI_HYDRA_UUID" or name.startswith("I_MPI_INFO_") for name in environ)
+    said = _variables("Intel MPI" if intel else "MPICH", environ)
+    if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
+        said.text("PMI_ID"), said.text("PMI_PORT")
+        raise said.refuse(
+            "not of how many (PMI_RANK and PMI_SIZE are not set)", fix=f"mpiexec without -pmi-port, or {BY_HAND}"
+        )
+    size = said.number("PMI_SIZE", least=1)
+    rank = said.number("PMI_RANK", below=size)
+    local_rank, local_size = _local(said, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
+    return Task(
+        source=said.source,
+        job=_hydra_job(said),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        said=said.said,
+    )
+
+
+def _hydra_job(said: Variables) -> str:
+    if name := said.text("I_MPI_HYDRA_UUID"):
+        return file_name("intelmpi", name)
+    # MPICH gives no name. Where it started its proxies by srun, they are a step of their own.
+    if (
+        said.text("SLURM_EXTERNAL_LAUNCHER")
+        and (job := said.text("SLURM_JOB_ID"))
+        and (step := said.text("SLURM_STEP_ID"))
+    ):
+        restarts = said.text("SLURM_RESTART_COUNT")
+        cluster = said.text("SLURM_CLUSTER_NAME") or ""
+        return file_name("mpich", cluster, f"{job}.{step}", f"r{restarts}" if restarts else "")
+    return ""
+
+
+def _local(said: Variables, rank: str, count: str, size: int) -> tuple[int, int]:
+    """Rank and number of tasks on this node; where nothing is said, alone as far as can be known."""
+    if said.text(rank) is None and said.text(count) is None:
+        return 0, 1
+    local_size = said.number(count, least=1, below=size + 1)
+    return said.number(rank, below=local_size), local_size
+
+
+def _variables(source: str, environ: Mapping[str, str]) -> Variables:
+    return Variables(source, environ, fix=f"phalanx run … right under mpirun, or without its help, {BY_HAND}")

@@ -1,0 +1,111 @@
+"""What Slurm says: this process's place in a job step, or the nodes of an allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from phalanx.cluster.sources.nodelist import counts, expand
+from phalanx.cluster.sources.task import BY_HAND, Allocation, Task, Variables, file_name
+
+T = TypeVar("T")
+
+# Steps that are no user's: the batch script, the shell of salloc (use_interactive_step), ssh into a job.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+def task(environ: Mapping[str, str]) -> Task | None:
+    """The place of a task that srun started. None: srun did not start this process."""
+    if not in_step(environ):
+        return None
+    said = _variables(environ)
+    _refuse_heterogeneous(said)
+    # Of two names, the step's comes first: `srun --preserve-env` and MPI launchers keep the batch script's others.
+    size = said.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
+    rank = said.number("SLURM_PROCID", below=size)
+    nodes = said.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
+    node = said.number("SLURM_NODEID", below=nodes)
+    tasks = _parsed(said, counts, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if len(tasks) != nodes or sum(tasks) != size or 0 in tasks:
+        raise said.refuse(f"its numbers do not add up to {size} tasks on {nodes} nodes")
+    local_rank = said.number("SLURM_LOCALID", below=tasks[node])
+    hosts = _parsed(said, expand, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if len(hosts) != nodes:
+        raise said.refuse(f"its node list names {len(hosts)} nodes, not {nodes}")
+    return Task(
+        source="Slurm",
+        job=_job(said, step=True),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=tasks[node],
+        node=node,
+        nodes=nodes,
+        hosts=hosts,
+        said=said.said,
+    )
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The nodes of a batch script or of salloc's shell. None: there are none, or this is a task on them."""
+    said = _variables(environ)
+    job, nodelist = said.text("SLURM_JOB_ID", "SLURM_JOBID"), said.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if job is None or nodelist is None or in_step(environ):
+        return None
+    _refuse_heterogeneous(said)
+    hosts = _parsed(said, expand, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    tasks: tuple[int, ...] = ()
+    # Without a word from the user, Slurm fills in as many tasks as there are CPUs.
+    if said.text("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE") is not None and said.text("SLURM_TASKS_PER_NODE") is not None:
+        tasks = _parsed(said, counts, "SLURM_TASKS_PER_NODE")
+        if len(tasks) != len(hosts):
+            raise said.refuse(f"SLURM_TASKS_PER_NODE counts {len(tasks)} nodes and the node list {len(hosts)}")
+    here = said.text("SLURMD_NODENAME")
+    return Allocation(
+        source="Slurm",
+        job=_job(said, step=False),
+        hosts=hosts,
+        tasks=tasks,
+        here=here if here in hosts else None,
+        said=said.said,
+    )
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process for the user: a batch script has a SLURM_PROCID too."""
+    said = _variables(environ)
+    if said.text("SLURM_STEP_ID", "SLURM_STEPID") is None:
+        return False
+    return said.number("SLURM_STEP_ID", "SLURM_STEPID") < FIRST_SPECIAL_STEP
+
+
+def _variables(environ: Mapping[str, str]) -> Variables:
+    return Variables("Slurm", environ, fix=f"srun phalanx run … in a fresh job, or without Slurm's help, {BY_HAND}")
+
+
+def _job(said: Variables, *, step: bool) -> str:
+    name = str(said.number("SLURM_JOB_ID", "SLURM_JOBID", least=1))
+    if step:
+        name += f".{said.number('SLURM_STEP_ID', 'SLURM_STEPID')}"
+    # A requeued job keeps its number, and step numbers begin anew.
+    restarts = "" if said.text("SLURM_RESTART_COUNT") is None else f"r{said.number('SLURM_RESTART_COUNT')}"
+    return file_name("slurm", said.text("SLURM_CLUSTER_NAME") or "", name, restarts)
+
+
+def _parsed(said: Variables, parse: Callable[[str], T], *names: str) -> T:
+    value = said.needed(*names)
+    try:
+        return parse(value)
+    except ValueError as why:
+        name = next(name for name in names if name in said.said)
+        raise said.refuse(f"{name} cannot be read: {why}") from None
+
+
+def _refuse_heterogeneous(said: Variables) -> None:
+    """Its variables describe the first component only, or all of them, depending on how srun was called."""
+    size = said.text("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+    if size is not None and size not in ("0", "1"):
+        raise said.refuse(
+            f"this job is heterogeneous, of {size} components, which cannot be told apart from here",
+            fix=f"{BY_HAND}   (or a job of one component)",
+        )

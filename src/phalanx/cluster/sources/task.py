@@ -1,0 +1,99 @@
+"""What a scheduler says about this process: its place among the tasks, or nodes that wait for tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.errors import UsageError
+
+BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"
+
+
+@dataclass(frozen=True)
+class Task:
+    """This process's place among those that a scheduler started."""
+
+    source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"
+    job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int | None = None  # None: the source does not say
+    nodes: int | None = None
+    hosts: tuple[str, ...] = ()  # of the nodes, in order of node id, where known
+    said: Mapping[str, str] = field(default_factory=dict)  # the variables this was read from, to name them in messages
+
+    @property
+    def one_a_node(self) -> bool | None:
+        """True: each task has a node to itself. False: tasks share nodes, so one is one rank. None: unknown here."""
+        if self.nodes is not None:
+            return self.nodes == self.size  # no node is without a task
+        if self.local_size > 1:
+            return False
+        # Alone on this node; whether the others are alone on theirs, this process cannot see.
+        return True if self.size == 1 else None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Nodes that a scheduler has given, on which nobody has started tasks yet."""
+
+    source: str
+    job: str
+    hosts: tuple[str, ...]
+    tasks: tuple[int, ...] = ()  # a node, as asked; empty: the source does not say
+    here: str | None = None  # the node this process runs on, where it is one of them
+    said: Mapping[str, str] = field(default_factory=dict)
+
+
+class Variables:
+    """Reads a source's variables, remembers which, and refuses half-set ones by name."""
+
+    def __init__(self, source: str, environ: Mapping[str, str], *, fix: str) -> None:
+        self.source = source
+        self.environ = environ
+        self.fix = fix
+        self.said: dict[str, str] = {}
+
+    def text(self, *names: str) -> str | None:
+        """The first of these that is set to something."""
+        for name in names:
+            if value := self.environ.get(name, "").strip():
+                self.said[name] = value
+                return value
+        return None
+
+    def needed(self, *names: str) -> str:
+        value = self.text(*names)
+        if value is None:
+            raise self.refuse(f"{names[0]} is not set" if len(names) == 1 else f"none of {', '.join(names)} is set")
+        return value
+
+    def number(self, *names: str, least: int = 0, below: int | None = None) -> int:
+        """The first of these that is set, as a number from `least` on, and less than `below`."""
+        value = self.needed(*names)
+        name = next(name for name in names if name in self.said)
+        # int() would take "+1", "1_0" and digits of other scripts.
+        if not re.fullmatch(r"\d{1,10}", value, re.ASCII):
+            raise self.refuse(f"{name}={value!r} is no number", f"expected a whole number from {least} on")
+        number = int(value)
+        if number < least or (below is not None and number >= below):
+            span = f"from {least} on" if below is None else f"from {least} to {below - 1}"
+            raise self.refuse(f"{name}={value} cannot be", f"expected {span}")
+        return number
+
+    def refuse(self, what: str, *details: str, fix: str = "") -> UsageError:
+        seen = " ".join(f"{name}={value}" for name, value in self.said.items())
+        return UsageError(
+            f"{self.source} says where this process runs, but {what}.",
+            details=[*details, *([f"seen: {seen}"] if seen else [])],
+            fix=fix or self.fix,
+        )
+
+
+def file_name(*parts: str) -> str:
+    """One name for a job, of characters that any file system takes."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(part for part in parts if part))[:200]
