@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,11 @@ from dataclasses import dataclass
 HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
+TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
+TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
+
+# Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
+INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
 
 # Read by libraries while they are imported, so set before the zygote imports them.
 THREADS = "OMP_NUM_THREADS"
@@ -27,6 +31,7 @@ class Membership:
     nodes: int
     role: str
     run_id: str
+    run: str  # its name: the same on every node
     run_folder: str
     master_addr: str
     master_port: int
@@ -34,6 +39,7 @@ class Membership:
     max_restarts: int
     error_file: str
     signals: str  # names with commas between them
+    topology: str = ""
 
 
 def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -58,6 +64,7 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         "TORCHELASTIC_ERROR_FILE": member.error_file,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": member.signals,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        RUN: os.path.basename(member.run_folder),
+        RUN: member.run,
         RUN_FOLDER: member.run_folder,
+        TOPOLOGY: member.topology,
     }

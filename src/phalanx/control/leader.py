@@ -1,0 +1,444 @@
+"""Node 0's side of the control plane: lets members in, hears them, notices when one is gone.
+
+    leader = Leader(token, own_arrival, expected=2, run="train-1102", ears=ears)
+    await leader.open(sockets)
+    await leader.roll_call(timeout=300)
+    leader.send(1, message)
+    await leader.close()
+
+What members say goes to `ears`, one call a message, in the order in which it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from aiohttp import WebSocketError, WSMsgType, web
+
+from phalanx.control import channel, messages
+from phalanx.control.channel import Channel, Nonces
+from phalanx.control.door import AT_ONCE, PATIENCE, Door, make_room
+from phalanx.control.messages import Answer, Arrival, Challenge, Knock, Message, Ping, Refusal, Waiting, Welcome
+from phalanx.control.roster import Roster
+from phalanx.control.tokens import Token
+from phalanx.errors import JoinError
+
+PATH = "/phalanx/join"
+SERVER = "phalanx"  # in the Server header: how a member knows that it has reached one
+QUIET = 3.0  # seconds without a word from a member, after which it is said
+_BACKLOG = 4096  # connections that the kernel holds for us
+_REMEDY = "copy our token file there, or set PHALANX_TOKEN to the same value on both"
+_NONSENSE = "it sent what is not a message of phalanx"
+_CLOSING = 5.0  # seconds that members have to go, once everything is over
+
+
+class Ears(Protocol):
+    def heard(self, member: int, message: messages.FromMember) -> None: ...
+    def lost(self, member: int, why: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def waiting(self, text: str) -> None: ...
+
+
+@dataclass
+class Guest:
+    """A member that is in."""
+
+    id: int
+    arrival: Arrival
+    address: str  # its own, as seen from here
+    reached: str  # ours, by which it came
+    channel: Channel
+    transport: asyncio.BaseTransport
+    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    heard: float = 0.0
+    quiet: bool = False
+    gone: bool = False  # it has said that it goes
+    closing: bool = False  # we have said so
+    skew: float = 0.0  # its clock minus ours
+    trip: float = float("inf")  # the shortest time of a ping to it and back: that one tells most about its clock
+
+
+@dataclass(frozen=True)
+class Timing:
+    ping: float = 1.0
+    lost_after: float = 15.0
+    patience: float = PATIENCE  # with strangers
+
+    def rest(self, members: int) -> float:
+        """Seconds between two pings. Where there are thousands, one a second to each would be most of what we do."""
+        return min(max(self.ping, members / 1000), self.lost_after / 3)
+
+    def quiet(self, members: int) -> float:
+        """Seconds of silence that are worth a word: more than between two pings."""
+        return min(max(QUIET, 2 * self.rest(members)), self.lost_after / 2)
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How the roll is called."""
+
+    noun: str = "node"  # or a task of a scheduler, which is one rank
+    names: tuple[str, ...] = ()  # of their hosts, by number, where they are known beforehand
+    managed: bool = False  # somebody has started all of them: one that cannot take part will not come again
+
+    def name(self, member: int, host: str = "") -> str:
+        host = host or (self.names[member] if member < len(self.names) else "")
+        return f"{self.noun} {member} ({host})" if host else f"{self.noun} {member}"
+
+
+class Leader:
+    def __init__(
+        self,
+        token: Token,
+        arrival: Arrival,
+        *,
+        expected: int,
+        run: str,
+        ears: Ears,
+        promised: tuple[int, ...] = (),
+        timing: Timing | None = None,
+        calling: Calling | None = None,
+    ) -> None:
+        self.roster = Roster(expected, promised)
+        self._calling = calling or Calling()
+        own = self.roster.admit(arrival)
+        if isinstance(own, Refusal):
+            raise JoinError(f"node 0 itself cannot take part: {in_words(own)}")
+        self.id = own
+        self.guests: dict[int, Guest] = {}
+        self._token = token
+        self._arrival = arrival
+        self._run = run
+        self._ears = ears
+        self._timing = timing or Timing()
+        self._complete = asyncio.Event()
+        self._hopeless: JoinError | None = None
+        self._news = asyncio.Event()  # everybody is here, or it is certain that somebody will not come
+        self._closed = asyncio.Event()
+        self._servers: list[asyncio.Server] = []
+        self._door: Door | None = None
+        self._pulse: asyncio.Task[None] | None = None
+        self._addresses: list[str] = []
+        self._troubles: dict[str, str] = {}  # who knocked in vain, and why: told when the time is up
+        self._closing = False
+        self._ended = False  # members have been told to go
+
+    # -- coming in
+
+    async def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen; from here on members can come."""
+        loop = asyncio.get_running_loop()
+        make_room(self.roster.expected)
+        self._door = Door(self._visit, expected=self.roster.expected, patience=self._timing.patience)
+        for sock in sockets:
+            self._addresses.append(_spell(sock.getsockname()))
+            # asyncio takes as many at a time as the backlog is long, before we can turn a single one away.
+            self._servers.append(await loop.create_server(self._door, sock=sock, backlog=AT_ONCE))
+            sock.listen(_BACKLOG)
+        self._pulse = loop.create_task(self._beat())
+
+    async def roll_call(self, timeout: float) -> None:
+        """Until everybody is here. Raises JoinError with who is missing, and why."""
+        start = time.monotonic()
+        if self.roster.complete:
+            return
+        told = 0.0
+        while not self._complete.is_set():
+            waited = time.monotonic() - start
+            if self._hopeless is not None:
+                raise self._hopeless
+            if waited >= timeout:
+                raise self._absent(timeout)
+            self._ears.waiting(self._who(waited))
+            if waited - told > 5 and len(self.guests) <= 256:
+                told = waited
+                self.broadcast(Waiting(text=self._who(waited)))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), min(1.0, timeout - waited + 0.01))
+
+    def _who(self, waited: float) -> str:
+        here = f"{len(self.roster.members)} of {self.roster.expected} {self._calling.noun}s are here"
+        return f"{here}, waiting for {self._list(self.roster.missing, 8)} ({waited:.0f} s)"
+
+    def _list(self, members: list[int], most: int) -> str:
+        more = f" and {len(members) - most} more" if len(members) > most else ""
+        if self._calling.names:
+            return ", ".join(map(self._calling.name, members[:most])) + more
+        return f"{self._calling.noun}{'s' if len(members) > 1 else ''} {', '.join(map(str, members[:most]))}{more}"
+
+    def _absent(self, timeout: float) -> JoinError:
+        missing = self.roster.missing
+        present = sorted(self.roster.members.items())[:16]
+        here = ", ".join(self._calling.name(id_, arrival.host) for id_, arrival in present)
+        details = [f"here: {here}", f"listening on {', '.join(self._addresses)}"]
+        details += [f"{who} knocked in vain: {why}" for who, why in list(self._troubles.items())[-16:]]
+        if not self._troubles:
+            details.append("nobody else has knocked: was it started there, with this address? does a firewall drop it?")
+        have = "has" if len(missing) == 1 else "have"
+        by_hand = f"start the same command with -i {missing[0]} there; "
+        return JoinError(
+            f"{self._list(missing, 16)} of {self.roster.expected} {have} not joined in {timeout:.0f} s",
+            details=details,
+            fix=f"{'' if self._calling.managed else by_hand}--join-timeout waits longer",
+        )
+
+    async def _visit(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != PATH or request.method != "GET":
+            return web.Response(status=404, text="this is phalanx\n", headers={"Server": SERVER})
+        ws = web.WebSocketResponse(max_msg_size=messages.FRAME_LIMIT, compress=False, timeout=_CLOSING)
+        ws.headers["Server"] = SERVER
+        if not ws.can_prepare(request):
+            return web.Response(status=400, text="this is phalanx\n", headers={"Server": SERVER})
+        await ws.prepare(request)
+        guest = None
+        with contextlib.suppress(ConnectionError, msgspec.MsgspecError, asyncio.TimeoutError):
+            guest = await self._receive(request, ws)
+        if guest is not None:
+            await self._converse(guest, ws)
+        with contextlib.suppress(ConnectionError):
+            await ws.close()
+        return ws
+
+    async def _receive(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> Guest | None:
+        """Challenge a stranger. A guest, if it has the token and fits in."""
+        nonce = channel.nonce()
+        await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=nonce)))
+        frame = await ws.receive(self._timing.patience)
+        if frame.type != WSMsgType.BINARY or len(frame.data) > messages.KNOCK_LIMIT:
+            return None
+        knock = messages.door.decode(frame.data)
+        if not isinstance(knock, Knock):
+            return None
+        transport = request.transport
+        if transport is None:
+            return None
+        peer, own = _host(transport, "peername"), _host(transport, "sockname")
+        key, nonces = self._token.key, Nonces(nonce, knock.nonce)
+        if not channel.proven(knock.proof, key, channel.MEMBER, nonces, knock.arrival):
+            self._turned_away(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
+            content = messages.encode(Refusal(kind="token", leader=self._token.fingerprint if self._token.key else ""))
+            await ws.send_bytes(messages.encode(Answer(content=content, proof=b"")))
+            return None
+        if self._door is not None:
+            self._door.trust(request)
+        channel.tune(transport.get_extra_info("socket"))
+        answer, guest = self._answer(knock.arrival, peer, own, Channel(key, nonces, leads=True), transport)
+        content = messages.encode(answer)
+        proof = channel.prove(key, channel.LEADER, nonces, content)
+        try:
+            await ws.send_bytes(messages.encode(Answer(content=content, proof=proof)))
+        except BaseException:
+            if guest is not None:
+                self._departed(guest, "its connection broke at the door")
+            raise
+        if guest is not None and self.roster.complete:
+            self._complete.set()
+            self._news.set()
+        return guest
+
+    def _answer(
+        self, words: bytes, peer: str, own: str, sealed: Channel, transport: asyncio.BaseTransport
+    ) -> tuple[Message, Guest | None]:
+        try:
+            arrival = messages.arrival.decode(words)
+        except msgspec.MsgspecError as error:  # it has the token, so it is worth an answer
+            refusal = Refusal(kind="words", leader="what it can read", member=f"words that it cannot read: {error}")
+            self._turned_away(peer, in_words(refusal))
+            return refusal, None
+        warnings = self.roster.warnings(arrival)
+        given = self.roster.admit(arrival)
+        if isinstance(given, Refusal):
+            hopeless = self._calling.managed and not self._complete.is_set()
+            self._turned_away(f"{arrival.host} at {peer}", in_words(given), told=hopeless)
+            if hopeless:
+                self._hopeless = JoinError(f"{arrival.host} at {peer} cannot take part: {in_words(given)}")
+                self._news.set()
+            return given, None
+        for text in warnings:
+            self._ears.note(text)
+        guest = Guest(given, arrival, peer, own, sealed, transport, heard=time.monotonic())
+        self.guests[given] = guest
+        welcome = Welcome(
+            member=given,
+            run=self._run,
+            leader=self._arrival.host,
+            lost_after=self._timing.lost_after,
+            quiet=self._timing.quiet(self.roster.expected),
+            notes=tuple(warnings),
+        )
+        return welcome, guest
+
+    def _turned_away(self, who: str, why: str, *, told: bool = False) -> None:
+        """Said once for each visitor and reason, and again when the time is up."""
+        if self._troubles.get(who) != why and len(self._troubles) < 64:
+            if not told:
+                self._ears.note(f"{who} was not let in: {why}")
+            self._troubles[who] = why
+
+    # -- conversation
+
+    async def _converse(self, guest: Guest, ws: web.WebSocketResponse) -> None:
+        writer = asyncio.get_running_loop().create_task(self._write(guest, ws))
+        why = "its connection closed: its supervisor was killed, or the machine went down"
+        try:
+            async for frame in ws:
+                if frame.type != WSMsgType.BINARY:
+                    broke = frame.type == WSMsgType.ERROR and not isinstance(frame.data, WebSocketError)
+                    what = frame.data if frame.type == WSMsgType.ERROR else "a frame of text"
+                    why = f"its connection broke ({what})" if broke else f"{_NONSENSE} ({what})"
+                    break
+                guest.heard = time.monotonic()
+                self._hear(guest, messages.from_member.decode(guest.channel.open(frame.data)))
+                if guest.gone:
+                    break
+        except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
+            why = f"{_NONSENSE} ({type(error).__name__})"
+        except ConnectionError as error:
+            why = f"its connection broke ({error})"
+        except Exception as error:  # ours, but better told than swallowed
+            why = f"what it said could not be followed ({type(error).__name__}: {error})"
+        finally:
+            if guest.closing:  # the writer is saying goodbye, and has a limit to its time
+                with contextlib.suppress(asyncio.CancelledError):
+                    await writer
+            writer.cancel()
+            self._departed(guest, why)
+
+    def _hear(self, guest: Guest, message: messages.FromMember) -> None:
+        if isinstance(message, messages.Pong):
+            self._timed(guest, message)
+            return
+        if isinstance(message, messages.Leaving):
+            # First of all, so that whoever hears of it does not wait for this one any more.
+            guest.gone = True
+            self._departed(guest, "")
+        self._ears.heard(guest.id, message)
+
+    async def _write(self, guest: Guest, ws: web.WebSocketResponse) -> None:
+        with contextlib.suppress(ConnectionError):
+            while (content := await guest.outbox.get()) is not None:
+                await ws.send_bytes(guest.channel.seal(content))
+            guest.closing = True
+            await ws.close()
+
+    def _departed(self, guest: Guest, why: str) -> None:
+        """It is no longer one of the guests. Nothing, if that is known already."""
+        if self.guests.get(guest.id) is not guest:
+            return
+        del self.guests[guest.id]
+        if not self._complete.is_set():  # it may come again
+            if not self._closing:
+                self._ears.note(f"{self.name(guest.id)} has left before the start")
+            self.roster.remove(guest.id)
+        elif not guest.gone and not self._closing:
+            self._ears.lost(guest.id, why)
+        if not self.guests:
+            self._closed.set()
+
+    def _timed(self, guest: Guest, pong: messages.Pong) -> None:
+        now = time.time()
+        trip = now - pong.ping
+        if 0 <= trip < guest.trip:
+            guest.trip, guest.skew = trip, pong.time - (pong.ping + now) / 2
+
+    def name(self, member: int) -> str:
+        """For people."""
+        arrival = self.roster.members.get(member)
+        return self._calling.name(member, arrival.host if arrival is not None else "")
+
+    def send(self, member: int, message: Message) -> None:
+        if member in self.guests:
+            self.guests[member].outbox.put_nowait(messages.encode(message))
+
+    def broadcast(self, message: Message) -> None:
+        self._ended = self._ended or isinstance(message, messages.End)
+        content = messages.encode(message)
+        for guest in self.guests.values():
+            guest.outbox.put_nowait(content)
+
+    async def _beat(self) -> None:
+        """Say that we live, and look who still does."""
+        rest = self._timing.rest(self.roster.expected)
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(rest)
+            now = time.monotonic()
+            late = now - asleep - rest
+            self.broadcast(Ping(time=time.time()))
+            for guest in list(self.guests.values()):
+                if late > 1:  # it was us who did not listen: a stopped process, a machine that slept
+                    guest.heard = min(guest.heard + late, now)
+                self._look_at(guest, now - guest.heard)
+
+    def _look_at(self, guest: Guest, silence: float) -> None:
+        limit = self._timing.quiet(self.roster.expected)
+        if silence > self._timing.lost_after:
+            self._departed(guest, f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down")
+            if isinstance(guest.transport, asyncio.WriteTransport):
+                guest.transport.abort()  # what it has not read yet it never will
+        elif silence > limit and not guest.quiet:
+            guest.quiet = True
+            self._ears.note(f"{self.name(guest.id)} has not answered for {silence:.0f} s")
+        elif silence <= limit and guest.quiet:
+            guest.quiet = False
+            self._ears.note(f"{self.name(guest.id)} answers again")
+
+    # -- the end
+
+    async def close(self) -> None:
+        """What was sent last still goes out; those who do not close by themselves are closed."""
+        self._closing = True
+        for server in self._servers:
+            server.close()
+        self._closed.clear()  # those who were here before may all have left at some time
+        if self.guests and self._ended:
+            # They hang up when they have heard the end. Where packets were lost that comes late; to close now would
+            # throw away what the kernel has not been able to send yet.
+            patience = self._timing.lost_after if any(guest.quiet for guest in self.guests.values()) else _CLOSING
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), patience)
+        for guest in self.guests.values():
+            guest.outbox.put_nowait(None)
+        if self.guests:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), _CLOSING)
+        if self._pulse is not None:
+            self._pulse.cancel()
+        if self._door is not None:
+            self._door.close()
+            await self._door.shutdown(0.5)
+
+
+def in_words(refusal: Refusal) -> str:
+    """For the leader's own terminal."""
+    match refusal.kind:
+        case "trouble":
+            return refusal.member
+        case "run":
+            return f"it belongs to the run {refusal.member}, this is {refusal.leader}"
+        case "taken":
+            return f"{refusal.member} is taken by {refusal.leader}"
+        case "devices":
+            return f"{refusal.leader}, but it {refusal.member}"
+        case _:
+            return f"it has {refusal.member}, node 0 has {refusal.leader}"
+
+
+def _host(transport: asyncio.BaseTransport, end: str) -> str:
+    name = transport.get_extra_info(end)
+    if not name:
+        raise ConnectionResetError
+    # An IPv4 caller at a socket of both kinds.
+    return str(name[0]).removeprefix("::ffff:")
+
+
+def _spell(name: tuple[object, ...]) -> str:
+    host, port = name[0], name[1]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,0 +1,244 @@
+"""Everything that crosses the wire between supervisors: typed, bounded, and never code.
+
+member                         leader
+  | ------- connects ------------> |
+  | <------ Challenge ------------ |   a nonce, fresh for this connection
+  | ------- Knock ---------------> |   an Arrival, and the proof that it comes from somebody with the token
+  | <------ Answer --------------- |   a Welcome or a Refusal, and the leader's proof
+  | <=== sealed messages ========> |   from here on every frame carries a code of its own (channel.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL = 1
+
+KNOCK_LIMIT = 1 << 16  # bytes that a stranger may make us look at
+FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
+
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Proof = Annotated[bytes, Meta(max_length=32)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
+Names = Annotated[dict[Name, Name], Meta(max_length=64)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_like=False, omit_defaults=True):
+    pass
+
+
+# -- at the door
+
+
+class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
+    protocol: int
+    nonce: Nonce
+
+
+class Knock(Message, frozen=True, kw_only=True, tag="knock"):
+    nonce: Nonce
+    arrival: Annotated[bytes, Meta(max_length=KNOCK_LIMIT)]  # an encoded Arrival: the proof is over these bytes
+    proof: Proof
+
+
+class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+    content: Annotated[bytes, Meta(max_length=FRAME_LIMIT)]  # an encoded Welcome or Refusal
+    proof: Proof
+
+
+class Claim(Message, frozen=True, kw_only=True, tag="claim"):
+    """A place that a scheduler has given: this supervisor is one of its tasks."""
+
+    rank: Count
+    size: Count
+    local_rank: Count
+    local_size: Count
+    node: Count | None = None
+
+
+class Arrival(Message, frozen=True, kw_only=True, tag="arrival"):
+    run: Name  # id of the run, where the user gave one
+    member: Count | None  # None: the leader numbers us
+    host: Name
+    pid: Annotated[int, Meta(ge=0, le=1 << 31)]  # the kernel counts to 1 << 22 where it is let
+    slots: Count  # workers that it takes
+    versions: Names
+    terms: Names  # what has to be the same everywhere: "script", "nodes", …
+    claim: Claim | None = None
+    trouble: Text = ""  # why it cannot take part: it came only to say so
+    time: float = 0.0
+
+
+class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+    kind: Name
+    leader: Text  # what the leader has
+    member: Text = ""  # what it saw of the member
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    member: Count
+    run: Name  # the run's name, everywhere
+    leader: Name  # its host
+    lost_after: float
+    quiet: float = 3.0  # seconds of the leader's silence that are worth a word
+    notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+
+
+# -- inside
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    time: float
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    ping: float  # the leader's time, given back
+    time: float  # the member's own
+
+
+class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
+    """The roll call goes on."""
+
+    text: Text
+
+
+class Start(Message, frozen=True, kw_only=True, tag="start"):
+    """Everybody is here: begin. The ranks of the member that reads it, and what they need to know of the rest."""
+
+    attempt: Count
+    world_size: Count
+    node: Count
+    nodes: Count
+    ranks: tuple[Count, ...]
+    local_ranks: tuple[Count, ...]
+    local_world_size: Count
+    topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
+    store_port: Count  # at the address by which the member has reached the leader
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """End your workers. `ends`: the run is over with it, as by that signal."""
+
+    signal: Signal
+    reason: Text
+    grace: float
+    ends: bool = False
+
+
+class Pass(Message, frozen=True, kw_only=True, tag="pass"):
+    """Give your workers this signal; it ends nothing."""
+
+    signal: Signal
+
+
+class End(Message, frozen=True, kw_only=True, tag="end"):
+    """The run is over, for everybody, with this code."""
+
+    code: Annotated[int, Meta(ge=0, le=255)]
+    text: Text = ""
+
+
+class Failing(Message, frozen=True, kw_only=True, tag="failing"):
+    """A worker has failed: the others cannot go on."""
+
+    rank: Count
+    reason: Text
+
+
+class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
+    """A member was asked to end the run."""
+
+    signal: Signal
+
+
+class Log(Message, frozen=True, kw_only=True, tag="log"):
+    """What a rank wrote, for the leader's terminal."""
+
+    rank: Count
+    stream: Annotated[int, Meta(ge=1, le=2)]
+    data: Annotated[bytes, Meta(max_length=FRAME_LIMIT // 2)] = b""
+    skipped: Annotated[int, Meta(ge=0)] = 0  # bytes left out before it: they are in the file
+    ended: bool = False
+
+
+class Casualty(Message, frozen=True, kw_only=True, tag="casualty"):
+    """A worker that ended badly (launch/cause.py's Death), and how its own node tells about it."""
+
+    rank: Count
+    code: Annotated[int, Meta(ge=-64, le=255)]
+    time: float
+    stopped: bool = False
+    device: Name = ""
+    error: Text = ""
+    stderr: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    memory: Text = ""
+    block: Text = ""
+
+
+class Over(Message, frozen=True, kw_only=True, tag="over"):
+    """All workers of a member have ended."""
+
+    attempt: Count
+    failed: Count = 0
+    first: Casualty | None = None  # the first cause among its own
+
+
+class Note(Message, frozen=True, kw_only=True, tag="note"):
+    text: Text
+
+
+class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
+    """A member goes, and why; without a word of it, it is lost."""
+
+    code: Annotated[int, Meta(ge=0, le=255)] = 0
+    text: Text = ""
+
+
+AtTheDoor = Challenge | Knock | Answer
+FromLeader = Ping | Waiting | Start | Stop | Pass | End | Note
+FromMember = Pong | Failing | Signalled | Log | Over | Note | Leaving
+
+T = TypeVar("T")
+
+
+class Reader(Generic[T]):
+    """A decoder that has one kind of error for whatever a stranger may send."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decode: Callable[[bytes], T] = msgspec.msgpack.Decoder(kind).decode
+
+    def decode(self, data: bytes) -> T:
+        try:
+            return self._decode(data)
+        except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these out as they are
+            raise msgspec.DecodeError(str(error)) from None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+door: Reader[AtTheDoor] = Reader(AtTheDoor)
+arrival: Reader[Arrival] = Reader(Arrival)
+answer: Reader[Welcome | Refusal] = Reader(Welcome | Refusal)
+from_leader: Reader[FromLeader] = Reader(FromLeader)
+from_member: Reader[FromMember] = Reader(FromMember)
+
+
+def encode(message: Message) -> bytes:
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:  # names of files and output may hold bytes that are no text
+        return _encode(_text(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_text(key): _text(item) for key, item in value.items()}
+    return [_text(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,148 @@
+"""Who is here, who is missing, and which ranks everybody gets: pure, no socket and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.contract import topology
+from phalanx.control.messages import Arrival, Refusal
+
+# Compared by their first number: another one is another program.
+_VERSIONS = ("phalanx", "python", "torch", "nccl")
+
+
+@dataclass(frozen=True)
+class Seating:
+    """The ranks of one member."""
+
+    node: int
+    ranks: tuple[int, ...]
+    local_ranks: tuple[int, ...]
+    local_world_size: int
+
+
+@dataclass
+class Roster:
+    """Those who have come. The leader's own arrival is the first."""
+
+    expected: int
+    promised: tuple[int, ...] = ()  # slots of every node, where the user said them
+    members: dict[int, Arrival] = field(default_factory=dict)
+    _from: int = 0  # below it no id is free: among thousands, to look at all of them for each is slow
+
+    @property
+    def missing(self) -> list[int]:
+        return [id_ for id_ in range(self.expected) if id_ not in self.members]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.members) >= self.expected
+
+    def admit(self, arrival: Arrival) -> int | Refusal:
+        """Its id, or why it cannot take part."""
+        refusal = self._against(arrival)
+        if refusal is not None:
+            return refusal
+        id_ = arrival.member if arrival.member is not None else self._free()
+        self.members[id_] = arrival
+        return id_
+
+    def remove(self, member: int) -> None:
+        if self.members.pop(member, None) is not None:
+            self._from = min(self._from, member)
+
+    def _free(self) -> int:
+        self._from = next(id_ for id_ in range(self._from, self.expected) if id_ not in self.members)
+        return self._from
+
+    def _against(self, arrival: Arrival) -> Refusal | None:
+        leader = next(iter(self.members.values()), None)
+        if leader is not None:
+            found = _differs(leader, arrival)
+            if found is not None:
+                return found
+        id_ = arrival.member
+        if id_ is None and self.complete:
+            return Refusal(kind="taken", leader=f"all {self.expected} nodes are here", member="one more")
+        if id_ is not None and id_ >= self.expected:
+            return Refusal(kind="plan", leader=f"{self.expected} nodes", member=f"node {id_}")
+        if id_ in self.members:
+            holder = self.members[id_]
+            return Refusal(kind="taken", leader=f"{holder.host}, pid {holder.pid}", member=f"node {id_}")
+        if arrival.trouble:
+            return Refusal(kind="trouble", leader="", member=arrival.trouble)
+        id_ = self._free() if id_ is None else id_
+        if self.promised and arrival.claim is None and arrival.slots != self.promised[id_]:
+            return Refusal(
+                kind="devices", leader=f"{self.promised[id_]} workers promised", member=f"takes {arrival.slots}"
+            )
+        return None
+
+    def warnings(self, arrival: Arrival) -> list[str]:
+        """Differences that may be meant."""
+        leader = next(iter(self.members.values()), arrival)
+        found = []
+        for name in _VERSIONS:
+            ours, theirs = leader.versions.get(name, ""), arrival.versions.get(name, "")
+            if ours != theirs and ours and theirs:
+                found.append(f"{arrival.host} has {name} {theirs}, {leader.host} {ours}")
+        for name in sorted({*leader.terms, *arrival.terms} - {"nodes", "workers", "script"}):
+            if leader.terms.get(name) != arrival.terms.get(name):
+                found.append(f"{arrival.host} was started with other {name} than {leader.host}")
+        return found
+
+
+def _differs(leader: Arrival, arrival: Arrival) -> Refusal | None:
+    if leader.run and arrival.run and leader.run != arrival.run:
+        return Refusal(kind="run", leader=leader.run, member=arrival.run)
+    for name in _VERSIONS:
+        ours, theirs = leader.versions.get(name, ""), arrival.versions.get(name, "")
+        if ours and theirs and ours.split(".")[0] != theirs.split(".")[0]:
+            return Refusal(kind="version", leader=f"{name} {ours}", member=f"{name} {theirs}")
+    for name in ("nodes", "workers", "script"):
+        ours, theirs = leader.terms.get(name, ""), arrival.terms.get(name, "")
+        if ours and theirs and ours != theirs:
+            return Refusal(kind="plan", leader=f"{name}: {ours}", member=f"{name}: {theirs}")
+    return None
+
+
+def one_a_rank(members: Mapping[int, Arrival]) -> bool:
+    """Whether a scheduler started a task for every rank, rather than one for every node."""
+    claims = [arrival.claim for arrival in members.values()]
+    return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
+
+
+def seat(members: Mapping[int, Arrival]) -> dict[int, Seating]:
+    """Ranks run through the members in order; where a scheduler has dealt them out, as it has."""
+    if one_a_rank(members):
+        return _as_claimed(members)
+    seats: dict[int, Seating] = {}
+    first = 0
+    for node, id_ in enumerate(sorted(members)):
+        slots = members[id_].slots
+        seats[id_] = Seating(node, tuple(range(first, first + slots)), tuple(range(slots)), slots)
+        first += slots
+    return seats
+
+
+def _as_claimed(members: Mapping[int, Arrival]) -> dict[int, Seating]:
+    hosts: list[str] = []  # in the order of their lowest rank, where the scheduler does not number its nodes
+    for arrival in sorted(members.values(), key=lambda arrival: arrival.claim.rank if arrival.claim else 0):
+        if arrival.host not in hosts:
+            hosts.append(arrival.host)
+    seats = {}
+    for id_, arrival in members.items():
+        claim = arrival.claim
+        assert claim is not None  # noqa: S101
+        node = hosts.index(arrival.host) if claim.node is None else claim.node
+        seats[id_] = Seating(node, (claim.rank,), (claim.local_rank,), claim.local_size)
+    return seats
+
+
+def world(seats: Mapping[int, Seating]) -> str:
+    """Which ranks share a node, as every worker is told."""
+    nodes: dict[int, list[int]] = {}
+    for seating in seats.values():
+        nodes.setdefault(seating.node, []).extend(seating.ranks)
+    return topology.encode([sorted(nodes[node]) for node in sorted(nodes)])

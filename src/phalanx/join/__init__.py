@@ -1,0 +1,1 @@
+"""Inside a worker: where it stands among the others."""

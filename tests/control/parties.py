@@ -1,0 +1,241 @@
+"""Leaders, members and strangers for tests: in this process, or in one of their own.
+
+python -m tests.control.parties leader EXPECTED LOST_AFTER | member PORT ID | strangers PORT COUNT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from phalanx.control import channel, messages
+from phalanx.control.channel import Channel, Nonces
+from phalanx.control.leader import PATH, Leader, Timing
+from phalanx.control.member import Endpoint, Member
+from phalanx.control.messages import Answer, Arrival, Knock, Welcome
+from phalanx.control.tokens import Token
+from tests.kit.cli import PYTHON, Handle, start
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+TOKEN = Token(b"k" * 32, "a test")
+OTHER = Token(b"o" * 32, "another test")
+FAST = Timing(ping=0.1, lost_after=1.5, patience=0.5)
+
+
+def arrival(member: int | None = 1, **changes: Any) -> Arrival:
+    given: dict[str, Any] = {"run": "", "host": f"host{member}", "pid": 100, "slots": 1, "versions": {}, "terms": {}}
+    return Arrival(**{**given, "member": member, **changes})
+
+
+async def until(predicate: Callable[[], object], timeout: float = 10) -> None:
+    end = time.monotonic() + timeout
+    while not predicate():
+        assert time.monotonic() < end, f"not in {timeout} s"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Ears:
+    """Of either side: writes down what it hears."""
+
+    said: list[tuple[int, messages.FromMember]] = field(default_factory=list)
+    told: list[messages.FromLeader] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def waiting(self, text: str) -> None:
+        self.waits.append(text)
+
+
+class LeaderEars(Ears):
+    def heard(self, member: int, message: messages.FromMember) -> None:
+        self.said.append((member, message))
+
+    def lost(self, member: int, why: str) -> None:
+        self.gone.append(f"{member}: {why}")
+
+
+class MemberEars(Ears):
+    def heard(self, message: messages.FromLeader) -> None:
+        self.told.append(message)
+
+    def lost(self, why: str) -> None:
+        self.gone.append(why)
+
+
+@dataclass
+class Led:
+    leader: Leader
+    ears: LeaderEars
+    port: int
+
+    @property
+    def ids(self) -> set[int]:
+        return set(self.leader.guests)
+
+
+@contextlib.asynccontextmanager
+async def leading(
+    expected: int = 2, *, timing: Timing | None = None, own: Arrival | None = None, **options: Any
+) -> AsyncIterator[Led]:
+    ears = LeaderEars()
+    leader = Leader(TOKEN, own or arrival(0), expected=expected, run="test", ears=ears, timing=timing, **options)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        await leader.open([sock])
+        try:
+            yield Led(leader, ears, sock.getsockname()[1])
+        finally:
+            await leader.close()
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    port: int, member: int | None = 1, *, token: Token = TOKEN, **changes: Any
+) -> AsyncIterator[tuple[Member, MemberEars]]:
+    ears = MemberEars()
+    one = Member(token, arrival(member, **changes), lambda: [Endpoint("127.0.0.1", port)], ears=ears)
+    try:
+        await one.join(10)
+        yield one, ears
+    finally:
+        await one.leave()
+
+
+@dataclass
+class Speaker:
+    """Speaks the protocol by hand, so that it can speak it wrongly."""
+
+    ws: aiohttp.ClientWebSocketResponse
+    nonce: bytes = b""
+    sealed: Channel | None = None
+
+    async def challenged(self) -> None:
+        challenge = messages.door.decode(await self.ws.receive_bytes(timeout=5))
+        assert isinstance(challenge, messages.Challenge)
+        self.nonce = challenge.nonce
+
+    def knock(self, member: int | None = 1, *, key: bytes = TOKEN.key, words: bytes | None = None) -> bytes:
+        nonces = Nonces(self.nonce, channel.nonce())
+        words = messages.encode(arrival(member)) if words is None else words
+        self.sealed = Channel(key, nonces, leads=False)
+        proof = channel.prove(key, channel.MEMBER, nonces, words)
+        return messages.encode(Knock(nonce=nonces.member, arrival=words, proof=proof))
+
+    async def answered(self) -> messages.Welcome | messages.Refusal:
+        answer = messages.door.decode(await self.ws.receive_bytes(timeout=5))
+        assert isinstance(answer, Answer)
+        return messages.answer.decode(answer.content)
+
+    async def enter(self, member: int | None = 1) -> None:
+        await self.challenged()
+        await self.ws.send_bytes(self.knock(member))
+        assert isinstance(await self.answered(), Welcome)
+
+    async def send(self, message: messages.Message) -> None:
+        await self.ws.send_bytes(self.seal(messages.encode(message)))
+
+    def seal(self, content: bytes) -> bytes:
+        assert self.sealed is not None
+        return self.sealed.seal(content)
+
+    async def closed(self) -> None:
+        """Until the leader has hung up, whatever it may say before that."""
+        async with asyncio.timeout(5):
+            while (await self.ws.receive()).type == aiohttp.WSMsgType.BINARY:
+                pass
+
+
+@contextlib.asynccontextmanager
+async def speaking(port: int) -> AsyncIterator[Speaker]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(
+            f"http://127.0.0.1:{port}{PATH}", timeout=aiohttp.ClientWSTimeout(ws_close=1.0), autoping=False
+        ) as ws,
+    ):
+        yield Speaker(ws)
+
+
+# -- in a process of its own
+
+
+def actor(*words: str) -> Handle:
+    return start(words=(*PYTHON, "-m", "tests.control.parties", *words), env={"PYTHONPATH": ROOT}, cwd=ROOT)
+
+
+class _Loud:
+    """Says what it hears."""
+
+    def note(self, text: str) -> None:
+        print("note", text)
+
+    def waiting(self, text: str) -> None: ...
+
+
+class _LoudLeader(_Loud):
+    def heard(self, member: int, message: messages.FromMember) -> None:
+        print("heard", member, type(message).__name__)
+
+    def lost(self, member: int, why: str) -> None:
+        print("lost", member, why)
+
+
+class _LoudMember(_Loud):
+    def heard(self, message: messages.FromLeader) -> None:
+        print("heard", type(message).__name__)
+
+    def lost(self, why: str) -> None:
+        print("lost", why)
+
+
+async def _lead(expected: str, lost_after: str) -> None:
+    timing = Timing(ping=0.1, lost_after=float(lost_after))
+    leader = Leader(TOKEN, arrival(0), expected=int(expected), run="test", ears=_LoudLeader(), timing=timing)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        await leader.open([sock])
+        print("port", sock.getsockname()[1], "files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        await leader.roll_call(60)
+        print("complete")
+        await asyncio.Event().wait()
+
+
+async def _follow(port: str, member: str) -> None:
+    one = Member(TOKEN, arrival(int(member)), lambda: [Endpoint("127.0.0.1", int(port))], ears=_LoudMember())
+    await one.join(30)
+    print("joined")
+    await asyncio.Event().wait()
+
+
+async def _crowd(port: str, count: str) -> None:
+    callers = []
+    for _ in range(int(count)):
+        caller = socket.socket()
+        caller.bind(("127.0.0.2", 0))  # another machine than the member's
+        caller.settimeout(10)
+        caller.connect(("127.0.0.1", int(port)))
+        callers.append(caller)
+    print("called")
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = hard if sys.argv[1] == "strangers" else 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    asyncio.run({"leader": _lead, "member": _follow, "strangers": _crowd}[sys.argv[1]](*sys.argv[2:]))

@@ -1,0 +1,231 @@
+"""What crosses the wire: whatever comes, it is a message, or an error of msgspec and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.control import messages
+from phalanx.control.messages import (
+    Answer,
+    Arrival,
+    Casualty,
+    Challenge,
+    Claim,
+    End,
+    Failing,
+    Knock,
+    Leaving,
+    Log,
+    Message,
+    Note,
+    Over,
+    Ping,
+    Pong,
+    Refusal,
+    Signalled,
+    Start,
+    Stop,
+    Waiting,
+    Welcome,
+)
+
+DECODERS: dict[str, messages.Reader[Any]] = {
+    name: getattr(messages, name) for name in ("door", "arrival", "answer", "from_leader", "from_member")
+}
+CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
+FULL = Arrival(
+    run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
+)
+START = Start(
+    attempt=0,
+    world_size=4,
+    node=1,
+    nodes=2,
+    ranks=(2, 3),
+    local_ranks=(0, 1),
+    local_world_size=2,
+    topology="0-1/2-3",
+    store_port=29500,
+)
+DEATH = Casualty(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text")
+EXAMPLES: dict[str, list[Message]] = {
+    "door": [
+        Challenge(protocol=1, nonce=b"n" * 32),
+        Knock(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
+        Answer(content=b"c", proof=b""),
+    ],
+    "arrival": [FULL],
+    "answer": [
+        Refusal(kind="run", leader="a", member="b"),
+        Welcome(member=1, run="r", leader="h", lost_after=15.0, notes=("n",)),
+    ],
+    "from_leader": [
+        Ping(time=1.0),
+        Waiting(text="t"),
+        START,
+        Stop(signal=15, reason="r", grace=1.0, ends=True),
+        End(code=3),
+        Note(text="t"),
+    ],
+    "from_member": [
+        Pong(ping=1.0, time=2.0),
+        Failing(rank=1, reason="r"),
+        Signalled(signal=2),
+        Log(rank=0, stream=1, data=b"x\xff", skipped=3, ended=True),
+        Over(attempt=1, failed=2, first=DEATH),
+        Note(text="t"),
+        Leaving(code=1, text="t"),
+    ],
+}
+ALL = [(name, example) for name, examples in EXAMPLES.items() for example in examples]
+
+
+@pytest.mark.parametrize(("name", "message"), ALL, ids=lambda value: getattr(type(value), "__name__", ""))
+def test_there_and_back(name: str, message: Message) -> None:
+    assert DECODERS[name].decode(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_belongs_elsewhere_is_not_understood(name: str) -> None:
+    known = {type(example) for example in EXAMPLES[name]}
+    for _, message in ALL:
+        if type(message) not in known:
+            with pytest.raises(msgspec.ValidationError):
+                DECODERS[name].decode(messages.encode(message))
+
+
+def decoded(name: str, data: bytes) -> None:
+    began = time.process_time()
+    try:
+        message = DECODERS[name].decode(data)
+    except msgspec.MsgspecError:
+        message = None
+    assert time.process_time() - began < 0.5
+    assert message is None or isinstance(message, Message)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(deadline=None, max_examples=150)
+@given(data=st.binary(max_size=300))
+def test_random_bytes(name: str, data: bytes) -> None:
+    decoded(name, data)
+
+
+@pytest.mark.parametrize(("name", "message"), ALL, ids=lambda value: getattr(type(value), "__name__", ""))
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_a_message_with_changed_bytes(name: str, message: Message, data: st.DataObject) -> None:
+    content = bytearray(messages.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        what = data.draw(st.sampled_from(["set", "insert", "delete"]))
+        if what == "delete" and len(content) > 1:
+            del content[place]
+        elif what == "insert":
+            content[place:place] = data.draw(st.binary(min_size=1, max_size=9))
+        else:
+            content[place] = data.draw(st.integers(0, 255))
+    decoded(name, bytes(content))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(deadline=None, max_examples=40)
+@given(
+    data=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    ),
+    tag=st.sampled_from([str(type(message).__struct_config__.tag) for _, message in ALL]),
+)
+def test_other_values_under_our_names(name: str, data: Any, tag: str) -> None:
+    decoded(name, msgspec.msgpack.encode(data))
+    names = {field for _, message in ALL for field in message.__struct_fields__}
+    decoded(name, msgspec.msgpack.encode({"is": tag, **dict.fromkeys(names, data)}))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x91" * 100_000,  # arrays in arrays
+        b"\x81\xa1a" * 50_000,  # maps in maps
+        b"\x82\xa2is\xa4note\xa4text" + b"\x91" * 50_000,
+        b"\xdd\xff\xff\xff\xff",  # an array that says that it is long
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\x82\xa2is\xa5start\xa5ranks\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_bombs(name: str, bomb: bytes) -> None:
+    decoded(name, bomb)
+
+
+@pytest.mark.parametrize("size", [0, 31, 33, 64])
+def test_a_nonce_has_32_bytes(size: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        messages.door.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
+    with pytest.raises(msgspec.ValidationError):
+        messages.door.decode(messages.encode(Knock(nonce=b"n" * size, arrival=b"", proof=b"")))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("door", Answer(content=b"", proof=b"p" * 33)),
+        ("door", Knock(nonce=b"n" * 32, arrival=b"a" * (messages.KNOCK_LIMIT + 1), proof=b"")),
+        ("arrival", msgspec.structs.replace(FULL, slots=-1)),
+        ("arrival", msgspec.structs.replace(FULL, host="h" * 257)),
+        ("arrival", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),
+        ("from_member", Signalled(signal=0)),
+        ("from_member", Signalled(signal=40)),
+        ("from_member", Log(rank=0, stream=3)),
+        ("from_member", Note(text="x" * ((1 << 16) + 1))),
+        ("from_leader", End(code=256)),
+    ],
+    ids=str,
+)
+def test_beyond_the_limits(name: str, message: Message) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        DECODERS[name].decode(messages.encode(message))
+
+
+def test_every_signal_that_is_let_through_has_a_name() -> None:
+    # Who hears one asks for its name.
+    for number in range(1, 65):
+        content = messages.encode(Signalled(signal=number))
+        try:
+            messages.from_member.decode(content)
+        except msgspec.ValidationError:
+            continue
+        assert signal.Signals(number).name
+
+
+def test_every_pid_that_there_may_be() -> None:
+    # /proc/sys/kernel/pid_max may be as high as this, and is with systemd.
+    for pid in (os.getpid(), 1 << 22):
+        arrival = msgspec.structs.replace(FULL, pid=pid)
+        assert messages.arrival.decode(messages.encode(arrival)).pid == pid
+
+
+def test_what_is_no_text_is_told_as_well_as_it_can_be() -> None:
+    # Python's way to keep the bytes of a file's name that are no text.
+    odd = b"caf\xe9".decode(errors="surrogateescape")
+    over = Over(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))
+    told = messages.from_member.decode(messages.encode(over))
+    assert isinstance(told, Over)
+    assert told.first == msgspec.structs.replace(DEATH, stderr=("caf?", "fine"), block="caf?")
+    arrival = msgspec.structs.replace(FULL, terms={"script": odd})
+    assert messages.arrival.decode(messages.encode(arrival)).terms == {"script": "caf?"}
+    assert messages.from_member.decode(messages.encode(Log(rank=0, stream=1, data=b"\xff"))) == Log(
+        rank=0, stream=1, data=b"\xff"
+    )
