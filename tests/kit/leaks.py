@@ -18,6 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import pytest
 
 from tests.kit import proc, state
 
@@ -41,6 +44,12 @@ class Leak:
 
     def __str__(self) -> str:
         return f"leaked {self.text}"
+
+
+def allowed(item: pytest.Item, leak: Leak) -> bool:
+    """Does the test say that it leaves this?"""
+    patterns = [pattern for mark in item.iter_markers("leaves") for pattern in mark.args]
+    return any(fnmatch(f"{leak.kind}:{leak.name}", pattern) for pattern in patterns)
 
 
 class Before:

@@ -12,11 +12,11 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from fnmatch import fnmatch
 
 import pytest
 
 from tests.kit import handle, leaks, state
+from tests.kit.lab import fixtures
 
 # What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
 FOREIGN = ("PET_", "PHALANX_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
@@ -53,6 +53,7 @@ _places = pytest.StashKey[Places]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
+    config.pluginmanager.register(fixtures, "lab")
     state.adopt_orphans()
     # A shell that runs us in the background ignores these, and every command of a test would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -79,7 +80,7 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         patch.setattr(tempfile, "tempdir", places.tmp)
         patch.setenv("PHALANX_HOME", places.home)
         started = handle.mark()
-        before = leaks.Before(places.tmp, lambda leak: _allowed(request.node, leak))
+        before = leaks.Before(places.tmp, lambda leak: leaks.allowed(request.node, leak))
         yield
         handle.end_since(started)
         found = before.leaks()
@@ -87,8 +88,3 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     places.renew()
     if found:
         pytest.fail("\n".join(str(leak) for leak in found), pytrace=False)
-
-
-def _allowed(item: pytest.Item, leak: leaks.Leak) -> bool:
-    patterns = [pattern for mark in item.iter_markers("leaves") for pattern in mark.args]
-    return any(fnmatch(f"{leak.kind}:{leak.name}", pattern) for pattern in patterns)

@@ -45,6 +45,7 @@ ALLOWED_ENV = {
     "TORCHELASTIC_ERROR_FILE": "lies in the folder of the run, whose name is random",
     "PHALANX_RUN": "ours: the id of the run",
     "PHALANX_RUN_FOLDER": "ours: where its files lie",
+    "PHALANX_TOPOLOGY": "ours: which ranks share a node",
 }
 
 

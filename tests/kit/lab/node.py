@@ -1,0 +1,298 @@
+"""One node of a lab: commands run in it, and everything that can happen to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack
+
+from tests.kit import proc
+from tests.kit.cli import PHALANX, Env, Options, Result, environment
+from tests.kit.handle import Handle, Terminal, resize, take_terminal
+from tests.kit.lab import entry
+
+if TYPE_CHECKING:
+    from tests.kit.lab.lab import Lab
+
+DELAY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "delay.py")
+Home = Literal["shared", "own"]
+
+
+class Inside(NamedTuple):
+    """A process in a node, by its pid outside."""
+
+    pid: int
+    command: str
+
+
+class Node:
+    """
+    result = lab[0].run("doctor")
+    job = lab[1].start(words=("sleep", "60"))
+    """
+
+    def __init__(self, lab: Lab, number: int, init: int) -> None:
+        self.lab = lab
+        self.number = number
+        self.init = init  # its pid outside
+        self.name, self.address, self.address6 = lab.name(number), lab.address(number), lab.address6(number)
+        self._pids = os.stat(f"/proc/{init}/ns/pid").st_ino
+        # What would have to be undone for the node to be as new, the last first.
+        self._undo: dict[str, Callable[[], object]] = {}
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.address}>"
+
+    # Commands
+
+    def start(self, *args: str, words: Sequence[str] = (), home: Home = "shared", **options: Unpack[Options]) -> Handle:
+        """`phalanx ARGS`, or the command `words`, as tests.kit.cli.start, in the node.
+
+        PHALANX_HOME and TMPDIR are those of the test, on all nodes, as in a cluster with a shared disk;
+        home="own" gives the node a PHALANX_HOME that no other has.
+        """
+        text = options.get("input")
+        out, out_end = os.pipe2(os.O_CLOEXEC)
+        err, err_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = entry.spawn(
+                self.init,
+                words or (*PHALANX, *args),
+                env=self.environment(options.get("env"), home),
+                cwd=options.get("cwd"),
+                stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
+                stdout=out_end,
+                stderr=err_end,
+            )
+        except BaseException:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        job = Handle(process, {out: "out", err: "err"})
+        if text is not None and process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(text.encode())
+                process.stdin.close()
+        return job
+
+    def run(
+        self,
+        *args: str,
+        words: Sequence[str] = (),
+        home: Home = "shared",
+        timeout: float = 60,
+        **options: Unpack[Options],
+    ) -> Result:
+        """The same, to its end. Fails when something that it left behind holds its output open."""
+        with self.start(*args, words=words, home=home, **options) as job:
+            code = job.wait(timeout)
+            assert job.drained(2), (
+                f"{job.process.args!r} ended, but its output is held open; on the node: {self.processes()}"
+            )
+            seconds = (job.ended or job.started) - job.started
+            return Result(code, job.out, job.err, seconds, job.bytes("out"), job.bytes("err"))
+
+    def terminal(
+        self,
+        *args: str,
+        words: Sequence[str] = (),
+        home: Home = "shared",
+        env: Env | None = None,
+        cwd: str | None = None,
+        size: tuple[int, int] = (24, 80),
+    ) -> Terminal:
+        """The same in a terminal of its own."""
+        screen, tty = os.openpty()
+        resize(screen, *size)
+        try:
+            process = entry.spawn(
+                self.init,
+                words or (*PHALANX, *args),
+                env=self.environment({"TERM": "xterm-256color", **(env or {})}, home),
+                cwd=cwd,
+                stdin=tty,
+                stdout=tty,
+                stderr=tty,
+                preexec_fn=take_terminal,
+            )
+        except BaseException:
+            os.close(screen)
+            raise
+        finally:
+            os.close(tty)
+        return Terminal(process, screen)
+
+    def environment(self, changes: Env | None = None, home: Home = "shared") -> dict[str, str]:
+        env = environment({"HOME": self.lab.home, **(changes or {})})
+        if home == "own" and "PHALANX_HOME" in env:
+            env["PHALANX_HOME"] += f"/{self.name}"
+        return env
+
+    def processes(self) -> list[Inside]:
+        """Everything alive in the node but its init, services of the lab too."""
+        return [Inside(process.pid, proc.command(process.pid)) for process in self.living()]
+
+    def living(self) -> list[proc.Process]:
+        return [process for process in proc.every() if self._has(process)]
+
+    def _has(self, process: proc.Process) -> bool:
+        if process.dead or process.pid == self.init:
+            return False
+        with contextlib.suppress(OSError):  # ended meanwhile
+            return os.stat(f"/proc/{process.pid}/ns/pid").st_ino == self._pids
+        return False
+
+    @property
+    def memory(self) -> str:
+        """Its /dev/shm, as seen from outside."""
+        return f"/proc/{self.init}/root/dev/shm"
+
+    def shared_memory(self) -> set[str]:
+        return set(os.listdir(self.memory))
+
+    # What can happen
+
+    def hosts(self, kind: str) -> None:
+        """good, good6 (IPv6), bad (Debian's 127.0.1.1 for oneself), none (own name missing), or the file's text."""
+        self._undo["hosts"] = lambda: self._write_hosts("good")
+        self._write_hosts(kind)
+
+    def _write_hosts(self, kind: str) -> None:
+        self.lab.write(self.number, "hosts", self.lab.hosts(self.number, kind))
+
+    def link(self, up: bool) -> None:
+        """The cable, at the side of the switch: the node sees the carrier go."""
+        self._switch_on("link", up, lambda on: self.lab.ip(f"link set {self.port} {_up(on)}"))
+
+    def nic(self, up: bool) -> None:
+        """The interface, inside the node. Its IPv6 addresses go with it, and come back here."""
+        self._switch_on("nic", up, self._set_nic)
+
+    def _set_nic(self, up: bool) -> None:
+        self.ip(f"link set eth0 {_up(up)}")
+        if up:
+            self.ip(f"addr replace {self.address6}/64 dev eth0 nodad")
+
+    def drop(self, on: bool) -> None:
+        """Silently lose all packets, in and out."""
+        self._filter("lose_all", on, "iif != lo drop", "oif != lo drop")
+
+    def block(self, port: int, on: bool) -> None:
+        """Silently lose the packets of one TCP port, at whichever end it is."""
+        rule = f"tcp sport {port} drop; tcp dport {port} drop"
+        self._filter(f"lose_{port}", on, rule, rule)
+
+    def _filter(self, name: str, on: bool, inward: str, outward: str) -> None:
+        def set_filter(free: bool) -> None:
+            # Declared before it is deleted, because it may not be there.
+            text = f"table inet {name} {{}}\ndelete table inet {name}\n"
+            if not free:
+                text += f"table inet {name} {{\n"
+                for hook, rule in (("input", inward), ("output", outward)):
+                    text += f"chain {hook} {{ type filter hook {hook} priority 0; {rule}; }}\n"
+                text += "}\n"
+            self.tool("nft", "-f", "-", text=text)
+
+        self._switch_on(name, not on, set_filter)
+
+    def ipv6_only(self) -> None:
+        """No IPv4 but on the loopback, and a hosts file that fits."""
+        self._undo["ipv4"] = lambda: self.ip(f"addr replace {self.address}/24 dev eth0")
+        self.ip(f"addr del {self.address}/24 dev eth0")
+        self.hosts("good6")
+
+    def add_interface(self, name: str, address: str) -> None:
+        """One more network interface, "10.88.0.1/24"; those of one name are joined by a switch of their own."""
+        port, bridge = f"{name}.{self.number}", f"br.{name}"
+        if not self.lab.has_link(bridge):
+            self.lab.ip(f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up")
+        self.lab.ip(
+            f"link add {port} type veth peer name {name} netns {self.init}", f"link set {port} master {bridge} up"
+        )
+        self._undo[f"interface {name}"] = lambda: self.lab.ip(f"link del {port}")
+        self.ip(f"addr add {address} dev {name}", f"link set {name} up")
+
+    def sysctl(self, name: str, value: str) -> None:
+        """A kernel setting of its network: net.ipv4.tcp_retries2=5 makes TCP give up after 15 s, not 15 minutes."""
+        before = self.tool("sysctl", "-n", name).strip()
+        self._undo.setdefault(f"sysctl {name}", lambda: self.tool("sysctl", "-qw", f"{name}={before}"))
+        self.tool("sysctl", "-qw", f"{name}={value}")
+
+    def delay(self, ms: float, loss: float = 0) -> None:
+        """Each packet, each way, later by so much, and some percent lost; 0 ends it. By a relay in user space."""
+        if stop := self._undo.pop("delay", None):
+            stop()
+        if not ms and not loss:
+            return
+        near, far = f"d{self.number}", f"e{self.number}"
+        self.lab.ip(
+            f"link add {near} type veth peer name {far}",
+            f"link set {self.port} nomaster",
+            f"link set {far} master br0 up",
+            f"link set {near} up",
+        )
+        # Frames pass through a raw socket: the senders must do checksums and segmentation themselves.
+        self.lab.offload(False)
+        words = (sys.executable, "-S", DELAY, self.port, near, str(ms), str(loss))
+        relay = entry.spawn(self.lab.switch, words, cwd="/", stdout=subprocess.PIPE)
+        assert relay.stdout
+
+        def stop_delay() -> None:
+            relay.kill()
+            relay.wait()
+            assert relay.stdout
+            relay.stdout.close()
+            self.lab.ip(f"link del {near}", f"link set {self.port} master br0")
+            self.lab.offload(True)
+
+        self._undo["delay"] = stop_delay
+        assert relay.stdout.readline() == b"ready\n"
+
+    def kill(self) -> None:
+        """kill -9 of everything. The kernel still says goodbye to peers: for a power cut, link(False) first."""
+
+        def gone() -> bool:
+            # Again and again: what is killed may just have forked.
+            left = self.living()
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            return not left
+
+        proc.until(gone, 10, f"everything on {self.name} to die")
+
+    def reset(self) -> None:
+        """As new: good hosts, link up, nothing dropped, IPv4 and IPv6."""
+        while self._undo:
+            self._undo.popitem()[1]()
+
+    # How
+
+    @property
+    def port(self) -> str:
+        """The other end of eth0, in the switch."""
+        return f"p{self.number}"
+
+    def tool(self, *words: str, text: str = "") -> str:
+        return entry.tool(self.init, *words, text=text)
+
+    def ip(self, *lines: str) -> None:
+        self.tool("ip", "-batch", "-", text="\n".join(lines))
+
+    def _switch_on(self, name: str, on: bool, do: Callable[[bool], None]) -> None:
+        if on:
+            self._undo.pop(name, None)
+        else:
+            self._undo[name] = lambda: do(True)
+        do(on)
+
+
+def _up(up: bool) -> str:
+    return "up" if up else "down"
