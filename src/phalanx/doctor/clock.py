@@ -1,0 +1,59 @@
+"""Whether the nodes agree on the time of day."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.quantity import seconds
+
+CHECK = "clock"
+_OFF = 1.0
+_FAR_OFF = 300.0  # certificates and tickets are refused from about here on
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How far a node's clock is ahead of the first node's; it is known to within `error`."""
+
+    ahead: float
+    error: float
+
+
+def best(samples: list[tuple[float, float, float]]) -> Offset | None:
+    """From (sent, their time, received): the quickest answer says most, for there is least room for doubt."""
+    if not samples:
+        return None
+    sent, theirs, received = min(samples, key=lambda sample: sample[2] - sample[0])
+    # We asked them, so the difference is that of their clock to ours, and ours is ahead by its opposite.
+    return Offset(ahead=(sent + received) / 2 - theirs, error=(received - sent) / 2)
+
+
+def judge(offsets: Mapping[str, Offset]) -> list[Finding]:
+    """The first node is in here too, with nothing. Who is off is judged by the middle of all."""
+    if len(offsets) < 2:
+        return []
+    middle = statistics.median_low([offset.ahead for offset in offsets.values()])
+    found: list[Finding] = []
+    for node, offset in offsets.items():
+        off = offset.ahead - middle
+        certain = abs(off) - offset.error
+        if certain <= _OFF:
+            continue
+        found.append(
+            Finding(
+                CHECK,
+                "red" if certain > _FAR_OFF else "yellow",
+                f"the clock is {seconds(abs(off))} {'ahead of' if off > 0 else 'behind'} the others",
+                "it is not kept by a time server; logs of different nodes do not fit together, and files seem to "
+                "come from the future",
+                "timedatectl set-ntp true   (or: chronyc makestep)",
+                node,
+            )
+        )
+    if not found:
+        most = max(abs(offset.ahead - middle) for offset in offsets.values())
+        found.append(Finding(CHECK, "green", f"clocks are within {seconds(most)} of each other"))
+    return found

@@ -1,0 +1,90 @@
+"""Packet filters of this machine, as far as they may be read; the proof is the test between the nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from phalanx.doctor.finding import Finding
+
+CHECK = "firewall"
+_PATIENCE = 5.0
+
+
+@dataclass(frozen=True)
+class Firewall:
+    readable: bool  # only root may read them
+    refusing: tuple[str, ...] = ()  # chains that refuse what no rule lets in
+
+
+def read() -> Firewall:
+    if os.geteuid() != 0:
+        return Firewall(readable=False)
+    refusing = [*nft_chains(_output("nft", "list", "ruleset"))]
+    for tool, table in (("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")):
+        # To list an empty table would load it into the kernel.
+        if _holds(table, "filter"):
+            refusing += iptables_chains(_output(tool, "-S", "INPUT"), tool)
+    return Firewall(readable=True, refusing=tuple(refusing))
+
+
+def nft_chains(text: str) -> list[str]:
+    """Chains that see incoming packets and refuse those that no rule takes; or that refuse whatever reaches the end."""
+    found = []
+    # Chains are read whole: the policy stands on the line of the hook, a last rule that refuses all at the end.
+    for match in re.finditer(r"(?ms)^table (?P<table>[^{]+) \{\n(?P<body>.*?)^\}", text):
+        for chain in re.finditer(r"(?ms)^\tchain (?P<name>\S+) \{\n(?P<body>.*?)^\t\}", match["body"]):
+            rules = [line.strip() for line in chain["body"].splitlines() if line.strip()]
+            if not any("hook input" in rule for rule in rules):
+                continue
+            last = rules[-1]
+            if any(re.search(r"policy drop", rule) for rule in rules) or re.match(r"(counter\b.*)?(drop|reject)", last):
+                found.append(f"nft {match['table']} {chain['name']}")
+    return found
+
+
+def iptables_chains(text: str, tool: str = "iptables") -> list[str]:
+    """From `iptables -S INPUT`."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    refuses = "-P INPUT DROP" in lines or (bool(lines) and re.fullmatch(r"-A INPUT -j (DROP|REJECT.*)", lines[-1]))
+    return [f"{tool} INPUT"] if refuses else []
+
+
+def _output(*words: str) -> str:
+    tool = shutil.which(words[0]) or shutil.which(words[0], path="/usr/sbin:/sbin")
+    if tool is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [tool, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def _holds(path: str, word: str) -> bool:
+    try:
+        with open(path) as file:
+            return word in file.read().split()
+    except OSError:
+        return False
+
+
+def judge(firewall: Firewall) -> list[Finding]:
+    if not firewall.readable:
+        return [Finding(CHECK, "green", "rules are for root to read; the test between nodes shows what passes")]
+    if firewall.refusing:
+        return [
+            Finding(
+                CHECK,
+                "yellow",
+                f"incoming connections are refused unless a rule lets them in ({', '.join(firewall.refusing)})",
+                "a firewall on this machine; torch and NCCL use ports that are chosen anew for every run",
+                "nft insert rule … ip saddr NETWORK accept   (`phalanx doctor --hosts …` proves what passes)",
+            )
+        ]
+    return [Finding(CHECK, "green", "no rule refuses incoming connections as such")]

@@ -1,0 +1,158 @@
+"""Measures what torch makes of the network: send and receive between pairs, and all_reduce."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.doctor.pairs import Collective, Pair
+
+_CHUNK = 4 << 20
+_LARGEST = 64  # chunks
+_PINGS = 40
+_GLOO_BYTES = 16 << 20
+_NCCL_BYTES = 256 << 20
+
+
+def open_group(store: Any, rank: int, size: int, limit: float) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("doctor/gloo", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=limit),
+    )
+
+
+def measure_pairs(
+    rank: int, names: Sequence[str], machines: Sequence[str], rounds: Sequence[Sequence[tuple[int, int]]]
+) -> list[Pair]:
+    """Those in which this rank is the first; every rank must call it."""
+    budget = min(0.3, max(0.05, 10 / max(1, len(rounds))))
+    found = []
+    for pairs in rounds:
+        dist.barrier()
+        for one, other in pairs:
+            if rank == one:
+                latency = _ping(other)
+                there = _send(other, budget)
+                _receive(other)
+                back = _rate(other)
+                local = machines[one] == machines[other]
+                found.append(Pair(names[one], names[other], latency, there, back, local))
+            elif rank == other:
+                _pong(one)
+                _receive(one)
+                dist.send(torch.tensor([_send(one, budget)], dtype=torch.float64), one)
+    dist.barrier()
+    return found
+
+
+def _ping(peer: int) -> float:
+    """Half of a round trip, the middle of many; the first few are those that wake everybody up."""
+    note = torch.zeros(1)
+    times = []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        dist.send(note, peer)
+        dist.recv(note, peer)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[5:]) / 2
+
+
+def _pong(peer: int) -> None:
+    note = torch.zeros(1)
+    for _ in range(_PINGS):
+        dist.recv(note, peer)
+        dist.send(note, peer)
+
+
+def _send(peer: int, budget: float) -> float:
+    """Bytes a second. The first chunk tells how many more fit into the time."""
+    chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
+    count = torch.zeros(1, dtype=torch.int64)
+    began = time.perf_counter()
+    dist.send(chunk, peer)
+    dist.recv(count, peer)
+    once = time.perf_counter() - began
+    chunks = min(_LARGEST, max(1, int(budget / once)))
+    count[0] = chunks
+    dist.send(count, peer)
+    began = time.perf_counter()
+    for _ in range(chunks):
+        dist.send(chunk, peer)
+    dist.recv(count, peer)
+    return chunks * _CHUNK / (time.perf_counter() - began)
+
+
+def _receive(peer: int) -> None:
+    chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
+    count = torch.zeros(1, dtype=torch.int64)
+    dist.recv(chunk, peer)
+    dist.send(count, peer)
+    dist.recv(count, peer)
+    for _ in range(int(count[0])):
+        dist.recv(chunk, peer)
+    dist.send(count, peer)
+
+
+def _rate(peer: int) -> float:
+    """What the peer measured when it sent."""
+    told = torch.zeros(1, dtype=torch.float64)
+    dist.recv(told, peer)
+    return float(told[0])
+
+
+def all_reduce(rank: int, size: int, backend: str, device: str, group: Any = None) -> list[Collective]:
+    found = []
+    for count in (4, _GLOO_BYTES if backend == "gloo" else _NCCL_BYTES):
+        elements = max(1, count // 4)
+        data = torch.full((elements,), float(rank + 1), device=device)
+        dist.all_reduce(data, group=group)
+        right = bool((data == size * (size + 1) / 2).all())
+        times = []
+        for _ in range(5):
+            _finish(device)
+            began = time.perf_counter()
+            dist.all_reduce(data, group=group)
+            _finish(device)
+            times.append(time.perf_counter() - began)
+            data.fill_(1.0)
+        found.append(Collective("all_reduce", backend, size, elements * 4, statistics.median(times), right))
+    return found
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def close_group() -> None:
+    dist.destroy_process_group()
+
+
+def gpu(local_rank: int) -> tuple[int, str]:
+    """The number and the UUID of the device this rank would use; -1 where there is none."""
+    try:
+        count = torch.cuda.device_count()
+        if not count:
+            return -1, ""
+        number = local_rank % count
+        return number, str(torch.cuda.get_device_properties(number).uuid)
+    except (RuntimeError, AssertionError, AttributeError):
+        return -1, ""
+
+
+def all_reduce_nccl(rank: int, size: int, device: int, limit: float) -> list[Collective]:
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=limit))
+    try:
+        return all_reduce(rank, size, "nccl", f"cuda:{device}", group)
+    finally:
+        dist.destroy_process_group(group)

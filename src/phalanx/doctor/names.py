@@ -1,0 +1,165 @@
+"""Whether this machine's name leads to itself, and each node's name to that node."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.doctor.finding import Finding
+
+CHECK = "names"
+_PATIENCE = 10.0
+_SLOW = 1.0
+
+
+@dataclass(frozen=True)
+class Names:
+    """A name as it is seen from here: where it leads, and what those addresses are called."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    backward: tuple[tuple[str, str], ...] = ()  # address, and its name
+    trouble: str = ""  # why the name leads nowhere
+    seconds: float = 0.0
+    answered: bool = True  # False: the resolver took longer than we wait
+
+
+def read(name: str | None = None, *, patience: float = _PATIENCE, backward: bool = True) -> Names:
+    """Look a name up, this machine's own by default. A resolver that hangs holds up its thread, not us."""
+    wanted = socket.gethostname() if name is None else name
+    found: list[Names] = []
+    thread = threading.Thread(target=lambda: found.append(_look_up(wanted, backward)), daemon=True)
+    began = time.monotonic()
+    thread.start()
+    thread.join(patience)
+    if not found:
+        return Names(wanted, seconds=time.monotonic() - began, answered=False)
+    return found[0]
+
+
+def _look_up(name: str, backward: bool) -> Names:
+    began = time.monotonic()
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return Names(name, trouble=str(getattr(error, "strerror", None) or error), seconds=time.monotonic() - began)
+    took = time.monotonic() - began
+    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
+    return Names(name, addresses, _backward(addresses) if backward else (), seconds=took)
+
+
+def _backward(addresses: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    found = []
+    for address in addresses[:4]:
+        with contextlib.suppress(OSError):
+            found.append((address, socket.gethostbyaddr(address)[0]))
+    return tuple(found)
+
+
+def loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def judge(names: Names) -> list[Finding]:
+    """Of this machine's own name."""
+    if not names.answered:
+        return [
+            Finding(
+                CHECK,
+                "yellow",
+                f"the resolver did not say within {names.seconds:.0f} s where this machine's name {names.name} leads",
+                "a name server that is configured cannot be reached",
+                f"correct /etc/resolv.conf, or add {names.name} with this machine's address to /etc/hosts",
+            )
+        ]
+    if names.trouble:
+        return [
+            Finding(
+                CHECK,
+                "yellow",
+                f"this machine's name {names.name} leads nowhere: {names.trouble}",
+                "neither /etc/hosts nor the name server knows it; gloo then falls back to loopback, which no other "
+                "node can reach",
+                f"add {names.name} with this machine's address to /etc/hosts",
+            )
+        ]
+    found: list[Finding] = []
+    if all(map(loopback, names.addresses)):
+        found.append(
+            Finding(
+                CHECK,
+                "yellow",
+                f"this machine's name {names.name} leads to loopback ({', '.join(names.addresses)})",
+                "/etc/hosts says so, as Debian sets it up; across nodes phalanx works around it, but gloo under plain "
+                "torchrun would give other nodes an address that they cannot reach",
+                f"give {names.name} its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME where phalanx does not",
+            )
+        )
+    if names.seconds > _SLOW:
+        found.append(
+            Finding(
+                CHECK,
+                "yellow",
+                f"it took {names.seconds:.1f} s to look up {names.name}",
+                "the first name server of /etc/resolv.conf does not answer",
+                f"correct /etc/resolv.conf, or add {names.name} to /etc/hosts",
+            )
+        )
+    if found:
+        return found
+    back = dict(names.backward)
+    known = [f"{address} ({back.get(address, 'no name')})" for address in names.addresses]
+    return [Finding(CHECK, "green", f"{names.name} leads to {', '.join(known)}")]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one node, `node`, sees when it looks up the name of another, `peer`."""
+
+    node: str
+    peer: str
+    names: Names
+
+
+def compare(sights: Sequence[Sight], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Whether every node finds every other by its name. `addresses`: those that each node really has."""
+    found = [finding for sight in sights for finding in _judge_sight(sight, addresses)]
+    if sights and not found:
+        found.append(Finding(CHECK, "green", "every node finds every other by its name"))
+    return found
+
+
+def _judge_sight(sight: Sight, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+    names, peer = sight.names, sight.peer
+    theirs = set(addresses.get(peer, ()))
+    mine = set(addresses.get(sight.node, ()))
+    cause = "phalanx itself goes by addresses, but a script that is given this name is led astray"
+    fix = f"name {peer} with {next(iter(addresses.get(peer, ())), 'its address')} in /etc/hosts of {sight.node}"
+
+    def yellow(fact: str) -> list[Finding]:
+        return [Finding(CHECK, "yellow", fact, cause, fix, sight.node)]
+
+    if not names.answered:
+        return yellow(f"the resolver did not say within {names.seconds:.0f} s where {names.name} leads")
+    if names.trouble:
+        return yellow(f"the name {names.name} of {peer} leads nowhere: {names.trouble}")
+    if not theirs or theirs & set(names.addresses):
+        others = {other for other in addresses if other != peer}
+        wrong = [(address, name) for address, name in names.backward if name in others and address in theirs]
+        return [
+            finding
+            for address, name in wrong
+            for finding in yellow(f"the address {address} of {peer} leads back to the name of another node, {name}")
+        ]
+    where = ", ".join(names.addresses)
+    if all(map(loopback, names.addresses)) or mine & set(names.addresses):
+        return yellow(f"the name {names.name} of {peer} leads to {where}, which is {sight.node} itself")
+    return yellow(f"the name {names.name} of {peer} leads to {where}, but {peer} has {', '.join(sorted(theirs))}")

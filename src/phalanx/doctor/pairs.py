@@ -1,0 +1,187 @@
+"""Every pair of nodes: who is measured when, and which links are slower than the others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.quantity import listed, seconds, several, size, speed
+
+CHECK = "links"
+_SLOWER = 3.0
+_NOTICEABLE = 0.0005  # seconds: below this, differences are those of the measurement
+_POOR = 12.5e6  # bytes a second: a network of 100 Mbit/s
+_FAR = 0.005
+_ALONE = 8  # up to so many nodes, each pair has the network for itself
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A link between two nodes, as gloo uses it."""
+
+    one: str
+    other: str
+    latency: float  # seconds, one way
+    there: float  # bytes a second
+    back: float
+    local: bool = False  # both are on one machine
+
+    @property
+    def slowest(self) -> float:
+        return min(self.there, self.back)
+
+    def __str__(self) -> str:
+        return f"{self.one} – {self.other}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation of all ranks together."""
+
+    name: str
+    backend: str
+    ranks: int
+    bytes: int
+    seconds: float
+    right: bool = True  # whether the result was what it had to be
+
+    @property
+    def bus(self) -> float:
+        """Bytes a second over each rank's link, whatever the number of ranks."""
+        return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.seconds if self.seconds else 0.0
+
+
+def rounds(count: int, alone: int = _ALONE) -> list[list[tuple[int, int]]]:
+    """Pairs that are measured at the same time: one by one, or of many nodes each once a round."""
+    if count <= alone:
+        return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
+    # The circle method of tournaments: the first stays, the others move on by one place every round.
+    table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    half = len(table) // 2
+    found = []
+    for _ in range(len(table) - 1):
+        matches = zip(table[:half], reversed(table[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in matches if a is not None and b is not None])
+        table = [table[0], table[-1], *table[1:-1]]
+    return found
+
+
+def judge(pairs: Sequence[Pair]) -> list[Finding]:
+    if not pairs:
+        return []
+    real = [pair for pair in pairs if not pair.local]
+    found = [*_slow(real), *_uneven(real)]
+    found = found or [*_poor(real)]  # one bad link can make the middle of few look poor
+    return found or [Finding(CHECK, "green", _summary(pairs, local=not real))]
+
+
+def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    by_speed = [pair for pair in pairs if pair.slowest * _SLOWER < _others(pairs, pair, "slowest")]
+    by_latency = [
+        pair
+        for pair in pairs
+        if pair.latency > _SLOWER * (usual := _others(pairs, pair, "latency")) > 0
+        and pair.latency - usual > _NOTICEABLE
+    ]
+    cause = "a bad cable or port, a link that fell back to a lower speed, or traffic of others"
+    for slow, what in ((by_speed, "slowest"), (by_latency, "latency")):
+        if not slow:
+            continue
+        say = speed if what == "slowest" else seconds
+        usual = statistics.median([getattr(pair, what) for pair in pairs if pair not in slow] or [0.0])
+        node = _common(slow, pairs)
+        if node:
+            value = statistics.median([getattr(pair, what) for pair in slow])
+            word = "slow" if what == "slowest" else "late"
+            fact = f"all links of {node} are {word}: {say(value)}, the others have {say(usual)}"
+            yield Finding(CHECK, "yellow", fact, cause, f"on {node}: ethtool INTERFACE; ip -s link", node)
+            continue
+        for pair in slow:
+            fact = f"{pair}: {say(getattr(pair, what))}, the others have {say(usual)}"
+            yield Finding(CHECK, "yellow", fact, cause, "ethtool INTERFACE and ip -s link on both nodes")
+
+
+def _others(pairs: Sequence[Pair], pair: Pair, what: str) -> float:
+    others = [getattr(other, what) for other in pairs if other is not pair]
+    return statistics.median(others) if others else 0.0
+
+
+def _common(slow: Sequence[Pair], pairs: Sequence[Pair]) -> str:
+    """The node whose links are the slow ones, all of them and no others."""
+    for node in {slow[0].one, slow[0].other}:
+        links = [pair for pair in pairs if node in (pair.one, pair.other)]
+        if len(links) > 1 and len(links) == len(slow) and all(pair in links for pair in slow):
+            return node
+    return ""
+
+
+def _uneven(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    for pair in pairs:
+        if max(pair.there, pair.back) > _SLOWER * pair.slowest:
+            slow, fast = sorted(((pair.there, pair.one, pair.other), (pair.back, pair.other, pair.one)))
+            yield Finding(
+                CHECK,
+                "yellow",
+                f"{slow[1]} to {slow[2]}: {speed(slow[0])}, but {speed(fast[0])} the other way",
+                "a bad cable, or two ends that do not agree on the speed of a link",
+                f"ethtool INTERFACE on {pair.one} and {pair.other}",
+            )
+
+
+def _poor(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    usual = statistics.median([pair.slowest for pair in pairs] or [_POOR])
+    if usual < _POOR:
+        yield Finding(
+            CHECK,
+            "yellow",
+            f"the network carries {speed(usual)}",
+            "slower than 100 Mbit/s: gradients of a model of any size will take longer than computing them",
+            "ip route get ADDRESS; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another interface",
+        )
+    late = statistics.median([pair.latency for pair in pairs] or [0.0])
+    if late > _FAR:
+        yield Finding(
+            CHECK,
+            "yellow",
+            f"a message takes {seconds(late)} from node to node",
+            "the nodes are far apart, or the network is busy",
+            "take nodes that are closer together",
+        )
+
+
+def _summary(pairs: Sequence[Pair], *, local: bool) -> str:
+    late = sorted(pair.latency for pair in pairs)
+    fast = sorted(pair.slowest for pair in pairs)
+    text = f"{several(len(pairs), 'pair')}: {_span(late, seconds)}, {_span(fast, speed)}"
+    return text + (" (on one machine: it shows that ranks can talk, not how fast a network is)" if local else "")
+
+
+def _span(values: Sequence[float], say: Callable[[float], str]) -> str:
+    first, last = say(values[0]), say(values[-1])
+    return first if first == last else f"{first} to {last}"
+
+
+def judge_collectives(collectives: Sequence[Collective]) -> list[Finding]:
+    wrong = [one for one in collectives if not one.right]
+    found = [
+        Finding(
+            "all_reduce",
+            "red",
+            f"{one.name} of {size(one.bytes)} over {one.backend} gave a wrong sum",
+            "a broken card or memory: nothing that is computed here can be trusted",
+            "repeat with fewer nodes until the faulty one is known",
+        )
+        for one in wrong
+    ]
+    if collectives and not wrong:
+        large = [one for one in collectives if one.bytes > 1 << 16]
+        told = [
+            f"{one.backend}, {several(one.ranks, 'rank')}: {size(one.bytes)} in {seconds(one.seconds)}, "
+            f"{speed(one.bus)} a link"
+            for one in large
+        ]
+        small = [f"{one.backend} {seconds(one.seconds)} for a few bytes" for one in collectives if one not in large]
+        found.append(Finding("all_reduce", "green", "; ".join([*told, listed(small)] if small else told)))
+    return found

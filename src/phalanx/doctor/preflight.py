@@ -1,0 +1,34 @@
+"""The cheap part, before every launch: silent when all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.doctor import disk, limits, names, sharedmemory
+from phalanx.doctor.finding import Finding
+
+_PATIENCE = 0.05  # for a name server; one that is slow is for the doctor to tell
+
+
+def preflight(
+    environ: Mapping[str, str],  # noqa: ARG001 - of the launch; nothing that is cheap to check depends on it yet
+    run_folder_base: str,
+    *,
+    nodes: int,
+    ranks: int = 0,
+) -> list[Finding]:
+    """What stands in the way of a launch, or soon will. `ranks`: those of this node."""
+    found = [
+        *disk.judge(disk.read(run_folder_base)),
+        *sharedmemory.judge(sharedmemory.read(), brief=True),
+        *limits.judge(limits.read(), ranks=ranks),
+    ]
+    if nodes > 1:
+        found += _name()
+    return [finding for finding in found if finding.level != "green"]
+
+
+def _name() -> list[Finding]:
+    """A name that leads to loopback is no finding here: phalanx gives the ranks an address that others reach."""
+    own = names.read(patience=_PATIENCE, backward=False)
+    return names.judge(own) if own.answered and own.trouble else []

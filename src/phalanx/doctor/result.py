@@ -1,0 +1,61 @@
+"""What a survey of several nodes found, as it is written to a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.pairs import Collective, Pair
+
+MARK = "phalanx-doctor-result "  # before the result where it is printed, for a first node that shares no disk with us
+
+
+@dataclass(frozen=True)
+class Result:
+    nodes: tuple[str, ...]
+    machines: tuple[Finding, ...] = ()  # of each node by itself
+    between: tuple[Finding, ...] = ()  # of the nodes together
+    pairs: tuple[Pair, ...] = ()
+    collectives: tuple[Collective, ...] = field(default=())
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return (*self.machines, *self.between)
+
+
+def encode(result: Result) -> bytes:
+    return msgspec.json.encode(result)
+
+
+def decode(text: bytes) -> Result:
+    """ValueError if it is none."""
+    return msgspec.json.decode(text, type=Result)
+
+
+def write(result: Result, path: str) -> None:
+    """In one step: a reader sees nothing, or all of it."""
+    folder = os.path.dirname(os.path.abspath(path))
+    file, part = tempfile.mkstemp(prefix=".doctor-", dir=folder)
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(encode(result))
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def find(output: bytes) -> Result | None:
+    """The last result that was printed among other lines, each of which may have a prefix."""
+    for line in reversed(output.splitlines()):
+        _, mark, text = line.partition(MARK.encode())
+        if mark:
+            try:
+                return decode(text)
+            except ValueError:
+                continue
+    return None

@@ -1,0 +1,329 @@
+"""What runs on every node, one rank each: python -m phalanx.doctor.survey OUTFILE
+
+The order matters: what needs least comes first (a store that all reach), so that what fails later is explained by
+what was seen before. Everything travels through the store as JSON. Rank 0 writes OUTFILE whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract import variables
+from phalanx.doctor import clock, links, machine, names, network, pairs, reach, result, versions
+from phalanx.doctor.clock import Offset
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.machine import Machine
+from phalanx.doctor.names import Sight
+from phalanx.doctor.pairs import Collective, Pair
+from phalanx.doctor.reach import Echo, Reach
+from phalanx.doctor.result import Result
+
+_LIMIT = 60.0
+_GRACE = 5.0
+_PINGS = 16
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank tells the others first."""
+
+    host: str
+    machine: Machine
+    port: int
+    nonce: str
+    device: int = -1
+    gpu: str = ""  # UUID of the device that this rank would use
+
+
+@dataclass(frozen=True)
+class View:
+    """How the others look from one node."""
+
+    sights: tuple[Sight, ...] = ()
+    tries: tuple[Reach, ...] = ()
+    offset: Offset | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    pairs: tuple[Pair, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    trouble: str = ""
+    waited: bool = False  # the trouble is that of others
+
+
+class Meeting:
+    """The ranks of the survey, and the store through which they exchange what they know."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.rank = int(environ["RANK"])
+        self.size = int(environ["WORLD_SIZE"])
+        self._address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store = self.connect(master=self.rank == 0 and not agent)
+
+    def connect(self, *, master: bool = False) -> Any:
+        """A connection of its own: one that waits in a thread holds up all others that use it."""
+        host, port = self._address
+        return dist.TCPStore(host, port, self.size, master, timedelta(seconds=_LIMIT), wait_for_workers=False)
+
+    def exchange(self, what: str, mine: object, kind: type[_T], limit: float = _LIMIT) -> list[_T | None]:
+        """Everybody's, in the order of ranks; None: it did not come in time."""
+        self._store.set(f"doctor/{what}/{self.rank}", msgspec.json.encode(mine))
+        deadline = time.monotonic() + limit
+        found: list[_T | None] = []
+        for rank in range(self.size):
+            key = f"doctor/{what}/{rank}"
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                self._store.wait([key], timedelta(seconds=left))
+                found.append(msgspec.json.decode(self._store.get(key), type=kind))
+            except (RuntimeError, msgspec.MsgspecError):
+                found.append(None)
+        return found
+
+    def attempt(self, what: str, work: Callable[[Any], Measured], limit: float) -> Measured:
+        """Do it in a thread, for as long as it may take and nobody has given it up."""
+        done: list[Measured] = []
+
+        def try_it() -> None:
+            try:
+                done.append(work(self.connect()))
+            except Exception as error:
+                done.append(Measured(trouble=_first_line(error)))
+
+        thread = threading.Thread(target=try_it, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + limit
+        broken = f"doctor/broken/{what}"
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+            if thread.is_alive() and deadline - time.monotonic() > _GRACE and self._store.check([broken]):
+                deadline = time.monotonic() + _GRACE
+        if not done:
+            given_up = self._store.check([broken])
+            trouble = "others had given up" if given_up else f"it did not end in {limit:.0f} s"
+            done.append(Measured(trouble=trouble, waited=given_up))
+        if done[0].trouble:
+            self._store.set(broken, str(self.rank))
+        return done[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m phalanx.doctor.survey")
+    parser.add_argument("outfile")
+    parser.add_argument("--print", action="store_true", help="also print the result, for who cannot read the file")
+    parser.add_argument("--quick", action="store_true", help="measure nothing")
+    options = parser.parse_args(argv)
+    environ = environment()
+    meeting = Meeting(environ)
+
+    def publish(found: Result) -> None:
+        if meeting.rank == 0:
+            result.write(found, options.outfile)
+
+    found = survey(meeting, environ, publish, quick=options.quick)
+    publish(found)
+    if meeting.rank == 0 and options.print:
+        sys.stdout.write(result.MARK + result.encode(found).decode() + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
+
+
+def survey(
+    meeting: Meeting, environ: Mapping[str, str], publish: Callable[[Result], None], *, quick: bool = False
+) -> Result:
+    """Every rank calls it, and has the same result. `publish`: what is known before the riskiest part begins."""
+    echo = Echo()
+    folder = environ.get(variables.RUN_FOLDER, ".")
+    device, gpu = links.gpu(int(environ.get("LOCAL_RANK", "0")))
+    mine = Hello(socket.gethostname(), machine.read(environ, folder), echo.port, echo.nonce.hex(), device, gpu)
+    hellos = meeting.exchange("hello", mine, Hello)
+    called = call([None if hello is None else hello.host for hello in hellos])
+    present = {rank: hello for rank, hello in enumerate(hellos) if hello is not None}
+    view = look(meeting.rank, called, present)
+    views = meeting.exchange("view", view, View)
+    echo.close()
+    if quick or len(present) < meeting.size:
+        return summarise(called, present, views, [])
+    machines = [hello.machine.id for hello in present.values()]
+    plan = pairs.rounds(meeting.size)
+    limit = _LIMIT + 2 * len(plan)
+
+    def over_gloo(store: Any) -> Measured:
+        links.open_group(store, meeting.rank, meeting.size, _LIMIT)
+        measured = links.measure_pairs(meeting.rank, called, machines, plan)
+        together = links.all_reduce(meeting.rank, meeting.size, "gloo", "cpu")
+        return Measured(tuple(measured), tuple(together))
+
+    gloo = meeting.exchange("gloo", meeting.attempt("gloo", over_gloo, limit), Measured, _GRACE * 2)
+    found = summarise(called, present, views, gloo)
+    if any(one is None or one.trouble for one in gloo):
+        return found
+    gpus = [hello.gpu for hello in present.values()]
+    if not all(gpus) or len(set(gpus)) < len(gpus):
+        links.close_group()
+        return found  # NCCL wants a GPU for every rank
+
+    # A broken NCCL may end the process: what is known by now must not be lost with it.
+    unfinished = Measured(trouble="it ended the process")
+    publish(summarise(called, present, views, gloo, [unfinished] * meeting.size))
+
+    def over_nccl(store: Any) -> Measured:
+        del store
+        return Measured(collectives=tuple(links.all_reduce_nccl(meeting.rank, meeting.size, device, _LIMIT)))
+
+    nccl = meeting.exchange("nccl", meeting.attempt("nccl", over_nccl, _LIMIT + _GRACE), Measured, _GRACE * 2)
+    if not any(one is None or one.trouble for one in nccl):
+        links.close_group()
+    return summarise(called, present, views, gloo, nccl)
+
+
+def call(hosts: Sequence[str | None]) -> list[str]:
+    """A name for every rank: its host's, with the rank where that is not clear."""
+    return [
+        f"rank {rank}" if host is None else host if hosts.count(host) == 1 else f"{host} (rank {rank})"
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def look(rank: int, called: Sequence[str], present: Mapping[int, Hello]) -> View:
+    """All others as they are seen from here, all at the same time."""
+    me = present.get(rank)
+    others = {peer: hello for peer, hello in present.items() if peer != rank}
+    strangers = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        sights = [pool.submit(_sight, called[rank], called[peer], hello.host) for peer, hello in strangers.items()]
+        tries = [
+            pool.submit(_try, called[rank], called[peer], address, hello)
+            for peer, hello in others.items()
+            for address in _addresses(hello, stranger=peer in strangers)
+        ]
+        seen = tuple(one.result() for one in tries)
+        known = tuple(one.result() for one in sights)
+    return View(known, seen, _offset(rank, called, seen, present))
+
+
+def _sight(node: str, peer: str, host: str) -> Sight:
+    return Sight(node, peer, names.read(host))
+
+
+def _addresses(hello: Hello, *, stranger: bool) -> tuple[str, ...]:
+    return hello.machine.network.addresses[:6] if stranger else ("127.0.0.1",)
+
+
+def _try(node: str, peer: str, address: str, hello: Hello) -> Reach:
+    return Reach(node, peer, address, reach.ask(address, hello.port, bytes.fromhex(hello.nonce))[0])
+
+
+def _offset(rank: int, called: Sequence[str], tries: Sequence[Reach], present: Mapping[int, Hello]) -> Offset | None:
+    """This clock against the first rank's. By itself, when the other tries are over: they would disturb it."""
+    first = present.get(0)
+    if rank == 0 or first is None:
+        return Offset(0.0, 0.0) if rank == 0 else None
+    for one in tries:
+        if one.peer == called[0] and not one.trouble:
+            return clock.best(reach.ask(one.address, first.port, bytes.fromhex(first.nonce), times=_PINGS)[1])
+    return None
+
+
+def summarise(
+    called: Sequence[str],
+    present: Mapping[int, Hello],
+    views: Sequence[View | None],
+    gloo: Sequence[Measured | None],
+    nccl: Sequence[Measured | None] = (),
+) -> Result:
+    """Everybody's facts become findings. Ranks that share a machine are judged as the one they are on."""
+    nodes = {hello.machine.id: rank for rank, hello in sorted(present.items(), reverse=True)}
+    firsts = sorted(nodes.values())
+    seen = [view for view in views if view is not None]
+    hosts = [present[rank].host for rank in firsts]
+    machines = {
+        called[rank] if hosts.count(host) > 1 else host: present[rank].machine
+        for rank, host in zip(firsts, hosts, strict=True)
+    }
+    measured = [one for one in (*gloo, *nccl) if one is not None]
+    by_pair = sorted(
+        (pair for one in measured for pair in one.pairs),
+        key=lambda pair: (called.index(pair.one), called.index(pair.other)),
+    )
+    collectives = [one for group in (gloo, nccl) for one in (group[0].collectives if group and group[0] else ())]
+    offsets = {called[rank]: view.offset for rank, view in enumerate(views) if view and view.offset and rank in firsts}
+    return Result(
+        nodes=tuple(called),
+        machines=tuple(finding for node, facts in machines.items() for finding in machine.judge(facts, node)),
+        between=(
+            *_missing(called, present),
+            *versions.compare({node: facts.versions for node, facts in machines.items()}),
+            *network.compare({node: facts.network for node, facts in machines.items()}),
+            *names.compare(
+                [sight for view in seen for sight in view.sights],
+                {called[rank]: hello.machine.network.addresses for rank, hello in present.items()},
+            ),
+            *reach.judge([one for view in seen for one in view.tries]),
+            *clock.judge(offsets),
+            *_troubles(called, "gloo", gloo),
+            *_troubles(called, "nccl", nccl),
+            *pairs.judge(by_pair),
+            *pairs.judge_collectives(collectives),
+        ),
+        pairs=tuple(by_pair),
+        collectives=tuple(collectives),
+    )
+
+
+def _missing(called: Sequence[str], present: Mapping[int, Hello]) -> list[Finding]:
+    return [
+        Finding("nodes", "red", f"{name} did not answer in {_LIMIT:.0f} s", "its checks hang, or it was ended")
+        for rank, name in enumerate(called)
+        if rank not in present
+    ]
+
+
+def _troubles(called: Sequence[str], backend: str, measured: Sequence[Measured | None]) -> list[Finding]:
+    """One finding for the backend: what kept it from working, in the words of those it happened to."""
+    said = {
+        called[rank]: "no answer" if one is None else one.trouble
+        for rank, one in enumerate(measured)
+        if one is None or (one.trouble and not one.waited)
+    }
+    if not said:
+        return []
+    return [
+        Finding(
+            "all_reduce",
+            "red",
+            f"the ranks cannot work together over {backend}: "
+            + "; ".join(f"{node}: {trouble}" for node, trouble in said.items()),
+            "" if backend == "nccl" else "gloo takes the address that a host's name leads to, unless it is told better",
+            "NCCL_DEBUG=INFO phalanx run …" if backend == "nccl" else "GLOO_SOCKET_IFNAME=NAME phalanx run …",
+        )
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+if __name__ == "__main__":
+    code = main()
+    # A thread may still wait for a node that does not answer, and would be waited for.
+    os._exit(code)

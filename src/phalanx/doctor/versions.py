@@ -1,0 +1,190 @@
+"""Which Python, phalanx, torch and NCCL there are; torch is asked by its files, for importing it takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from phalanx.cluster import nvidia
+from phalanx.doctor.finding import Finding
+from phalanx.version import __version__
+
+CHECK = "versions"
+
+
+@dataclass(frozen=True)
+class Versions:
+    python: str
+    phalanx: str
+    torch: str = ""  # empty: not installed
+    cuda: str = ""  # that torch was built for; empty: for the CPU
+    hip: str = ""
+    packages: tuple[tuple[str, str], ...] = ()  # as installed: torch, phalanx and NCCL with their versions
+    gpus: int = 0  # on the PCI bus
+    interpreter: str = ""
+
+    def installed(self, name: str) -> list[str]:
+        return [version for package, version in self.packages if package == name]
+
+    @property
+    def nccl(self) -> list[tuple[str, str]]:
+        return [(name, version) for name, version in self.packages if name.startswith("nvidia-nccl")]
+
+
+def read(root: str = "/") -> Versions:
+    torch = torch_build()
+    return Versions(
+        python=platform.python_version(),
+        phalanx=__version__,
+        torch=torch.get("__version__", ""),
+        cuda=torch.get("cuda", ""),
+        hip=torch.get("hip", ""),
+        packages=tuple(sorted(_packages())),
+        gpus=len(nvidia.scan(Path(root, "sys"))[0]),
+        interpreter=sys.executable,
+    )
+
+
+def torch_build() -> dict[str, str]:
+    """What torch/version.py says, by reading it. Empty where torch is not installed."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return {}
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        try:
+            return assignments(Path(folder, "version.py").read_text())
+        except (OSError, SyntaxError, UnicodeError):
+            continue
+    return {}
+
+
+def assignments(text: str) -> dict[str, str]:
+    """Names that a module gives plain texts."""
+    found = {}
+    for line in ast.parse(text).body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            name = line.targets[0].id
+        elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            name = line.target.id
+        else:
+            continue
+        if isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
+            found[name] = line.value.value
+    return found
+
+
+def _packages() -> set[tuple[str, str]]:
+    """By the names of their folders: to open the metadata of every package would take half a second."""
+    found = set()
+    for entry in sys.path:
+        folder = Path(entry or ".")
+        for pattern in ("torch-*.dist-info", "phalanx-*.dist-info", "nvidia_nccl*.dist-info"):
+            for path in folder.glob(pattern) if folder.is_dir() else ():
+                name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
+                found.add((re.sub(r"[-_.]+", "-", name).lower(), version))
+    if not any(name == "torch" for name, _ in found):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.add(("torch", metadata.version("torch")))  # installed in some other way
+    return found
+
+
+def judge(versions: Versions) -> list[Finding]:
+    if not versions.torch:
+        return [
+            Finding(
+                CHECK,
+                "red",
+                f"torch is not installed for {versions.interpreter or 'this Python'}",
+                "",
+                f"{versions.interpreter or 'python'} -m pip install torch",
+            )
+        ]
+    found: list[Finding] = []
+    for name, seen in (("torch", versions.torch), ("phalanx", versions.phalanx)):
+        installed = sorted(set(versions.installed(name)))
+        if len(installed) > 1:
+            found.append(_muddle(f"{name} is installed {len(installed)} times: {', '.join(installed)}", name))
+        elif installed and not _same(installed[0], seen):
+            found.append(_muddle(f"{name} {seen} would be imported, but pip knows {installed[0]}", name))
+    if len(versions.nccl) > 1:
+        packages = " and ".join(f"{name} {version}" for name, version in versions.nccl)
+        found.append(
+            Finding(
+                CHECK,
+                "yellow",
+                f"NCCL is installed {len(versions.nccl)} times: {packages}",
+                "both write the same files, so that torch may load one it was not built with",
+                f"pip uninstall {' '.join(name for name, _ in versions.nccl)}; pip install --force-reinstall torch",
+            )
+        )
+    if versions.gpus and not versions.cuda and not versions.hip:
+        found.append(
+            Finding(
+                CHECK,
+                "yellow",
+                f"there are {versions.gpus} NVIDIA GPUs, but torch {versions.torch} was built for the CPU",
+                "",
+                "install a build of torch for CUDA: https://pytorch.org/get-started",
+            )
+        )
+    if not found:
+        found.append(Finding(CHECK, "green", describe(versions)))
+    return found
+
+
+def describe(versions: Versions) -> str:
+    words = [f"phalanx {versions.phalanx}", f"Python {versions.python}", f"torch {versions.torch}"]
+    if versions.cuda:
+        words.append(f"CUDA {versions.cuda}")
+    if versions.hip:
+        words.append(f"ROCm {versions.hip}")
+    words += [f"NCCL {version}" for _, version in versions.nccl[:1]]
+    return ", ".join(words)
+
+
+def _same(installed: str, seen: str) -> bool:
+    """A local label (+cpu) may be missing from one of them."""
+    return installed.partition("+")[0].replace("_", "-") == seen.partition("+")[0].replace("_", "-")
+
+
+def _muddle(fact: str, name: str) -> Finding:
+    cause = "an installation that was interrupted, or copied over another"
+    return Finding(CHECK, "yellow", fact, cause, f"pip uninstall {name}; pip install {name}")
+
+
+def compare(by_node: Mapping[str, Versions]) -> list[Finding]:
+    """The same everywhere: ranks of different versions do not understand each other."""
+    found: list[Finding] = []
+    parts: dict[str, Callable[[Versions], str]] = {
+        "torch": lambda of: of.torch,
+        "phalanx": lambda of: of.phalanx,
+        "NCCL": lambda of: ", ".join(version for _, version in of.nccl),
+        "Python": lambda of: ".".join(of.python.split(".")[:2]),
+    }
+    for name, part in parts.items():
+        seen: dict[str, list[str]] = {}
+        for node, versions in by_node.items():
+            seen.setdefault(part(versions) or "none", []).append(node)
+        if len(seen) > 1:
+            said = "; ".join(f"{version}: {', '.join(nodes)}" for version, nodes in sorted(seen.items()))
+            found.append(
+                Finding(
+                    CHECK,
+                    "yellow" if name == "Python" else "red",
+                    f"the nodes have different versions of {name} ({said})",
+                    "ranks that talk to each other must be of one version",
+                    "install the same on all nodes, or use one environment on a shared disk",
+                )
+            )
+    if len(by_node) > 1 and not found:
+        found.append(Finding(CHECK, "green", "the same on all nodes"))
+    return found

@@ -1,0 +1,56 @@
+"""Run by hand on a machine with an NVIDIA GPU: python tests/doctor/gpu_check.py
+
+Prints what the doctor reads about the GPUs and what it finds, and how long that takes. Fails where there is no GPU,
+where a question raises, where the facts cannot be sent, or where the driver left everything unanswered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import msgspec
+
+from phalanx.doctor import gpus, machine, versions, xids
+from phalanx.doctor.gpus import Gpus
+
+
+def main() -> int:
+    wrong: list[str] = []
+    environ = dict(os.environ)
+    began = time.perf_counter()
+    facts = gpus.read(environ)
+    print(f"read in {1000 * (time.perf_counter() - began):.0f} ms")
+    for gpu in facts.gpus:
+        print(f"GPU {gpu.index}")
+        for name, value in asdict(gpu).items():
+            print(f"  {name:<14} {value}")
+    for name, value in asdict(facts).items():
+        if name != "gpus":
+            print(f"{name:<14} {value}")
+    if not facts.gpus:
+        wrong.append("no GPU")
+    for gpu in facts.gpus:
+        if gpu.memory == 0 or not gpu.bus or gpu.name == "GPU":
+            wrong.append(f"GPU {gpu.index}: the driver answered nothing")
+    if msgspec.json.decode(msgspec.json.encode(facts), type=Gpus) != facts:
+        wrong.append("the facts cannot be sent")
+    print(f"{len(xids.kernel_log())} records in the kernel's log can be read")
+    print("versions:", versions.describe(versions.read()))
+    print()
+    for finding in gpus.judge(facts):
+        print(f"{finding.level:<8}{finding.fact}\n        cause: {finding.cause}\n        fix:   {finding.fix}")
+    print()
+    for finding in machine.judge(machine.read(environ, str(Path.home()))):
+        print(f"{finding.level:<8}{finding.check}: {finding.fact}")
+    print(*(wrong or ["all answered"]), sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Who is measured when, which links are slow, and how it is shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from phalanx.doctor import pairs, report, result
+from phalanx.doctor.finding import Finding
+from phalanx.doctor.pairs import Collective, Pair
+from phalanx.doctor.result import Result
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 10, 31])
+def test_every_pair_meets_once_and_nobody_is_in_two_places(count: int) -> None:
+    plan = pairs.rounds(count)
+    assert sorted(itertools.chain(*plan)) == list(itertools.combinations(range(count), 2))
+    for at_once in plan:
+        assert max(Counter(itertools.chain(*at_once)).values()) == 1
+    if count > 8:
+        assert len(plan) <= count
+    else:
+        assert all(len(at_once) == 1 for at_once in plan)
+
+
+def mesh(nodes: str, **slow: float) -> list[Pair]:
+    """All pairs at 1 GB/s, but for those that are named: ab=0.1."""
+    return [
+        Pair(one, other, 1e-4, 1e9 * (rate := slow.get(one + other, 1.0)), 1e9 * rate)
+        for one, other in itertools.combinations(nodes, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("links", "level", "words"),
+    [
+        (mesh("ab"), "green", "1 pair: 100 µs, 1 GB/s"),
+        (mesh("abc", ab=0.5), "green", "3 pairs: 100 µs, 500 MB/s to 1 GB/s"),
+        (mesh("abcd", bd=0.2), "yellow", "b – d: 200 MB/s, the others have 1 GB/s"),
+        (mesh("abc", ac=0.05, bc=0.05), "yellow", "all links of c are slow: 50 MB/s, the others have 1 GB/s"),
+        (mesh("abcd", ad=0.1, bd=0.1, cd=0.1), "yellow", "all links of d are slow: 100 MB/s"),
+        ([Pair("a", "b", 1e-4, 1e9, 1e8)], "yellow", "b to a: 100 MB/s, but 1 GB/s the other way"),
+        ([Pair("a", "b", 1e-4, 1e7, 1e7)], "yellow", "the network carries 10 MB/s"),
+        ([Pair("a", "b", 2e-2, 1e9, 1e9)], "yellow", "a message takes 20 ms"),
+        ([*mesh("abc")[:2], Pair("b", "c", 5e-3, 1e9, 1e9)], "yellow", "b – c: 5 ms, the others have 100 µs"),
+        ([*mesh("abc")[:2], Pair("b", "c", 5e-4, 1e9, 1e9)], "green", "100 µs to 500 µs"),
+        ([Pair("a", "b", 1e-4, 1e7, 1e6, local=True)], "green", "on one machine"),
+    ],
+)
+def test_links(links: list[Pair], level: str, words: str) -> None:
+    (finding,) = pairs.judge(links)
+    assert (finding.level, words in finding.fact) == (level, True), finding
+
+
+def test_no_links_no_words() -> None:
+    assert pairs.judge([]) == []
+    assert pairs.judge_collectives([]) == []
+
+
+def test_all_reduce() -> None:
+    good = Collective("all_reduce", "gloo", 4, 16 << 20, 0.1)
+    assert good.bus == pytest.approx(1.5 * (16 << 20) / 0.1)
+    (finding,) = pairs.judge_collectives([good])
+    assert (finding.level, finding.fact) == ("green", "gloo, 4 ranks: 16 MiB in 100 ms, 252 MB/s a link")
+    (finding,) = pairs.judge_collectives([good, replace(good, right=False)])
+    assert (finding.level, "wrong sum" in finding.fact) == ("red", True)
+
+
+FOUND = Result(
+    nodes=("a", "b", "c"),
+    machines=(
+        Finding("disk", "green", "fine", node="a"),
+        Finding("disk", "green", "fine", node="b"),
+        Finding("disk", "red", "full [bold]of[/bold] [/] it", "logs", "rm [x]", node="c"),
+        Finding("names", "green", "one", node="a"),
+        Finding("names", "green", "two", node="b"),
+    ),
+    between=(Finding("clock", "yellow", "off", "x", "y", node="b"),),
+    pairs=tuple(mesh("abc", bc=0.5)),
+    collectives=(Collective("all_reduce", "gloo", 3, 4, 1e-3),),
+)
+
+
+def test_result_survives_the_file_and_the_screen() -> None:
+    assert result.decode(result.encode(FOUND)) == FOUND
+    line = b"[rank0]: " + result.MARK.encode() + result.encode(FOUND)
+    assert result.find(b"before\n" + line + b"\nafter") == FOUND
+    assert result.find(b"nothing\n" + result.MARK.encode() + b"{broken") is None
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show(FOUND)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "red     disk on c: full [bold]of[/bold] [/] it",
+        "          cause: logs",
+        "          fix:   rm [x]",
+        "yellow  clock on b: off",
+        "          cause: x",
+    ]
+    assert [" ".join(line.split()) for line in lines[6:8]] == ["green disk fine", "green names a: one; b: two"]
+    assert "b 100 µs, 1 GB/s · 100 µs, 500 MB/s" in [" ".join(line.split()) for line in lines]
+    assert lines[-1] == "1 red, 1 yellow, 4 green"
+
+
+def test_report_as_json() -> None:
+    told = report.as_json(FOUND)
+    assert told["level"] == "red"
+    assert [finding["level"] for finding in told["findings"]] == ["red", "yellow"] + ["green"] * 4
+    assert told["pairs"][0]["one"] == "a"
+    assert told["collectives"][0]["bus"] > 0
+
+
+def test_many_nodes_show_their_slowest_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = "abcdefghij"
+    report.show(Result(tuple(nodes), pairs=tuple(mesh(nodes, ch=0.6))))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["slowest", "pairs", "latency", "there", "back"]
+    assert lines[2].startswith("c – h")
+    assert len(lines) == 14
