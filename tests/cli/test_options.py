@@ -406,7 +406,7 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("-g train.py", '-g is "train.py"', "-g 8 "),
         ("-g", "-g needs a value", "-g 8 "),
         ("--slots --cpu t.py", "--slots needs a value", "--slots 8 "),
-        ("-g 8,2 t.py", "-g 8,2 is for 2 nodes, but there is 1", "-n 2 -g 8,2 -i 0"),
+        ("-n 1 -g 8,2 t.py", "-g 8,2 is for 2 nodes, but there is 1", "-n 2 -g 8,2 -i 0"),
         ("-n 2 -g 8,2,1 t.py", "for 3 nodes, but there are 2", "-n 3"),
         (
             "-g 4 --nproc-per-node 2 t.py",
@@ -471,7 +471,6 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("--num-gpu=2 t.py", "did you mean -g?", "-g"),
         ("--lr 0.1 t.py", "--lr is not an option of phalanx run", "--help"),
         ("-x t.py", "-x is not an option of phalanx run", "--help"),
-        ("--master a t.py", "--master-addr, --master-port", "--master-addr"),
         (
             "--dup=a t.py",
             "--duplicate-stdout-filters, --duplicate-stderr-filters",

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from phalanx.cli.gathering import Surroundings, look_around
 from phalanx.cli.options import HelpRequested, parse_explain
+from phalanx.cli.outlook import Outlook, outlook
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.affinity import spell
 from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract import topology
+from phalanx.contract.variables import INTERFACES
+from phalanx.launch import runfolder
 from phalanx.launch.plan import Plan
 
 
@@ -23,8 +30,10 @@ def main(argv: list[str]) -> int:
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    plan = make_plan(options, environ)
-    facts = describe(plan, environ)
+    around = look_around(options, environ, runfolder.home(environ)) if options.hosts is None else Surroundings()
+    plan = make_plan(options, environ, around)
+    seen = outlook(options, around, len(plan.seats), os.uname().nodename)
+    facts = describe(plan, environ, seen, cpu=options.cpu)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
@@ -32,16 +41,28 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def describe(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
+def describe(
+    plan: Plan, environ: Mapping[str, str], seen: Outlook | None = None, *, cpu: bool = False
+) -> dict[str, Any]:
     """The plan as plain values: what the table shows is what the JSON holds."""
-    environments = {seat.rank: _changed(plan, seat, environ) for seat in plan.seats}
-    shared = _shared(list(environments.values()))
+    placement = plan.placement if seen is None else seen.placement
+    seats = placement.seats if placement is not None else ()
+    if placement is not None and seen is not None:
+        nodes = [[seat.rank for seat in placement.on(node)] for node in range(len(seen.nodes))]
+        plan = replace(plan, placement=placement, nodes=len(nodes), topology=topology.encode(nodes))
+    environments = {seat.rank: _changed(plan, seat, environ, several=seen is not None) for seat in seats}
+    shared = _shared(list(environments.values())) if environments else {}
     return {
         "run": plan.run_id,
         "command": plan.command.line(0),
         "way": "fresh: an interpreter a rank" if plan.start.fresh else "fork: torch is imported once",
-        "world_size": plan.placement.world_size,
-        "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}",
+        "world_size": placement.world_size if placement is not None else None,
+        "nodes": None if seen is None else _nodes(seen),
+        "source": None if seen is None else seen.source,
+        "meeting": _meeting(plan),
+        "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
+        if seen is None
+        else "a free port of node 0, on the address that the others reach it by",
         "restarts": plan.max_restarts,
         "environment": shared,
         "ranks": [
@@ -49,25 +70,71 @@ def describe(plan: Plan, environ: Mapping[str, str]) -> dict[str, Any]:
                 "rank": seat.rank,
                 "node": seat.node,
                 "local_rank": seat.local_rank,
-                "device": None if seat.slot.device is None else str(seat.slot.device),
+                "device": _device(seat, several=seen is not None, cpu=cpu),
                 "device_name": None if seat.slot.device is None else seat.slot.device.name,
                 "cores": spell(seat.slot.cores) if seat.slot.cores else "all",
                 "environment": {k: v for k, v in environments[seat.rank].items() if k not in shared},
             }
-            for seat in plan.seats
+            for seat in seats
         ],
-        "torchrun": shlex.join(equivalent(plan)),
+        "torchrun": shlex.join(equivalent(plan)) if seen is None else None,
         "notes": list(plan.notes),
     }
 
 
-def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str]) -> dict[str, str]:
+def _device(seat: Seat, *, several: bool, cpu: bool) -> str | None:
+    """Which devices another node has, it says itself when it joins."""
+    if seat.slot.device is not None:
+        return str(seat.slot.device)
+    return "(its own)" if several and not cpu else None
+
+
+def _nodes(seen: Outlook) -> list[dict[str, Any]]:
+    """With the ranks of each, as far as all before it are known."""
+    found: list[dict[str, Any]] = []
+    first: int | None = 0
+    for node, expected in enumerate(seen.nodes):
+        last = first + expected.workers - 1 if first is not None and expected.workers else None
+        found.append(
+            {
+                "node": node,
+                "host": expected.host or None,
+                "workers": expected.workers,
+                "ranks": None if last is None or first is None else f"{first}-{last}" if last > first else str(first),
+            }
+        )
+        first = None if last is None else last + 1
+    return found
+
+
+def _meeting(plan: Plan) -> dict[str, Any] | None:
+    gathering = plan.gathering
+    if gathering is None:
+        return None
+    return {
+        "leads": gathering.leads,
+        "node": gathering.member,
+        "host": gathering.host,
+        "port": gathering.port or None,
+        "token": str(gathering.token),
+    }
+
+
+def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
     """What a worker has and this shell has not; the run folder and port are known only once the run starts."""
-    whole = plan.environment(
-        seat, attempt=0, folder="RUN", rank_folder=f"RUN/attempt_0/{seat.rank}", port=plan.master_port
+    whole = replace(plan, node=seat.node).environment(
+        seat,
+        attempt=0,
+        run="RUN",
+        folder="RUN",
+        rank_folder=f"RUN/attempt_0/{seat.rank}",
+        port=plan.master_port,
     )
-    if not plan.master_port:
+    if not plan.master_port or several:
         whole["MASTER_PORT"] = "(free)"
+    if several:
+        whole["MASTER_ADDR"] = "(of node 0)"
+        whole |= {name: "(towards the others)" for name in INTERFACES if name not in environ}
     return {name: value for name, value in whole.items() if environ.get(name) != value}
 
 
@@ -112,17 +179,29 @@ def _show(facts: Mapping[str, Any]) -> None:
     line("command", shlex.join(facts["command"]))
     line("start", facts["way"])
     line("store", facts["store"])
-    line("torchrun", facts["torchrun"])
+    if facts["torchrun"] is not None:
+        line("torchrun", facts["torchrun"])
+    if facts["nodes"] is not None:
+        line("nodes", f"{len(facts['nodes'])}, by {facts['source']}")
+        for node in facts["nodes"]:
+            ranks = f"ranks {node['ranks']}" if node["ranks"] else "ranks: known when all have joined"
+            line("", f"{node['node']}  {node['host'] or '?'}: {node['workers'] or '?'} workers, {ranks}")
+    if facts["meeting"] is not None:
+        meeting = facts["meeting"]
+        where = f"{meeting['host'] or 'node 0'}:{meeting['port'] or 'a free port'}"
+        line("meeting", f"{where}, token: {meeting['token']}")
     for note in facts["notes"]:
         line("note", note)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "node", "local", "device", "cores", "environment of its own"):
         table.add_column(title, overflow="fold")
     for rank in facts["ranks"]:
-        device = "cpu" if rank["device"] is None else f"{rank['device']} {rank['device_name']}"
+        device = "cpu" if rank["device"] is None else f"{rank['device']} {rank['device_name'] or ''}"
         own = " ".join(f"{k}={v}" for k, v in rank["environment"].items())
         cells = (rank["rank"], rank["node"], rank["local_rank"], device, rank["cores"], own)
         table.add_row(*(Text(str(cell)) for cell in cells))
+    if not facts["ranks"]:
+        return
     console.print()
     console.print(table)
     console.print()

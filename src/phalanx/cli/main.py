@@ -11,7 +11,8 @@ from phalanx.errors import PhalanxError, UsageError
 
 # verb -> what it does; the module of the same name has `main(argv) -> exit code`.
 VERBS = {
-    "run": "start a script on every device of this machine, or on as many ranks as asked",
+    "run": "start a script on every device of this machine, or of several",
+    "doctor": "check this machine, or several and the network between them",
     "explain": "show what `run` would do: ranks, devices, cores, environment",
     "ps": "list runs",
     "stop": "end a run",
@@ -19,6 +20,8 @@ VERBS = {
     "bench": "measure phalanx beside its peers",
     "demo": "see it work, in a few seconds",
 }
+
+HIDDEN = ("node",)  # started by `run --hosts`, never by people
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +49,7 @@ def _dispatch(args: list[str]) -> int:
         sys.stdout.write(f"phalanx {__version__}\n")
         return 0
     verb, rest = args[0], args[1:]
-    if verb not in VERBS:
+    if verb not in VERBS and verb not in HIDDEN:
         raise _unknown(verb, rest)
     try:
         os.getcwd()
@@ -77,7 +80,8 @@ def _help() -> str:
     return (
         "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"
         "  phalanx run train.py --lr 0.1     every GPU of this machine, or one CPU rank\n"
-        "  phalanx run -g 4 train.py         4 ranks\n\n"
+        "  phalanx run -g 4 train.py         4 ranks\n"
+        "  phalanx run --hosts a:8,b:2 …     two machines, over ssh; in Slurm or MPI: srun phalanx run …\n\n"
         f"{verbs}\n"
         "`phalanx VERB --help` tells more. Any script that runs under torchrun runs under `phalanx run`.\n"
     )

@@ -7,36 +7,34 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from string import Template
 
+from phalanx.cli.gathering import Surroundings
 from phalanx.cli.options import RunOptions
+from phalanx.cli.options.values import Streams
 from phalanx.cluster import nvidia, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
-from phalanx.cluster.placement import Placement, place
+from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
-from phalanx.contract.variables import THREADS
-from phalanx.errors import DeviceError, OptionError, ScriptError
+from phalanx.contract.variables import THREADS, TOKEN
+from phalanx.errors import DeviceError, ScriptError
 from phalanx.launch.command import Command
-from phalanx.launch.filters import Std, duplicated, shown
+from phalanx.launch.filters import Choice, Std
 from phalanx.launch.plan import Ending, Plan, Showing, Start
 from phalanx.launch.runfolder import make_run_id
 
 
-def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
+def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundings | None = None) -> Plan:
     """Everything that is decided before the first process starts. Raises where it cannot be done."""
-    if options.max_nodes > 1:
-        raise OptionError(
-            f"{options.max_nodes} nodes were asked for, and this version of phalanx starts one",
-            fix="phalanx run -n 1 …",
-        )
+    around = around or Surroundings()
+    gathering = around.gathering
     command = Command(
         options.kind, options.script, options.args, options.python or sys.executable, options.local_rank_option
     )
     command.check()
-    here = _slots(options, environ)
-    cluster = Cluster((Node(0, os.uname().nodename, here),))
-    placement = place(cluster)
-    inherited = _inherited(options, environ, here)
+    here = _slots(options, environ, around.node)
+    placement = place(Cluster((Node(0, os.uname().nodename, here),)))
+    tasks = gathering.task.local_size if gathering is not None and gathering.task is not None else 1
+    inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     slices = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
     if slices and not options.virtual_local_rank:
@@ -63,7 +61,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
         max_restarts=options.max_restarts,
         stdin_rank=options.stdin,
         log_dir=log_dir,
-        showing=_showing(options, placement),
+        showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),
         ending=_ending(options),
         start=Start(
             fresh=options.fresh or options.kind == "program" or wrapped,
@@ -72,6 +70,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str]) -> Plan:
             keep_warm=options.keep_warm or 0.0,
         ),
         notes=tuple(notes),
+        topology=str(placement.world_size),
+        gathering=gathering,
     )
 
 
@@ -86,9 +86,11 @@ def _is_wrapper(python: str) -> bool:
         ) from error
 
 
-def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
+def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[Slot, ...]:
     inventory = nvidia.survey({**environ, **options.env})
     asked, cpu = options.workers, options.cpu
+    if asked is None and options.slots is not None and node < len(options.slots):
+        asked = options.slots[node]
     match asked:
         case "cpu":
             asked, cpu = cores(), True
@@ -116,9 +118,12 @@ def _slots(options: RunOptions, environ: Mapping[str, str]) -> tuple[Slot, ...]:
     return affinity.bind(chosen, options.numa_binding, affinity.read())
 
 
-def _inherited(options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...]) -> dict[str, str]:
+def _inherited(
+    options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...], *, crowded: bool
+) -> dict[str, str]:
     inherited = {**environ, **options.env}
-    if len(here) > 1:
+    inherited.pop(TOKEN, None)  # no worker has a use for it, and many print their environment
+    if crowded:
         # As torchrun: workers that each use every core get in each other's way.
         inherited.setdefault(THREADS, "1")
     if options.devices is not None:
@@ -133,37 +138,21 @@ def _ending(options: RunOptions) -> Ending:
     return replace(ending, grace=options.shutdown_timeout, failure_grace=options.shutdown_timeout)
 
 
-def _showing(options: RunOptions, placement: Placement) -> Showing:
-    locals_ = {seat.local_rank for seat in placement.seats}
-    redirects = {local: Std(options.redirects.of(local)) for local in locals_}
-    tee = {local: Std(options.tee.of(local)) for local in locals_}
-    template = options.log_line_prefix_template
+def _showing(options: RunOptions, *, quiet: bool) -> Showing:
     return Showing(
-        shown={
-            seat.rank: shown(
-                seat.local_rank,
-                seat.rank,
-                redirects=redirects,
-                tee=tee,
-                local_ranks=options.local_ranks,
-                ranks=options.ranks,
-            )
-            for seat in placement.seats
-        },
-        prefixes={}
-        if template is None
-        else {
-            seat.rank: Template(template).safe_substitute(
-                role_name=options.role, rank=seat.rank, local_rank=seat.local_rank, hostname=os.uname().nodename
-            )
-            for seat in placement.seats
-        },
+        redirects=_choice(options.redirects),
+        tee=_choice(options.tee),
+        ranks=options.ranks,
+        local_ranks=options.local_ranks,
+        template=options.log_line_prefix_template,
+        role=options.role,
         stdout_needles=options.duplicate_stdout_filters,
         stderr_needles=options.duplicate_stderr_filters,
-        duplicated={
-            seat.rank: duplicated(seat.local_rank, tee=tee, local_ranks=options.local_ranks) for seat in placement.seats
-        },
         colour={"auto": None, "always": True, "never": False}[options.color],
-        quiet=options.quiet,
+        quiet=options.quiet or quiet,
         events=options.event_log_handler == "console",
     )
+
+
+def _choice(streams: Streams) -> Choice:
+    return Choice(Std(streams.every), {local: Std(which) for local, which in streams.by_local_rank.items()})

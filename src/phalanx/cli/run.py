@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from phalanx.cli.options import HelpRequested, parse_run
+from phalanx.cli.gathering import Surroundings, look_around
+from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import lessons, port, runfolder, warmth, zygotes
+from phalanx.launch.gathering import Gathering
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder, RunRecord
 from phalanx.launch.zygote import kernel
 from phalanx.launch.zygotes import Zygote
+
+if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
+    from phalanx.launch.company import Company
+    from phalanx.launch.console import Console
+    from phalanx.launch.supervisor import Outside
 
 _TORCH = ("torch", "torch.distributed")
 
@@ -29,20 +39,68 @@ def main(argv: list[str]) -> int:
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    plan = make_plan(options, environ)
+    if options.hosts is not None:
+        from phalanx.cli import hosts
+
+        return hosts.start(options, options.hosts, environ)
+    around = look_around(options, environ, runfolder.home(environ))
+    if around.allocation is not None:
+        from phalanx.launch.srun import hand_over
+
+        hand_over(
+            around.allocation, argv, environ, workers_told=options.workers is not None or options.slots is not None
+        )
+    return begin(options, environ, around)
+
+
+def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings, outside: Outside | None = None) -> int:
+    """Whoever told where the others are: the command line, ssh or a scheduler."""
+    gathering = around.gathering
+    if gathering is None:
+        plan = make_plan(options, environ, around)
+        return _run(plan, environ, [port.listen(plan.master_addr, plan.master_port)], outside)
+    try:
+        plan = make_plan(options, environ, around)
+    except UsageError as error:
+        _excuse(gathering, str(error))
+        raise
+    from phalanx.launch.hosting import open_door
+
+    leads, sockets = open_door(gathering)
+    return _run(replace(plan, gathering=replace(gathering, leads=leads)), environ, sockets, outside)
+
+
+def _excuse(gathering: Gathering, why: str) -> None:
+    """Whoever waits at node 0 hears why this node does not come."""
+    if gathering.leads is not False:
+        return
+    import asyncio
+
+    from phalanx.launch.following import excuse
+
+    asyncio.run(excuse(gathering, why))
+
+
+def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], outside: Outside | None) -> int:
     base = runfolder.home(environ)
-    listener = port.listen(plan.master_addr, plan.master_port)
-    with listener:
+    with contextlib.ExitStack() as open_:
+        for sock in sockets:
+            open_.enter_context(sock)
+        if outside is not None:
+            outside.opened(sockets)
         folder = _folder(plan, base)
         try:
-            return _supervise(plan, folder, _start(plan, base, folder), listener)
+            return _supervise(plan, folder, _start(plan, base, folder), sockets, outside)
         finally:
             folder.close()
 
 
 def _folder(plan: Plan, base: str) -> RunFolder:
     try:
-        return runfolder.create(plan.run_id, base=base, log_dir=plan.log_dir)
+        # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
+        follows = plan.gathering is not None and not plan.gathering.leads
+        name = runfolder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
+        return runfolder.create(name, base=base, log_dir=plan.log_dir)
     except OSError as error:
         where = plan.log_dir or base
         raise LaunchError(
@@ -97,12 +155,11 @@ def _warm(plan: Plan, base: str) -> tuple[Zygote | None, list[str]]:
     return None, [*words, f"nothing could be kept warm ({found}); see {place.log}"]
 
 
-def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket.socket) -> int:
-    import asyncio
-
+def _supervise(
+    plan: Plan, folder: RunFolder, started: Started, sockets: list[socket.socket], outside: Outside | None
+) -> int:
     from phalanx.contract import events
     from phalanx.launch.console import Console
-    from phalanx.launch.supervisor import Supervisor
 
     now = time.time()
     command = plan.command.line(0)
@@ -117,6 +174,7 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
             folder=folder.path,
             world_size=plan.placement.world_size,
             started=now,
+            host=os.uname().nodename,
         )
     )
     folder.event(
@@ -124,18 +182,19 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
             time=now, run=folder.name, command=tuple(command), world_size=plan.placement.world_size, pid=pid
         )
     )
-    console = Console(plan.placement.world_size, prefixes=plan.showing.prefixes, colour=plan.showing.colour)
+    # Among several nodes no rank is alone, however many this one has.
+    world = plan.placement.world_size if plan.gathering is None else 2
+    console = Console(world, prefixes=_prefixes(plan), colour=plan.showing.colour)
     if plan.showing.events:
         folder.echo = console.say
     code = 1
     try:
         if not plan.showing.quiet:
-            for line in (_announcement(plan, folder), *plan.notes, *started.words):
+            for line in (*_announcement(plan, folder, sockets), *plan.notes, *started.words, *_findings(plan, folder)):
                 console.say(line)
-        supervisor = Supervisor(
-            plan, folder=folder, console=console, zygote=started.zygote, lesson=started.lesson, listener=listener
-        )
-        code = asyncio.run(supervisor.run())
+        import asyncio
+
+        code = asyncio.run(_supervised(plan, folder, console, started, sockets, outside=outside))
         return code
     finally:
         folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - now, 3)))
@@ -143,6 +202,72 @@ def _supervise(plan: Plan, folder: RunFolder, started: Started, listener: socket
         console.close()
 
 
-def _announcement(plan: Plan, folder: RunFolder) -> str:
-    ranks = plan.placement.world_size
-    return f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"
+def _findings(plan: Plan, folder: RunFolder) -> list[str]:
+    """What the doctor would say about this machine, as far as that costs nothing: mostly nothing at all."""
+    from phalanx.doctor.preflight import preflight
+
+    nodes = plan.gathering.expected if plan.gathering is not None else 1
+    found = preflight(plan.environ, folder.path, nodes=nodes, ranks=len(plan.seats))
+    return [
+        "\n  ".join(filter(None, (finding.fact, finding.cause, finding.fix and f"fix: {finding.fix}")))
+        for finding in found
+    ]
+
+
+async def _supervised(
+    plan: Plan,
+    folder: RunFolder,
+    console: Console,
+    started: Started,
+    sockets: list[socket.socket],
+    *,
+    outside: Outside | None,
+) -> int:
+    from phalanx.launch.supervisor import Supervisor
+
+    company = _company(plan, folder, console, sockets)
+    supervisor = Supervisor(
+        plan,
+        folder=folder,
+        console=console,
+        zygote=started.zygote,
+        lesson=started.lesson,
+        company=company,
+        outside=outside,
+    )
+    return await supervisor.run()
+
+
+def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Company:
+    if plan.gathering is None:
+        from phalanx.launch.company import Alone
+
+        return Alone(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
+    if plan.gathering.leads:
+        from phalanx.launch.leading import Leading
+
+        return Leading(plan, plan.gathering, folder, console, sockets)
+    from phalanx.launch.following import Following
+
+    return Following(plan, plan.gathering, folder, console)
+
+
+def _prefixes(plan: Plan) -> dict[int, str]:
+    prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in plan.seats}
+    return {rank: text for rank, text in prefixes.items() if text is not None}
+
+
+def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
+    gathering = plan.gathering
+    if gathering is None:
+        ranks = plan.placement.world_size
+        return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
+    if not gathering.leads:
+        return []
+    from phalanx.control.member import Endpoint
+
+    where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
+    lines = [f"{folder.name}: {gathering.expected} {gathering.noun}s, meeting at {where}, output in {folder.path}"]
+    if not gathering.token.key:
+        lines.append("--open: there is no token, so whoever reaches the port gets in")
+    return lines

@@ -18,6 +18,7 @@ from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
+from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.zygote import wire
 from phalanx.launch.zygotes import Zygote
@@ -42,20 +43,18 @@ class Stage:
     plan: Plan
     folder: RunFolder
     console: Console
-    listener: socket.socket  # the store's, bound once: an attempt's store is new, its address is not
+    listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
-
-    @property
-    def port(self) -> int:
-        port: int = self.listener.getsockname()[1]
-        return port
+    failing: Callable[[int, str], None]  # a worker has failed here: others want to know
+    relay: Relay | None = None  # who else reads what workers write
+    echo: bool = True  # it is shown here
 
 
 class Attempt:
     def __init__(self, number: int, stage: Stage, zygote: Zygote, lesson: Lesson | None) -> None:
         self.number = number
         self.workers: dict[str, Worker] = {}
-        self.output = Output(asyncio.get_running_loop(), stage.console)
+        self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
         self._stage = stage
         self._zygote = zygote
@@ -86,8 +85,11 @@ class Attempt:
             folder,
             stdout=showing.stdout_needles,
             stderr=showing.stderr_needles,
-            teed=showing.duplicated,
-            headers=showing.prefixes or {seat.rank: f"[{plan.role}{seat.local_rank}]:" for seat in plan.seats},
+            teed={seat.rank: showing.duplicated(seat) for seat in plan.seats},
+            headers={
+                seat.rank: showing.prefix(seat, os.uname().nodename) or f"[{plan.role}{seat.local_rank}]:"
+                for seat in plan.seats
+            },
         )
 
     # -- birth
@@ -95,22 +97,28 @@ class Attempt:
     def prepare_store(self) -> None:
         """Where torch is imported already a store costs a fork, so it is there before anybody asks. Elsewhere it
         costs an import, so it is started by the first connection: many programs never make one."""
+        listener = self._stage.listener
+        if listener is None:  # another node hosts it
+            return
         if self._zygote.forks:
             self._start_store()
         else:
-            asyncio.get_running_loop().add_reader(self._stage.listener.fileno(), self._start_store)
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._start_store)
 
     def _start_store(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
+        listener = self._stage.listener
+        if listener is None:
+            return
+        asyncio.get_running_loop().remove_reader(listener.fileno())
         if self._store_started or self.over.is_set():
             return
         self._store_started = True
         plan, path = self._stage.plan, self._stage.folder.path
-        order = zygotes.store_order(self._zygote, plan, self._stage.port)
+        order = zygotes.store_order(self._zygote, plan, plan.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = os.open(f"{path}/store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            self._zygote.order(order, [nowhere, log, log, self._stage.listener.fileno()])
+            self._zygote.order(order, [nowhere, log, log, listener.fileno()])
         os.close(nowhere)
         os.close(log)
 
@@ -118,12 +126,17 @@ class Attempt:
         plan, run_folder = self._stage.plan, self._stage.folder
         folder = run_folder.rank_folder(self.number, seat.rank)
         environ = plan.environment(
-            seat, attempt=self.number, folder=run_folder.path, rank_folder=folder, port=self._stage.port
+            seat,
+            attempt=self.number,
+            run=run_folder.name,
+            folder=run_folder.path,
+            rank_folder=folder,
+            port=plan.master_port,
         )
         order = zygotes.worker_order(self._zygote, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:
             order["lesson"] = self._lesson.path
-        out, err = self.output.open(seat.rank, folder, show=plan.showing.shown[seat.rank], terminal=seat.rank == 0)
+        out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
         self.workers[order["name"]] = Worker(seat, folder)
         try:
@@ -175,10 +188,14 @@ class Attempt:
                 attempt=self.number,
             )
         )
+        failed = code != 0 and not worker.stopped
+        reason = f"rank {worker.seat.rank} failed"
+        if failed:
+            self._stage.failing(worker.seat.rank, reason)
         if not self.living:
             self.over.set()
-        elif code != 0 and not worker.stopped:
-            self.stop(signal.SIGTERM, f"rank {worker.seat.rank} failed", self._stage.plan.ending.failure_grace)
+        elif failed:
+            self.stop(signal.SIGTERM, reason, self._stage.plan.ending.failure_grace)
 
     def refused(self, name: str, why: str) -> None:
         """A process that the kernel would not make."""
@@ -205,16 +222,18 @@ class Attempt:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
         self.over.set()
 
-    def tell(self, name: str, number: signal.Signals) -> None:
+    def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
+        """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
-            self._zygote.order({"do": "signal", "name": name, "signal": int(number)})
+            self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
-    def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
-        """Tell the living to stop; those that do not, are stopped."""
+    def stop(self, number: signal.Signals, reason: str, grace: float, *, told: bool = False) -> None:
+        """Tell the living to stop, unless they were told; those that do not, are stopped."""
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.stopped = True
-            self.tell(name, number)
+            if not told:
+                self.tell(name, number)
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
@@ -234,21 +253,23 @@ class Attempt:
             self.tell(name, signal.SIGKILL)
 
     def concluded(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
+        if self._stage.listener is not None:
+            asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
         if self._escalation is not None:
             self._escalation.cancel()
 
     # -- afterwards
 
-    def first_cause(self, kills: str) -> tuple[cause.Death, str] | None:
-        """The death that made it fail, and what to tell about it. `kills`: what the kernel says about memory."""
-        death = cause.first_cause([self._death(worker, kills) for worker in self.failed])
+    def autopsy(self, kills: str) -> tuple[list[cause.Death], str]:
+        """All who failed, and what to tell about the first. `kills`: what the kernel says about memory."""
+        deaths = [self._death(worker, kills) for worker in self.failed]
+        death = cause.first_cause(deaths)
         if death is None:
-            return None
+            return deaths, ""
         also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
-        return death, cause.block(death, tail=tail, folder=worker.folder, also=also)
+        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also)
 
     def _death(self, worker: Worker, kills: str) -> cause.Death:
         error = ""

@@ -37,6 +37,7 @@ class Death:
     error: str = ""  # content of its error.json
     stderr: Sequence[str] = ()
     memory: str = ""  # what the kernel says about memory
+    skew: float = 0.0  # of its node's clock, which the error file goes by
 
     @property
     def exit_code(self) -> int:
@@ -106,13 +107,18 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
 
     def order(candidate: tuple[Report, Death]) -> tuple[bool, float]:
         report, death = candidate
-        return (bool(_PEER_LOST.search(report.exception)), report.when or death.time)
+        return (bool(_PEER_LOST.search(report.exception)), report.when - death.skew if report.when else death.time)
 
     if not candidates:
         return None
     report, death = min(candidates, key=order)
     # Stopped on its way out: what it would have ended with is what an exception ends with.
     return replace(death, code=1) if report.exception and _obeyed(death) else death
+
+
+def follows(death: Death) -> bool:
+    """Whether it is what a healthy rank dies of when another one has gone."""
+    return bool(_PEER_LOST.search(report_of(death).exception))
 
 
 def _obeyed(death: Death) -> bool:

@@ -70,6 +70,19 @@ class Console:
         self._abandoned = False
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._status: str | None = None
+
+    def settle(self, world: int, prefixes: Mapping[int, str]) -> None:
+        """Before the first `attach`: how many ranks there are in the end, and what stands before their lines."""
+        self._prefixes = prefixes
+        self._digits = len(str(world - 1))
+
+    def waiting(self, text: str | None) -> None:
+        """A line at the bottom of a terminal that says what we wait for, until there is another one, or none."""
+        with self.lock:
+            if self._err.terminal and not self._closed and text != self._status:
+                self._status = text
+                self.ready("")
 
     def terminal(self, stream: Std) -> bool:
         """Whether this stream of ours is a terminal."""
@@ -141,7 +154,7 @@ class Console:
             for sink in dict.fromkeys((self._out, self._err)):
                 sink.leave()
             for item in self._queue:
-                if isinstance(item, str):  # our own last words are shown even if the rest is not
+                if isinstance(item, str) and item:  # our own last words are shown even if the rest is not
                     self._speak(item)
             self._queue.clear()
             self._err.flush([], 0.0)
@@ -180,7 +193,8 @@ class Console:
                 last = self._closing and not batch
             for item in batch:
                 if isinstance(item, str):
-                    self._speak(item)
+                    if item:
+                        self._speak(item)
                 else:
                     self._show(item)
                     if item.sink.waiting > BATCH:
@@ -319,6 +333,8 @@ class Console:
 
     def _area(self, sink: Sink, now: float) -> list[bytes]:
         rows: list[bytes] = []
+        if self._status and sink is self._err:
+            rows.append(f"phalanx: {self._status}"[: max((sink.size()[1] or 80) - 1, 20)].encode(errors="replace"))
         for feed in self._live:
             if feed.sink is not sink or feed.lines is None:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 LONGEST_LINE = 1 << 20
 
@@ -15,6 +16,17 @@ class Std(enum.IntFlag):
     OUT = 1
     ERR = 2
     ALL = OUT | ERR
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Streams of every rank, or by local rank."""
+
+    every: Std = Std.NONE
+    by_local_rank: Mapping[int, Std] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> dict[int, Std]:
+        return {local_rank: self.by_local_rank.get(local_rank, self.every)}
 
 
 def shown(

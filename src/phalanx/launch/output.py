@@ -9,12 +9,13 @@ import fcntl
 import os
 import termios
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.launch.console import Console
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Duplicate, Std
+from phalanx.launch.relay import Relay, Thread
 from phalanx.launch.rows import Lines, plain
 
 PIPE_SIZE = 1 << 20
@@ -36,7 +37,7 @@ class Stream:
     log: int | None  # None: it could not even be opened
     size: int  # of the log
     ended: asyncio.Future[None]
-    feed: Feed | None = None
+    followers: list[Feed | Thread] = field(default_factory=list)  # they read the log as it grows
     duplicate: Duplicate | None = None
     unkept: bytes = b""  # the end of what the log could not take
 
@@ -47,9 +48,13 @@ class Output:
     The pump is a callback of the event loop: one large read, one write. It never waits for the console.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, console: Console) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, console: Console, *, relay: Relay | None = None, echo: bool = True
+    ) -> None:
         self._loop = loop
         self._console = console
+        self._relay = relay
+        self._echo = echo  # what is to be shown is shown here
         self._streams: dict[tuple[int, Std], Stream] = {}
         self._buffer = memoryview(bytearray(PIPE_SIZE))
         self._lost = 0
@@ -88,7 +93,7 @@ class Output:
         if (rank, std) in self._streams:  # its worker is replaced; something else may still hold its end
             self._forget(self._streams[rank, std])
         shown = bool(show & std)
-        live = terminal and shown and self._console.terminal(std)
+        live = terminal and shown and self._echo and self._console.terminal(std)
         path = f"{folder}/{dict(NAMES)[std]}.log"
         log: int | None = None
         try:
@@ -107,8 +112,10 @@ class Output:
             with contextlib.suppress(OSError):  # the user's share of pipe memory may be used up
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stream = Stream(rank, std, path, source, target, live, log, size, self._loop.create_future())
-        if shown:
-            stream.feed = self._console.attach(rank, std, log, size, live=live)
+        if shown and self._echo:
+            stream.followers.append(self._console.attach(rank, std, log, size, live=live))
+        if shown and self._relay is not None:
+            stream.followers.append(self._relay.follow(rank, std, log, size))
         if std in self._needles and (self._teed is None or self._teed.get(rank, Std.NONE) & std):
             stream.duplicate = Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
         self._streams[rank, std] = stream
@@ -198,8 +205,9 @@ class Output:
         except OSError as error:
             self._say_unkept(stream.path, error)
         stream.size += written
-        if stream.feed is not None and written:
-            stream.feed.grew(stream.size)
+        if written:
+            for follower in stream.followers:
+                follower.grew(stream.size)
         if written < len(data):
             self._unkept(stream, bytes(data[written:]))
         elif stream.unkept:
@@ -210,8 +218,8 @@ class Output:
     def _unkept(self, stream: Stream, data: bytes) -> None:
         self._lost += len(data)
         stream.unkept = (stream.unkept + data)[-TAIL_SIZE:]  # the reason of a failure is in the last lines
-        if stream.feed is not None:
-            stream.feed.unkept(data)
+        for follower in stream.followers:
+            follower.unkept(data)
 
     def _say_unkept(self, path: str, error: OSError) -> None:
         if not self._lost_path:
@@ -245,8 +253,8 @@ class Output:
             stream.log = None
         if stream.duplicate is not None:
             self._match(stream.std, stream.duplicate.end())
-        if stream.feed is not None:
-            stream.feed.end()
+        for follower in stream.followers:
+            follower.end()
         stream.ended.set_result(None)
 
 

@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from string import Template
 
 from phalanx.cluster.placement import Placement, Seat
-from phalanx.contract.variables import Membership, worker_environment
+from phalanx.contract.variables import INTERFACES, Membership, worker_environment
+from phalanx.launch import filters
 from phalanx.launch.command import Command
-from phalanx.launch.filters import Std
+from phalanx.launch.filters import Choice, Std
+from phalanx.launch.gathering import Gathering
 
 
 @dataclass(frozen=True)
 class Showing:
     """What of the workers' output is shown, and how."""
 
-    shown: Mapping[int, Std]  # by rank
-    prefixes: Mapping[int, str] = field(default_factory=dict)  # torchrun's template, filled; empty: ours
+    redirects: Choice = field(default_factory=Choice)
+    tee: Choice = field(default_factory=Choice)
+    ranks: frozenset[int] | None = None
+    local_ranks: frozenset[int] | None = None
+    template: str | None = None  # torchrun's, for what stands before a line; None: ours
+    role: str = "default"
     stdout_needles: tuple[str, ...] = ()
     stderr_needles: tuple[str, ...] = ()
-    duplicated: Mapping[int, Std] = field(default_factory=dict)
     colour: bool | None = None
     quiet: bool = False
     events: bool = False  # torchrun's --event-log-handler console
+
+    def shown(self, seat: Seat) -> Std:
+        local = seat.local_rank
+        return filters.shown(
+            local,
+            seat.rank,
+            redirects=self.redirects.of(local),
+            tee=self.tee.of(local),
+            local_ranks=self.local_ranks,
+            ranks=self.ranks,
+        )
+
+    def duplicated(self, seat: Seat) -> Std:
+        return filters.duplicated(seat.local_rank, tee=self.tee.of(seat.local_rank), local_ranks=self.local_ranks)
+
+    def prefix(self, seat: Seat, host: str) -> str | None:
+        """What the user's template makes of it; None: ours."""
+        if self.template is None:
+            return None
+        return Template(self.template).safe_substitute(
+            role_name=self.role, rank=seat.rank, local_rank=seat.local_rank, hostname=host
+        )
 
 
 @dataclass(frozen=True)
@@ -65,12 +93,16 @@ class Plan:
     ending: Ending
     start: Start
     notes: tuple[str, ...] = ()
+    topology: str = ""
+    gathering: Gathering | None = None  # None: one node, and nobody to meet
 
     @property
     def seats(self) -> tuple[Seat, ...]:
         return self.placement.on(self.node)
 
-    def environment(self, seat: Seat, *, attempt: int, folder: str, rank_folder: str, port: int) -> dict[str, str]:
+    def environment(
+        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int
+    ) -> dict[str, str]:
         """Everything in one worker's environment."""
         member = Membership(
             rank=seat.rank,
@@ -81,6 +113,7 @@ class Plan:
             nodes=self.nodes,
             role=self.role,
             run_id=self.run_id,
+            run=run,
             run_folder=folder,
             master_addr=self.master_addr,
             master_port=port,
@@ -88,11 +121,40 @@ class Plan:
             max_restarts=self.max_restarts,
             error_file=f"{rank_folder}/error.json",
             signals=",".join(number.name for number in self.ending.signals),
+            topology=self.topology,
         )
         devices = {}
         if self.devices_isolated or self.virtual_local_rank:
             devices["CUDA_VISIBLE_DEVICES"] = self._only_device(seat)
         return {**self.environ, **worker_environment(member, self.environ), **devices}
+
+    def seated(
+        self,
+        seats: Sequence[Seat],
+        *,
+        world_size: int,
+        nodes: int,
+        topology: str,
+        master: tuple[str, int],
+        interface: str | None,
+    ) -> Plan:
+        """The same, once everybody has joined and it is known which ranks are this node's."""
+        own = {}
+        if interface is not None:
+            own = {name: form.format(interface) for name, form in INTERFACES.items() if name not in self.environ}
+        # One device for each of several tasks on this node: its number is 0 in every one of them.
+        alone = len(self.seats) == 1 and self.seats[0].slot.device is not None and seats[0].local_world_size > 1
+        return replace(
+            self,
+            placement=Placement(tuple(seats), world_size),
+            node=seats[0].node,
+            nodes=nodes,
+            topology=topology,
+            master_addr=master[0],
+            master_port=master[1],
+            environ={**self.environ, **own},
+            virtual_local_rank=self.virtual_local_rank or alone,
+        )
 
     def _only_device(self, seat: Seat) -> str:
         if seat.slot.device is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from phalanx.errors import PortError
 
@@ -20,6 +21,8 @@ def listen(address: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     # A server that died a moment ago leaves connections behind that would otherwise block the port for a minute.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, where[0] != "::")
     try:
         sock.bind(where)
         sock.listen(1024)
@@ -27,6 +30,22 @@ def listen(address: str, port: int) -> socket.socket:
         sock.close()
         raise _explain(error, address, port) from error
     return sock
+
+
+def listen_on(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """One socket for each address, all on the same port; port 0 takes one that is free on all of them."""
+    for _ in range(20 if port == 0 else 1):
+        socks = [listen(addresses[0], port)]
+        try:
+            socks += [listen(address, socks[0].getsockname()[1]) for address in addresses[1:]]
+        except PortError:
+            for sock in socks:
+                sock.close()
+            if port:
+                raise
+        else:
+            return socks
+    raise PortError(f"no port is free on all of {', '.join(addresses)}", fix="name one: --master-port PORT")
 
 
 def _explain(error: OSError, address: str, port: int) -> PortError:

@@ -4,6 +4,7 @@ RUN/run.json                          who, what, when, how it ended
 RUN/events.jsonl                      what happened, a typed event a line
 RUN/zygote.log                        what imports printed
 RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
+RUN/node_1/…                          the same of another node
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.launch.zygote import kernel
@@ -37,15 +38,24 @@ class RunRecord:
     started: float
     ended: float | None = None
     code: int | None = None
+    host: str = ""
+    node: int = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether it runs on this machine: its folder may lie on a disk that several share."""
+        return self.host in ("", os.uname().nodename)
 
     @property
     def alive(self) -> bool:
-        return self.ended is None and kernel.start_time(self.pid) == self.pid_started
+        return self.here and self.ended is None and kernel.start_time(self.pid) == self.pid_started
 
     @property
     def state(self) -> str:
         if self.alive:
             return "running"
+        if self.ended is None and not self.here:
+            return f"on {self.host}"
         if self.code is None:
             return "killed"  # the supervisor had no chance to write its end
         return "done" if self.code == 0 else f"failed ({self.code})"
@@ -64,6 +74,7 @@ class RunFolder:
         self.name = os.path.basename(path)  # the run's own name: an id that the user gave may be given twice
         self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._record: RunRecord | None = None
+        self.link: str | None = None  # in the list of runs, where the folder itself is not
         self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
 
     def record(self, record: RunRecord) -> None:
@@ -74,9 +85,27 @@ class RunFolder:
             json.dump(asdict(record), file, indent=1)
         os.replace(part, os.path.join(self.path, "run.json"))
 
+    def join(self, run: str, node: int) -> None:
+        """This node is one of several: its folder becomes part of theirs. Where they share a disk they share it."""
+        name = os.path.basename(run.replace(os.sep, "-").lstrip(".")) or "run"
+        whole = os.path.join(os.path.dirname(self.path), name)
+        os.makedirs(whole, mode=0o700, exist_ok=True)
+        path = os.path.join(whole, f"node_{node}")
+        if os.path.lexists(path):
+            path = f"{path}_{os.urandom(3).hex()}"
+        os.rename(self.path, path)
+        if self.link is not None:
+            os.unlink(self.link)
+            self.link = os.path.join(os.path.dirname(self.link), f"{name}.node_{node}")
+            with contextlib.suppress(FileExistsError):
+                os.symlink(path, self.link)
+        self.path, self.name = path, name
+        if self._record is not None:
+            self.record(replace(self._record, id=name, folder=path, node=node))
+
     def ended(self, code: int) -> None:
         if self._record is not None:
-            self.record(RunRecord(**{**asdict(self._record), "ended": time.time(), "code": code}))
+            self.record(replace(self._record, ended=time.time(), code=code))
 
     def event(self, event: events.Event) -> None:
         from phalanx.contract import events
@@ -118,8 +147,11 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
     else:
         os.makedirs(log_dir, exist_ok=True)
         path = _fresh(os.path.join(os.path.abspath(log_dir), name))
+        folder = RunFolder(path)
+        folder.link = os.path.join(runs, os.path.basename(path))
         with contextlib.suppress(FileExistsError):
-            os.symlink(path, os.path.join(runs, os.path.basename(path)))
+            os.symlink(path, folder.link)
+        return folder
     return RunFolder(path)
 
 
@@ -137,6 +169,16 @@ def all_runs(base: str) -> Iterator[RunRecord]:
     runs = os.path.join(base, "runs")
     found = []
     for name in os.listdir(runs) if os.path.isdir(runs) else []:
-        with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(runs, name, "run.json")) as file:
-            found.append(RunRecord(**json.load(file)))
+        records = list(_records(os.path.join(runs, name)))
+        # Of a run on several nodes, this machine's part of it; else its first node's.
+        found += [record for record in records if record.here][:1] or records[:1]
     yield from sorted(found, key=lambda run: run.started)
+
+
+def _records(folder: str) -> Iterator[RunRecord]:
+    parts = [folder]
+    with contextlib.suppress(OSError):
+        parts += sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith("node_"))
+    for part in parts:
+        with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(part, "run.json")) as file:
+            yield RunRecord(**json.load(file))

@@ -11,13 +11,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from phalanx.contract import events
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Stage
+from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
+from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
@@ -25,7 +28,28 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
+_MOMENT = 0.2
+_SOON = 3.0  # seconds that need no explanation
+_SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
 _PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
+
+
+class Outside(Protocol):
+    """Who has a say beside the company: the terminal that started this node over ssh, or the hosts that it started."""
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Children that are not for us to end."""
+        ...
+
+    def opened(self, sockets: Sequence[socket.socket]) -> None:
+        """Before anything is started: where node 0 listens."""
+
+    def begin(self, supervisor: Supervisor) -> None:
+        """The loop runs."""
+
+    async def end(self) -> None:
+        """The run is over, and the company closed."""
 
 
 class Supervisor:
@@ -37,14 +61,21 @@ class Supervisor:
         console: Console,
         zygote: Zygote,
         lesson: Lesson | None,
-        listener: socket.socket,
+        company: Company,
+        outside: Outside | None = None,
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._console = console
         self._zygote = zygote
         self._lesson = lesson
-        self._stage = Stage(plan, folder, console, listener, self._note)
+        self._company = company
+        self._outside = outside
+        self.together = False  # every node has joined
+        self._failure: PhalanxError | None = None  # what somebody outside has told
+        self._joining: asyncio.Task[None] | None = None
+        self._told_waiting = 0.0
+        self._stop: tuple[signal.Signals, str, float] | None = None
         self._attempt: Attempt | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
         self._sweeping: asyncio.Event | None = None
@@ -54,25 +85,73 @@ class Supervisor:
         self._lost_zygote = ""  # how it ended, if it did so by itself
         self._kills = memory.read()
         self._leftovers = Leftovers()
+        self._shared: dict[int, float] = {}  # signals that the zygote got too, and when: workers have them then
+        # A scheduler may signal all processes of a job at once, or us alone: it takes a moment to know which.
+        self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
 
     async def run(self) -> int:
-        """Until every process of the run is gone. Returns the exit code."""
+        """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
         kernel.adopt_orphans()
+        self._company.meet(self)
+        if self._outside is not None:
+            self._outside.begin(self)
+        code, text = 1, ""
         with self._signals():
             try:
-                if await self._zygote_ready():
-                    return await self._attempts()
-                return self._never_started()
+                self.together = await self._come_together()
+                if self.together:
+                    code, text = await self._attempts()
+                else:
+                    code = self._never_started()
+                return code
+            except PhalanxError as error:
+                code, text = error.exit_code, str(error)
+                raise
             finally:
                 await self._close()
                 self._showing_rest = True
+                self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
+                # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
+                await self._company.close(code, text)
+                if self._outside is not None:
+                    await self._outside.end()
 
-    def _note(self, text: str) -> None:
+    async def _come_together(self) -> bool:
+        """The zygote imports while the nodes gather. False if it never comes to both."""
+        self._joining = asyncio.get_running_loop().create_task(self._company.join())
+        imports = asyncio.get_running_loop().create_task(self._zygote_ready())
+        try:
+            await asyncio.wait((self._joining, imports), return_when=asyncio.FIRST_EXCEPTION)
+            if self._joining.done() and not self._joining.cancelled():
+                self._joining.result()
+            if not imports.done() or not imports.result():
+                return False
+            if not self._joining.done():
+                await asyncio.wait((self._joining,))
+            return not self._joining.cancelled() and self._signal is None and not self._lost_zygote
+        finally:
+            for task in (self._joining, imports):
+                task.cancel()
+            await asyncio.gather(self._joining, imports, return_exceptions=True)
+            self._console.waiting(None)
+
+    def note(self, text: str) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet."""
         self._folder.event(events.Note(time=time.time(), text=text))
         if not self._plan.showing.quiet:
             self._console.say(text)
+
+    def waiting(self, text: str | None) -> None:
+        """What we wait for: a line that changes on a terminal, a line now and then elsewhere."""
+        self._console.waiting(text)
+        if text is None or self._console.terminal(Std.ERR):
+            return
+        now = time.monotonic()
+        self._told_waiting = self._told_waiting or now - _SIGN_OF_LIFE + _SOON
+        if now - self._told_waiting > _SIGN_OF_LIFE:
+            self._told_waiting = now
+            self.note(text)
 
     # -- the zygote
 
@@ -122,6 +201,8 @@ class Supervisor:
                 self._attempt.exited(message)
             case "refused" if self._attempt is not None:
                 self._attempt.refused(message["name"], message["why"])
+            case "signalled":
+                self._shared[message["signal"]] = time.monotonic()
             case "swept" if self._sweeping is not None:
                 self._sweeping.set()
 
@@ -136,6 +217,8 @@ class Supervisor:
         if not self._closing:
             self._lost_zygote = "unknown" if code is None else cause.in_words(code)
         self._resolve({})
+        if self._joining is not None:
+            self._joining.cancel()
         if self._sweeping is not None:
             self._sweeping.set()
         if self._attempt is not None:
@@ -158,7 +241,7 @@ class Supervisor:
         self._folder.event(events.ZygoteRefused(time=time.time(), reason=reason))
         if self._lesson is not None and self._lesson.modules:
             self._lesson.refuse()
-        self._note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
+        self.note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
         await self._end_zygote()
         if self._signal is not None:
             return {}
@@ -172,7 +255,7 @@ class Supervisor:
         with contextlib.suppress(OSError), open(f"{self._folder.path}/zygote.log", errors="replace") as file:
             text = file.read(4096).strip()
             if text:
-                self._note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
+                self.note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     async def _swept(self) -> None:
         """Everything below the zygote is gone."""
@@ -206,36 +289,60 @@ class Supervisor:
         """Nothing of the run is alive afterwards."""
         await self._end_zygote()
         if self._zygote.process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._leftovers.end)
+            besides = self._outside.pids if self._outside is not None else frozenset()
+            await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     # -- attempts
 
-    async def _attempts(self) -> int:
-        for number in range(self._plan.max_restarts + 1):
-            attempt = await self._live(number)
-            code = await self._conclude(attempt, last=number == self._plan.max_restarts)
-            if code is not None:
-                return code
-        raise AssertionError("the last attempt always concludes")
+    async def _attempts(self) -> tuple[int, str]:
+        """One after the other, until the run is over: its exit code, and what there is to say about it."""
+        next_ = await self._company.orders()
+        while isinstance(next_, Orders):
+            if self._failure is not None:
+                raise self._failure
+            self._plan = next_.plan
+            attempt = await self._live(next_)
+            next_ = await self._conclude(attempt)
+        if self._failure is not None:
+            raise self._failure
+        if self._signal is not None:
+            return 128 + self._signal, ""
+        if next_.text:
+            self._console.say(next_.text)
+        return next_.code, next_.text
 
-    async def _live(self, number: int) -> Attempt:
-        attempt = self._attempt = Attempt(number, self._stage, self._zygote, self._lesson)
+    async def _live(self, orders: Orders) -> Attempt:
+        company = self._company
+        gathering = orders.plan.gathering
+        stage = Stage(
+            orders.plan,
+            self._folder,
+            self._console,
+            orders.listener,
+            self.note,
+            company.failing,
+            company.relay,
+            echo=company.relay is None or gathering is None or gathering.echo,
+        )
+        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson)
         attempt.prepare_store()
-        for seat in self._plan.seats:
+        for seat in orders.plan.seats:
             attempt.start_worker(seat)
             await asyncio.sleep(0)  # hear what has been born, and signals
             if self._signal is not None or attempt.over.is_set():
                 break
+        if self._stop is not None:  # asked for while nothing had started yet
+            attempt.stop(*self._stop)
         if not attempt.living:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
 
-    async def _conclude(self, attempt: Attempt, *, last: bool) -> int | None:
-        """The attempt is over: say why. None: there is another one."""
+    async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
+        """The attempt is over here: tell, and hear what comes next."""
         attempt.concluded()
-        over = self._signal is not None or bool(self._lost_zygote) or not attempt.failed
-        if over or last:
+        ended = self._signal is not None or bool(self._lost_zygote) or self._failure is not None
+        if ended or self._company.last(attempt.number, failed=bool(attempt.failed)):
             await self._close()
         else:
             # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
@@ -243,41 +350,26 @@ class Supervisor:
             await self._swept()
         await attempt.output.drained(2.0)
         try:
-            if over:
-                return self._peaceful_end()
-            return self._tell_failure(attempt, last=last)
+            if self._failure is not None:
+                raise self._failure
+            return await self._company.concluded(self._report(attempt))
         finally:
             attempt.output.close()
 
-    def _peaceful_end(self) -> int:
+    def _report(self, attempt: Attempt) -> Report:
         if self._signal is not None:
-            return 128 + self._signal
+            return Report(attempt.number)
         if self._lost_zygote:
-            self._console.say(f"the zygote was ended from outside: {self._lost_zygote}; its workers ended with it")
-            return 128 + signal.SIGKILL
-        return 0
-
-    def _tell_failure(self, attempt: Attempt, *, last: bool) -> int | None:
-        found = attempt.first_cause(memory.read().since(self._kills))
-        if found is None:
-            return 1
-        death, text = found
-        self._folder.event(
-            events.WorkerFailed(
-                time=time.time(),
-                rank=death.rank,
-                summary=cause.summary(death),
-                code=death.exit_code,
-                attempt=attempt.number,
-            )
-        )
-        self._console.say(text)
-        if last:
-            return death.exit_code
-        self._note(f"starting all ranks again: restart {attempt.number + 1} of {self._plan.max_restarts}")
-        return None
+            how = f"the zygote was ended from outside: {self._lost_zygote}; its workers ended with it"
+            return Report(attempt.number, trouble=how)
+        if not attempt.failed:
+            return Report(attempt.number)
+        deaths, block = attempt.autopsy(memory.read().since(self._kills))
+        return Report(attempt.number, deaths, block)
 
     def _never_started(self) -> int:
+        if self._failure is not None:
+            raise self._failure
         if self._signal is not None:
             return 128 + self._signal
         raise LaunchError(
@@ -294,16 +386,54 @@ class Supervisor:
         handled = {*self._plan.ending.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
+        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled
         for number in handled:
             loop.add_signal_handler(number, self._signalled, number)
+        for number in passed:
+            loop.add_signal_handler(number, self._pass_on, number)
         loop.add_signal_handler(signal.SIGWINCH, self._resized)
         try:
             yield
         finally:
-            for number in (*handled, signal.SIGWINCH):
+            for number in (*handled, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
 
     def _signalled(self, number: signal.Signals) -> None:
+        """From the user or a scheduler: for the whole run."""
+        if not self._showing_rest and self._signal is None:
+            self._company.signalled(number)
+        elif number == signal.SIGINT and not self._showing_rest:
+            self._company.signalled(signal.SIGKILL)
+        self._obey(number, ours=True)
+
+    def end(self, number: signal.Signals, reason: str) -> None:
+        """Another node ends the run."""
+        self._folder.event(events.Note(time=time.time(), text=reason))
+        if number == signal.SIGKILL and self._attempt is not None:
+            self._attempt.kill()
+        elif self._signal is None:  # else we were told before, by the same user or scheduler
+            self._obey(number)
+
+    def fail(self, error: PhalanxError) -> None:
+        """The run cannot go on, for a reason that neither a worker nor the company knows."""
+        if self._failure is not None or self._signal is not None:
+            return
+        self._failure = error
+        self._resolve({})
+        if self._joining is not None:
+            self._joining.cancel()
+        if self.together and self._plan.gathering is not None and self._plan.gathering.leads:
+            self._company.signalled(signal.SIGTERM)
+        self.stop(signal.SIGTERM, error.what, self._plan.ending.failure_grace)
+
+    def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
+        """Another node has failed: this attempt is over."""
+        if self._attempt is None:
+            self._stop = (number, reason, grace)
+        elif self._attempt.living:
+            self._attempt.stop(number, reason, grace)
+
+    def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None
         self._signal = self._signal or number
         attempt = self._attempt
@@ -311,19 +441,59 @@ class Supervisor:
             self._console.abandon()
         elif attempt is None:
             self._resolve({})
+            if self._joining is not None:
+                self._joining.cancel()
         elif again and number == signal.SIGINT:
-            self._note("ending at once")
+            self.note("ending at once")
             self._console.abandon()
             attempt.kill()
         elif not again:
-            if number == signal.SIGINT:
-                self._note("stopping; Ctrl-C again ends at once")
-            attempt.stop(number, f"{number.name} received", self._plan.ending.grace)
+            if number == signal.SIGINT and ours:
+                self.note("stopping; Ctrl-C again ends at once")
+            self._presently(self._stop_workers, number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
+        self._company.passed(number)
+        self._presently(self.pass_on, number)
+
+    def _presently(self, act: Callable[[signal.Signals], None], number: signal.Signals) -> None:
+        if self._moment:
+            asyncio.get_running_loop().call_later(self._moment, act, number)
+        else:
+            act(number)
+
+    def _have_it(self, number: signal.Signals) -> bool:
+        """Whether whoever signalled us has signalled the workers as well."""
+        return time.monotonic() - self._shared.get(number, float("-inf")) < 10 * _MOMENT
+
+    def _stop_workers(self, number: signal.Signals) -> None:
+        if self._attempt is not None:
+            reason = f"{number.name} received"
+            self._attempt.stop(number, reason, self._plan.ending.grace, told=self._have_it(number))
+
+    def pass_on(self, number: signal.Signals) -> None:
+        if self._have_it(number):
+            self.note(f"{number.name} received, by every process of this job")
+            return
+        heard = []
+        for name, worker in self._attempt.living if self._attempt is not None else ():
+            if kernel.handles(worker.pid, number) and self._attempt is not None:
+                self._attempt.tell(name, number, alone=True)
+                heard.append(worker.seat.rank)
+        if heard:
+            self.note(f"{number.name} received, and given to rank{'s' if len(heard) > 1 else ''} {_few(heard)}")
+        else:
+            self.note(f"{number.name} received; no rank handles it, so none was given it")
 
     def _resized(self) -> None:
         if self._attempt is not None:
             for rank in self._attempt.output.resized():
                 self._attempt.tell(str(rank), signal.SIGWINCH)
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _until_closed(sock: socket.socket) -> None:

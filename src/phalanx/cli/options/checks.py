@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.options.scan import Given
 from phalanx.cli.options.table import OPTIONS
 from phalanx.errors import OptionError
+
+if TYPE_CHECKING:
+    from phalanx.cluster.sources.hosts import Host
 
 
 def what_kind(values: Any, verb: str) -> Literal["script", "module", "path", "program"]:
@@ -23,6 +27,8 @@ def what_kind(values: Any, verb: str) -> Literal["script", "module", "path", "pr
 
 def count_nodes(values: Any, given: Mapping[str, Given], verb: str) -> tuple[int, int]:
     least, most = values.nnodes
+    if "nnodes" not in given and values.slots is not None and len(values.slots) > 1 and not values.standalone:
+        least = most = len(values.slots)  # -g 8,2 says it
     if not values.standalone:
         return least, most
     if least > 1:
@@ -88,6 +94,54 @@ def workers_here(values: Any, given: Mapping[str, Given], slots: tuple[int, ...]
             )
         return values.nproc_per_node
     return possible.pop() if len(possible) == 1 else None
+
+
+def hosts_of(values: Any, given: Mapping[str, Given], verb: str) -> tuple[Host, ...] | None:
+    """--hosts, or the content of --hostfile; with -g, that many workers on each."""
+    if values.hostfile and values.hosts:
+        raise OptionError("--hosts and --hostfile contradict each other", fix=f"phalanx {verb} --hosts a:8,b:2 …")
+    found = _read_hostfile(values.hostfile, verb) if values.hostfile else values.hosts
+    if not found:
+        return None
+    which = "hosts" if values.hosts else "hostfile"
+    for against in ("node_rank", "standalone", "rdzv_endpoint"):
+        if against in given and given[against].name.startswith("-"):
+            raise OptionError(
+                f"{_typed(given[which])} and {_typed(given[against])} contradict each other: "
+                "from one terminal, or by hand on each node?",
+                fix=f"phalanx {verb} {_typed(given[which])} …",
+            )
+    if "nnodes" in given and values.nnodes[1] != len(found):
+        raise OptionError(
+            f"{_typed(given[which])} names {len(found)} hosts, but {_typed(given['nnodes'])}",
+            fix=f"phalanx {verb} {_typed(given[which])} …, without {given['nnodes'].name}",
+        )
+    if values.slots is None:
+        return tuple(found)
+    if any(host.slots is not None or host.devices is not None for host in found) or len(values.slots) > 1:
+        raise OptionError(
+            f"{_typed(given[which])} and {_typed(given['slots'])} both say how many workers there are",
+            fix=f"phalanx {verb} --hosts a:8,b:2 …, or phalanx {verb} --hosts a,b -g 4 …",
+        )
+    return tuple(replace(host, slots=values.slots[0]) for host in found)
+
+
+def _read_hostfile(path: str, verb: str) -> tuple[Host, ...]:
+    from phalanx.cluster.sources.hosts import parse_hostfile
+
+    try:
+        with open(path) as file:
+            return parse_hostfile(file.read(1 << 20))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"--hostfile {path} cannot be read: {error}", fix=f"phalanx {verb} --hosts a:8,b:2 …"
+        ) from None
+    except ValueError as error:
+        raise OptionError(
+            f"--hostfile {path}: {error}",
+            details=["expected a host a line: `a slots=8`, `a:8`, or `a`"],
+            fix=f"phalanx {verb} --hosts a:8,b:2 … needs no file",
+        ) from None
 
 
 def notes(values: Any, given: Mapping[str, Given]) -> list[str]:

@@ -20,7 +20,7 @@ class Meeting(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def rendezvous(values: Any, names: Mapping[str, str], max_nodes: int, verb: str) -> Meeting:
+def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> Meeting:
     """`values` by option, `names` as the user spelled those that were given."""
 
     def unused(dests: Iterable[str], why: str) -> tuple[str, ...]:
@@ -32,6 +32,8 @@ def rendezvous(values: Any, names: Mapping[str, str], max_nodes: int, verb: str)
         ]
         return (f"{', '.join(idle)} not used: {why}",) if idle else ()
 
+    if values.master:
+        _take_master(values, names, verb)
     run_id = values.rdzv_id or None
     several = max_nodes > 1
     if values.standalone:
@@ -62,6 +64,22 @@ def rendezvous(values: Any, names: Mapping[str, str], max_nodes: int, verb: str)
     host, port = _endpoint(values, names, verb)
     # Other nodes have to know the port; on one node only a port that was named is worth being bound to.
     return Meeting(run_id, host, C10D_PORT if port is None and several else port or None, notes)
+
+
+def _take_master(values: Any, names: dict[str, str], verb: str) -> None:
+    """--master HOST[:PORT] is --master-addr and --master-port in one."""
+    for other in ("master_addr", "rdzv_endpoint"):
+        if other in names and names[other].startswith("-"):
+            raise OptionError(
+                f"{names['master']} {values.master} and {names[other]} {getattr(values, other)} "
+                "both say where node 0 is",
+                fix=f"phalanx {verb} --master {values.master} …",
+            )
+    host, port = read(ENDPOINT._replace(read=endpoint), names["master"], values.master, {}, verb)
+    values.master_addr, values.rdzv_endpoint, values.rdzv_backend = host, "", "static"
+    names["master_addr"] = names["master"]
+    if port is not None:
+        values.master_port = port
 
 
 def _endpoint(values: Any, names: Mapping[str, str], verb: str) -> tuple[str, int | None]:

@@ -12,6 +12,7 @@ from phalanx.cli.options.read import from_environment, read, read_all
 from phalanx.cli.options.rendezvous import rendezvous
 from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.values import SECONDS, Streams
+from phalanx.cluster.sources.hosts import Host
 from phalanx.errors import OptionError
 
 __all__ = ["HelpRequested", "RunOptions", "Streams", "parse_explain", "parse_run"]
@@ -31,6 +32,9 @@ class RunOptions:
     stdin: int | None  # the global rank that reads the terminal
 
     # where
+    hosts: tuple[Host, ...] | None  # to start over ssh
+    nodes_told: bool  # how many there are was said
+    standalone: bool
     min_nodes: int
     max_nodes: int
     node_id: int | None  # None: not told
@@ -48,6 +52,10 @@ class RunOptions:
     master_addr: str | None  # None: not told
     master_port: int | None  # None: a free one
     local_addr: str | None
+    join_timeout: float
+    lost_after: float
+    token_file: str | None
+    open: bool
 
     # output
     log_dir: str | None
@@ -100,6 +108,7 @@ def _parse(argv: Sequence[str], environ: Mapping[str, str], verb: str) -> tuple[
 
 
 def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapping[str, str], verb: str) -> RunOptions:
+    hosts = checks.hosts_of(values, given, verb)
     min_nodes, max_nodes = checks.count_nodes(values, given, verb)
     where = rendezvous(values, {dest: this.name for dest, this in given.items()}, max_nodes, verb)
     checks.check_node_id(values, given, max_nodes, verb)
@@ -113,6 +122,9 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         local_rank_option={"dash": "--local-rank", "underscore": "--local_rank"}.get(values.pass_local_rank, ""),
         env=dict(values.env or ()),
         stdin=values.stdin,
+        hosts=hosts,
+        nodes_told="nnodes" in given or max_nodes > 1,
+        standalone=values.standalone,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         node_id=values.node_rank,
@@ -128,6 +140,10 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         master_addr=where.address,
         master_port=where.port,
         local_addr=values.local_addr,
+        join_timeout=values.join_timeout,
+        lost_after=values.lost_after,
+        token_file=values.token_file,
+        open=values.open,
         log_dir=values.log_dir,
         redirects=values.redirects,
         tee=values.tee,

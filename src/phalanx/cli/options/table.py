@@ -149,6 +149,13 @@ OPTIONS = (
         kinds.ID,
         aliases=("-i", "--id"),
     ),
+    _ours(NODES, "--master", "Node 0: its name or address, and its port if it is not 29500.", kinds.ENDPOINT),
+    _ours(NODES, "--hosts", "Starts all nodes from here, over ssh: a:8,b:2 workers, a:0-7,b:1,3 devices.", kinds.HOSTS),
+    _ours(NODES, "--hostfile", "The same from a file, as Open MPI, DeepSpeed or Horovod write it.", kinds.FILE),
+    _ours(NODES, "--join-timeout", "How long to wait until all nodes are here.", kinds.DURATION, "5m"),
+    _ours(NODES, "--lost-after", "A node that is silent this long is lost.", kinds.DURATION, "15s"),
+    _ours(NODES, "--token-file", "The secret that lets nodes in. Not given: PHALANX_TOKEN, or your own.", kinds.FILE),
+    _ours(NODES, "--open", "Goes without a token: whoever reaches the port gets in."),
     Option(NODES, "--master-addr", "Address of node 0. Not given: 127.0.0.1 on one node.", kinds.ADDRESS),
     Option(
         NODES,

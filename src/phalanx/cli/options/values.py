@@ -6,7 +6,10 @@ import math
 import re
 import signal
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from phalanx.cluster.sources.hosts import Host
 
 _HIGHEST_RANK = 1 << 20  # far above any world; bounds what a mistyped range can cost
 
@@ -179,6 +182,12 @@ def endpoint(value: str) -> tuple[str, int | None]:
     return host, number(port, 0, 65535) if colon else None
 
 
+def hosts(value: str) -> tuple[Host, ...]:
+    from phalanx.cluster.sources.hosts import parse_hosts
+
+    return parse_hosts(value)
+
+
 def one_of(*choices: str) -> Kind:
     def read(value: str) -> str:
         if value not in choices:
@@ -207,6 +216,10 @@ VARIABLE = Kind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
 PAIRS = Kind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
 ENDPOINT = Kind("HOST[:PORT]", text, "host:port", "localhost:29500")
 ADDRESS = Kind("ADDRESS", text, "a name or an address", "127.0.0.1")
+HOSTS = Kind(
+    "HOST[:N],…", hosts, "hosts with commas between them: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
+)
+FILE = Kind("FILE", text, "a file", "hostfile")
 FOLDER = Kind("DIR", text, "a folder", "logs")
 NAME = Kind("NAME", text, "a name", "trainer")
 TEMPLATE = Kind("TEXT", text, "a text", "'[${rank}]: '")

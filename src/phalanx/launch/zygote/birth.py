@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from . import kernel
 
 Order = dict[str, Any]
+
+
+# What a scheduler may send to every process of a job.
+SCHEDULERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def default_signals() -> None:
@@ -22,10 +27,12 @@ def default_signals() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def settle(order: Order, fds: list[int], parent: int) -> None:
+def settle(order: Order, fds: list[int], parent: int, dispositions: Mapping[int, Any]) -> None:
     """First thing in the child. From here on nothing of the zygote's is left but its modules."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, disposition in dispositions.items():
+        signal.signal(number, disposition)
     os.setsid()
     kernel.die_with_parent(parent)
     for number, fd in enumerate(fds[:3]):

@@ -127,3 +127,15 @@ def _reap(besides: frozenset[int]) -> None:
         if zombie and parent == os.getpid() and pid not in besides:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal: by default most of them would kill it."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False

@@ -20,13 +20,19 @@ class Nursery:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._children: dict[int, str] = {}  # pid -> the name the supervisor knows it by
+        self._store: int | None = None
         self._leftovers = Leftovers()
+        self._heard: list[int] = []
+        self._dispositions: dict[int, Any] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
         """Obey the supervisor until it is gone. Returns the order only in a child that is to become a worker."""
         birth.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # A scheduler signals every process of a job. What ends us is the end of the connection, or SIGKILL.
+        for number in birth.SCHEDULERS:
+            self._dispositions[number] = signal.signal(number, lambda number, _: self._heard.append(number))
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         kernel.adopt_orphans()
         poll = select.poll()
@@ -37,6 +43,8 @@ class Nursery:
             ready = {fd for fd, _ in poll.poll()}
             if self._wake_read in ready:
                 os.read(self._wake_read, 512)
+                while self._heard:
+                    self._tell({"is": "signalled", "signal": self._heard.pop(0)})
             if self._sock.fileno() in ready:
                 received = wire.receive(self._sock)
                 if received is None:
@@ -58,9 +66,10 @@ class Nursery:
             case "start" | "store":
                 return self._start(order, fds)
             case "signal":
-                self._signal(order["name"], order["signal"])
+                self._signal(order["name"], order["signal"], alone=order.get("alone", False))
             case "sweep":
                 self._children.clear()
+                self._end_store()
                 self._leftovers.end()
                 self._tell({"is": "swept"})
             case "end":
@@ -80,6 +89,8 @@ class Nursery:
             os.close(fd)
         if pid > 0:
             self._children[pid] = order["name"]
+            if order["do"] == "store":
+                self._store = pid
             self._tell({"is": "born", "name": order["name"], "pid": pid})
         return False
 
@@ -89,7 +100,7 @@ class Nursery:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
-            birth.settle(order, fds, parent)
+            birth.settle(order, fds, parent, self._dispositions)
             return self._become(order, fds)
         except BaseException as error:
             os.write(fds[2], f"phalanx: this process could not be set up: {error!r}\n".encode())
@@ -97,6 +108,10 @@ class Nursery:
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> bool:
         """In the child."""
+        if order["do"] == "store":
+            # It has to be there as long as any worker makes use of the grace that it was given.
+            for number in birth.SCHEDULERS:
+                signal.signal(number, signal.SIG_IGN)
         if order["do"] == "store" and order.get("exec"):
             os.set_inheritable(fds[3], True)
             order["exec"] += [str(fds[3]), order["address"], str(order["port"])]
@@ -113,12 +128,15 @@ class Nursery:
             imports.note_lesson(order["lesson"])
         return True
 
-    def _signal(self, name: str, number: int) -> None:
-        """To the child's whole group. Not by the supervisor: only who reaps knows that a pid is still the child's."""
+    def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
+        """To the child, or its whole group. Not by the supervisor: only who reaps knows whose a pid still is."""
         self._leftovers.note()
         for pid, known in self._children.items():
             if known == name:
                 with contextlib.suppress(ProcessLookupError):
+                    if alone:
+                        os.kill(pid, number)
+                        continue
                     os.killpg(pid, number)
                     if number != signal.SIGWINCH:
                         os.killpg(pid, signal.SIGCONT)  # a stopped process would never get to its handler
@@ -133,6 +151,8 @@ class Nursery:
                 return
             self._leftovers.note(pid)
             name = self._children.pop(pid, None)
+            if pid == self._store:
+                self._store = None
             if name is not None:
                 self._tell({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
 
@@ -142,9 +162,17 @@ class Nursery:
         except OSError:
             self._end()
 
+    def _end_store(self) -> None:
+        """It holds nothing worth a goodbye."""
+        if self._store is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._store, signal.SIGKILL)
+            self._store = None
+
     def _end(self) -> None:
         """Nothing is left behind: not what a worker started in a session of its own either."""
         signal.set_wakeup_fd(-1)
+        self._end_store()
         left = self._leftovers.end()
         with contextlib.suppress(OSError):
             wire.send(self._sock, {"is": "ended", "left": left})

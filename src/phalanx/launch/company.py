@@ -1,0 +1,151 @@
+"""Whoever else takes part in a run. The supervisor asks when to begin, tells how it went, and hears what to do next.
+
+Alone       one node: nobody to ask
+Leading     node 0 of several (leading.py)
+Following   every other node (following.py)
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.contract import events
+from phalanx.launch import cause
+from phalanx.launch.plan import Plan
+from phalanx.launch.relay import Relay
+from phalanx.launch.runfolder import RunFolder
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Begin an attempt."""
+
+    attempt: int
+    plan: Plan
+    listener: socket.socket | None  # of the store, where this node hosts it
+
+
+@dataclass(frozen=True)
+class Report:
+    """How an attempt went on this node."""
+
+    attempt: int
+    deaths: Sequence[cause.Death] = ()
+    block: str = ""  # what to tell about the first of them
+    trouble: str = ""  # it ended for a reason that is no worker's
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run is over."""
+
+    code: int
+    text: str = ""
+
+
+class Supervised(Protocol):
+    """What others may ask of a supervisor."""
+
+    def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
+    def end(self, number: signal.Signals, reason: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def waiting(self, text: str | None) -> None: ...
+    def pass_on(self, number: signal.Signals) -> None: ...
+
+
+class Company(Protocol):
+    relay: Relay | None
+
+    def meet(self, supervised: Supervised) -> None: ...
+
+    async def join(self) -> None:
+        """Until everybody is here. Raises JoinError."""
+
+    async def orders(self) -> Orders | Verdict:
+        """What to do first."""
+
+    def last(self, attempt: int, *, failed: bool) -> bool:
+        """Whether it is certain that no other attempt follows this one."""
+        ...
+
+    async def concluded(self, report: Report) -> Orders | Verdict:
+        """What to do next."""
+
+    def failing(self, rank: int, reason: str) -> None:
+        """A worker of this node has failed."""
+
+    def signalled(self, number: signal.Signals) -> None:
+        """The user, or a scheduler, ends the run here."""
+
+    def passed(self, number: signal.Signals) -> None:
+        """A signal that does not end anything, for the workers of all nodes."""
+
+    async def close(self, code: int, text: str) -> None: ...
+
+
+class Alone:
+    """A run on one node."""
+
+    relay: Relay | None = None
+
+    def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._listener = listener
+        self._supervised: Supervised | None = None
+
+    def meet(self, supervised: Supervised) -> None:
+        self._supervised = supervised
+
+    async def join(self) -> None:
+        pass
+
+    async def orders(self) -> Orders | Verdict:
+        return Orders(0, self._plan, self._listener)
+
+    def last(self, attempt: int, *, failed: bool) -> bool:
+        return not failed or attempt == self._plan.max_restarts
+
+    async def concluded(self, report: Report) -> Orders | Verdict:
+        if report.trouble:
+            return Verdict(128 + signal.SIGKILL, report.trouble)
+        if not report.deaths:
+            return Verdict(0)
+        death = cause.first_cause(report.deaths)
+        if death is None:
+            return Verdict(1)
+        record_failure(self._folder, death, report.attempt)
+        if report.attempt == self._plan.max_restarts:
+            return Verdict(death.exit_code, report.block)
+        if self._supervised is not None:
+            self._supervised.note(again(report.block, report.attempt, self._plan.max_restarts))
+        return Orders(report.attempt + 1, self._plan, self._listener)
+
+    def failing(self, rank: int, reason: str) -> None:
+        pass
+
+    def signalled(self, number: signal.Signals) -> None:
+        pass
+
+    def passed(self, number: signal.Signals) -> None:
+        pass
+
+    async def close(self, code: int, text: str) -> None:
+        pass
+
+
+def record_failure(folder: RunFolder, death: cause.Death, attempt: int) -> None:
+    folder.event(
+        events.WorkerFailed(
+            time=time.time(), rank=death.rank, summary=cause.summary(death), code=death.exit_code, attempt=attempt
+        )
+    )
+
+
+def again(block: str, attempt: int, most: int) -> str:
+    return f"{block}\nphalanx: starting all ranks again: restart {attempt + 1} of {most}"

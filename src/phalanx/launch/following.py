@@ -1,0 +1,187 @@
+"""Every node but the first: joins, starts when it is told, tells how it went, and ends as everybody ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from phalanx.control import interfaces, messages
+from phalanx.control.member import Endpoint, Member
+from phalanx.launch import cause
+from phalanx.launch.company import Orders, Report, Supervised, Verdict
+from phalanx.launch.console import Console
+from phalanx.launch.gathering import Gathering
+from phalanx.launch.plan import Plan
+from phalanx.launch.relay import Relay
+from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.seats import arrival_of, seats_of
+
+_LONGEST = 1 << 14  # of a text that the leader is told
+_DRAIN = 10.0  # seconds for output that is still to be relayed
+
+
+def places(gathering: Gathering) -> Callable[[], Sequence[Endpoint]]:
+    """Where the leader may be, the likeliest first; asked again at each try."""
+
+    def where() -> list[Endpoint]:
+        found = [Endpoint(address, gathering.port) for address in gathering.addresses]
+        if gathering.host is not None and gathering.port:
+            found.append(Endpoint(gathering.host, gathering.port))
+        place = gathering.meeting.read() if gathering.meeting is not None else None
+        if place is not None:
+            found += [Endpoint(address, place.port) for address in place.addresses]
+        return list(dict.fromkeys(found))
+
+    return where
+
+
+async def excuse(gathering: Gathering, why: str) -> None:
+    """This node cannot take part: let the leader say so, if there is one."""
+    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), ears=_Deaf())
+    await member.excuse()
+
+
+class _Deaf:
+    def heard(self, message: messages.FromLeader) -> None: ...
+    def lost(self, why: str) -> None: ...
+    def note(self, text: str) -> None: ...
+    def waiting(self, text: str) -> None: ...
+
+
+class Following:
+    def __init__(self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console) -> None:
+        self._plan = plan
+        self._gathering = gathering
+        self._folder = folder
+        self._console = console
+        self._supervised: Supervised | None = None
+        self._member = Member(gathering.token, arrival_of(plan, gathering), places(gathering), ears=self)
+        self._inbox: asyncio.Queue[messages.Start | messages.End] = asyncio.Queue()
+        self._lost = ""
+        self._started = False
+        self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
+
+    def meet(self, supervised: Supervised) -> None:
+        self._supervised = supervised
+
+    async def join(self) -> None:
+        welcome = await self._member.join(self._gathering.join_timeout)
+        self._folder.join(welcome.run, welcome.member)
+        for text in welcome.notes:
+            self.note(text)
+        at = f"{welcome.leader} at {self._member.leader_address}"
+        self.note(f"joined {at} as {self._gathering.noun} {welcome.member}, output in {self._folder.path}")
+
+    async def orders(self) -> Orders | Verdict:
+        """Begin, or end: whichever the leader says."""
+        next_ = await self._inbox.get()
+        if isinstance(next_, messages.End):
+            # What everybody hears at node 0 is not told again by each of them on the same terminal.
+            return Verdict(next_.code, next_.text if self._gathering.echo or self._lost else "")
+        if self._started:
+            self.note(f"starting all ranks again: restart {next_.attempt}")
+        self._started = True
+        member = self._member
+        seats = seats_of(self._plan, next_)
+        plan = self._plan.seated(
+            seats,
+            world_size=next_.world_size,
+            nodes=next_.nodes,
+            topology=next_.topology,
+            master=(member.leader_address, next_.store_port),
+            interface=interfaces.owner(member.own_address, interfaces.survey()),
+        )
+        prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in seats}
+        self._console.settle(next_.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
+        return Orders(next_.attempt, plan, None)
+
+    # -- what the leader says
+
+    def heard(self, message: messages.FromLeader) -> None:
+        match message:
+            case messages.Waiting():
+                self.waiting(message.text)
+            case messages.Start() | messages.End():
+                self.waiting(None)
+                self._inbox.put_nowait(message)
+            case messages.Stop():
+                self._stop(message)
+            case messages.Pass():
+                if self._supervised is not None:
+                    self._supervised.pass_on(signal.Signals(message.signal))
+            case messages.Note():
+                self.note(message.text)
+
+    def _stop(self, stop: messages.Stop) -> None:
+        number = signal.Signals(stop.signal)
+        if self._supervised is None:
+            return
+        if stop.ends:
+            self._supervised.end(number, stop.reason)
+        else:
+            self._supervised.stop(number, stop.reason, stop.grace)
+
+    def lost(self, why: str) -> None:
+        self._lost = why
+        self._inbox.put_nowait(messages.End(code=1, text=f"node 0 is lost: {why}"))
+        if self._supervised is not None:
+            self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.ending.failure_grace)
+
+    def note(self, text: str) -> None:
+        if self._supervised is not None:
+            self._supervised.note(text)
+
+    def waiting(self, text: str | None) -> None:
+        if self._supervised is not None:
+            self._supervised.waiting(text)
+
+    # -- how it ends
+
+    def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
+        return bool(self._lost)
+
+    def failing(self, rank: int, reason: str) -> None:
+        self._member.send(messages.Failing(rank=rank, reason=reason))
+
+    def signalled(self, number: signal.Signals) -> None:
+        # Before the start one that goes may come again; the others wait for it.
+        if number != signal.SIGKILL and self._started:
+            self._member.send(messages.Signalled(signal=number))
+
+    def passed(self, number: signal.Signals) -> None:
+        pass
+
+    async def concluded(self, report: Report) -> Orders | Verdict:
+        if self.relay is not None and not self._lost:
+            await self.relay.drained(_DRAIN)
+        if report.trouble:
+            self._member.send(messages.Note(text=report.trouble[:_LONGEST]))
+        self._member.send(messages.Over(attempt=report.attempt, failed=len(report.deaths), first=_first(report)))
+        return await self.orders()
+
+    async def close(self, code: int, text: str) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        with contextlib.suppress(ConnectionError):
+            await self._member.leave(min(code, 255), text[:_LONGEST])
+
+
+def _first(report: Report) -> messages.Casualty | None:
+    """The first cause of this node: the first of all is the first of one of them."""
+    death = cause.first_cause(report.deaths)
+    if death is None:
+        return None
+    return messages.Casualty(
+        rank=death.rank,
+        code=death.code,
+        time=death.time,
+        stopped=death.stopped,
+        device=death.device,
+        error=death.error if len(death.error) < 1 << 16 else "",
+        stderr=tuple(line[:1000] for line in death.stderr[-30:]),
+        memory=death.memory,
+        block=report.block[: 1 << 15],
+    )

@@ -1,0 +1,202 @@
+"""One node or several, whoever said so: the same ranks from each, and no two that disagree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.gathering import Surroundings, look_around
+from phalanx.cli.options import parse_run
+from phalanx.cli.outlook import Outlook, outlook
+from phalanx.errors import UsageError
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_CLUSTER_NAME": "c",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+ONE_A_RANK = {
+    **STEP,
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+ONE_A_NODE = {
+    **STEP,
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "3",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURMD_NODENAME": "node1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "PMIX_NAMESPACE": "prterun-node1-1@1",
+}
+SEATS = [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
+
+
+def look(line: str, environ: dict[str, str], home: Path) -> Surroundings:
+    return look_around(parse_run([*line.split(), __file__], environ), environ, str(home))
+
+
+def seen(line: str, environ: dict[str, str], home: Path, here: int = 1) -> Outlook:
+    options = parse_run([*line.split(), __file__], environ)
+    around = Surroundings() if options.hosts else look_around(options, environ, str(home))
+    found = outlook(options, around, here, "node2")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "environ"),
+    [
+        ("-n 2 -g 2,1 -i 1 --master node1", {}),
+        ("-g 2,1 -i 1 --master node1", {}),
+        ("--nnodes 2 --slots 2,1 --node-rank 1 --master-addr node1 --master-port 29500", {}),
+        ("--hosts node1:2,node2:1", {}),
+        ("--hosts node1:0-1,node2:3-3", {}),
+        ("", ONE_A_RANK),
+        ("-g 2,1", ONE_A_NODE),
+        ("", BATCH),
+    ],
+)
+def test_the_same_placement_from_each(line: str, environ: dict[str, str], tmp_path: Path) -> None:
+    placement = seen(line, environ, tmp_path).placement
+    assert placement is not None
+    assert [(seat.rank, seat.node, seat.local_rank) for seat in placement.seats] == SEATS
+
+
+def test_what_a_node_has_is_known_when_it_has_joined(tmp_path: Path) -> None:
+    found = seen("-n 2 -i 1 --master node1", {}, tmp_path, here=4)
+    assert [(node.host, node.workers) for node in found.nodes] == [("node1", None), ("node2", 4)]
+    assert found.placement is None
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    gathering = look("-n 2 -g 8,2 -i 1 --master a:1234", {}, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.expected, gathering.member, gathering.leads) == (2, 1, False)
+    assert (gathering.host, gathering.port, gathering.promised) == ("a", 1234, (8, 2))
+
+
+def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:
+    line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1234 --rdzv-id job7"
+    gathering = look(line, {}, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.member, gathering.leads, gathering.run) == (None, None, "job7")
+
+
+def test_one_task_a_rank(tmp_path: Path) -> None:
+    gathering = look("", ONE_A_RANK, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.expected, gathering.member, gathering.leads, gathering.host) == (3, 2, False, "node1")
+    assert gathering.port in range(20000, 30000)
+    assert gathering.meeting is not None
+    assert not gathering.echo
+
+
+def test_one_task_a_node(tmp_path: Path) -> None:
+    gathering = look("", ONE_A_NODE, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.expected, gathering.member) == (2, 1)
+
+
+def test_the_leader_of_a_step_is_on_its_first_node_whatever_its_rank(tmp_path: Path) -> None:
+    environ = {**ONE_A_RANK, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    gathering = look("", environ, tmp_path).gathering
+    assert gathering is not None
+    assert gathering.leads
+
+
+def test_open_mpi_has_no_names_of_hosts(tmp_path: Path) -> None:
+    gathering = look("", OPEN_MPI, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.expected, gathering.member, gathering.host, gathering.port) == (3, 2, None, 0)
+    assert gathering.meeting is not None
+
+
+def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:
+    around = look("", BATCH, tmp_path)
+    assert around.allocation is not None
+    assert around.gathering is None
+
+
+@pytest.mark.parametrize(
+    ("line", "environ"),
+    [
+        ("", {}),
+        ("--standalone", ONE_A_RANK),
+        ("-n 1", ONE_A_RANK),
+        ("--standalone", BATCH),
+        ("", {**BATCH, "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}),
+    ],
+)
+def test_one_node_and_nobody_to_meet(line: str, environ: dict[str, str], tmp_path: Path) -> None:
+    assert look(line, environ, tmp_path) == Surroundings()
+    assert not list(tmp_path.iterdir())  # no token is made where none is needed
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "what"),
+    [
+        ("-n 3", ONE_A_NODE, "--nnodes 3 and Slurm, which has 2 nodes, contradict each other"),
+        ("-n 2 -i 0 --master a", ONE_A_NODE, "--node-rank 0 and Slurm, where this is node 1, contradict each other"),
+        ("--hosts a,b", ONE_A_NODE, "--hosts and Slurm both say where the ranks run"),
+        (
+            "-g 4",
+            ONE_A_RANK,
+            "4 workers were asked for, but Slurm has started one task for every rank (1 on this node)",
+        ),
+        ("-n 2 -g 2", {}, "2 nodes, but nobody said where node 0 is"),
+        ("-n 2 -i 1", {}, "2 nodes, but nobody said where node 0 is"),
+        ("-n 2 -g 2,1 --master a", {}, "-g 2,1 is different for each node, and nobody said which one this is"),
+        ("-n 1:2 -i 1 --master a", {}, "a number of nodes that changes is not supported yet"),
+        ("", {**OPEN_MPI, "PMIX_NAMESPACE": ""}, "Open MPI"),
+    ],
+)
+def test_contradictions_name_both(line: str, environ: dict[str, str], what: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        look(line, environ, tmp_path)
+    assert what in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("--master a --master-addr b -n 2 t.py", "--master a and --master-addr b both say where node 0 is"),
+        ("--hosts a,b --hostfile f t.py", "--hosts and --hostfile contradict each other"),
+        ("--hosts a,b -i 1 t.py", "contradict each other: from one terminal, or by hand on each node?"),
+        ("--hosts a,b -n 3 t.py", "names 2 hosts, but -n 3"),
+        ("--hosts a:2,b -g 4 t.py", "both say how many workers there are"),
+        ("--hosts -oProxyCommand=x t.py", "--hosts"),
+        ("--hostfile /nowhere t.py", "--hostfile /nowhere cannot be read"),
+        ("--join-timeout 0 t.py", "--join-timeout"),
+    ],
+)
+def test_options_that_cannot_be(line: str, what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_run(line.split(), {})
+    assert what in str(caught.value)
+
+
+def test_hosts_with_as_many_workers_each() -> None:
+    options = parse_run(["--hosts", "a,b", "-g", "4", "t.py"], {})
+    assert options.hosts is not None
+    assert [(host.name, host.slots) for host in options.hosts] == [("a", 4), ("b", 4)]

@@ -1,0 +1,41 @@
+"""The same command on several nodes of a lab, as users type it there, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tests.kit.cli import Env, until
+from tests.kit.handle import Handle
+from tests.kit.lab import Lab
+from tests.kit.lab.node import Home
+
+TOKEN = "5e" * 32  # of nodes that share no disk
+PLAIN = ("--fresh", "--cpu")  # starts in no time: for scripts that do without torch
+
+
+def together(
+    lab: Lab, *words: str, ranks: Sequence[int] = (2, 1), home: Home = "shared", env: Env | None = None
+) -> list[Handle]:
+    """`phalanx run … WORDS` on as many nodes as there are numbers of ranks; the first of them leads."""
+    env = {**(env or {}), **({"PHALANX_TOKEN": TOKEN} if home == "own" else {})}
+    same = ("-n", str(len(ranks)), "-g", ",".join(map(str, ranks)), "--master", lab[0].name)
+    return [lab[place].start("run", *same, "-i", str(place), *words, home=home, env=env) for place in range(len(ranks))]
+
+
+def codes(jobs: Sequence[Handle], timeout: float = 60) -> list[int]:
+    return [job.wait(timeout) for job in jobs]
+
+
+def texts(jobs: Sequence[Handle]) -> str:
+    """For the message of a failure."""
+    return "\n".join(f"--- node {place}\n{job.both[-4000:]}" for place, job in enumerate(jobs))
+
+
+def alive(lab: Lab) -> list[str]:
+    """What runs on the nodes, beside services of the lab."""
+    return [f"{node.name}: {command}" for node in lab for _, command in node.processes() if sys.executable in command]
+
+
+def all_gone(lab: Lab, timeout: float = 3) -> None:
+    until(lambda: not alive(lab), timeout, "no process to be left on any node")

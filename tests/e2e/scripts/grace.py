@@ -1,0 +1,23 @@
+"""Takes its time to save what it has when it is told to stop."""
+
+import os
+import signal
+import sys
+import time
+
+rank = os.environ["RANK"]
+
+
+def told(number: int, _: object) -> None:
+    print(f"rank {rank} got {signal.Signals(number).name}", flush=True)
+    if number == signal.SIGTERM:
+        time.sleep(1)
+        print(f"rank {rank} saved", flush=True)
+        sys.exit(0)
+
+
+signal.signal(signal.SIGUSR1, told)
+signal.signal(signal.SIGTERM, told)
+print("ready", flush=True)
+while True:
+    time.sleep(60)

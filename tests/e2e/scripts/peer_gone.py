@@ -1,0 +1,11 @@
+"""peer_gone.py RANK: that rank raises when all are joined; the others fail because it is gone."""
+
+import sys
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == int(sys.argv[1]):
+    raise ValueError("the reason")
+dist.barrier()

@@ -1,0 +1,204 @@
+"""A node that goes: a short silence is only told, a long one ends the job everywhere, and no process is left.
+
+`--lost-after` is 4 s here where it is to pass, and its default of 15 s where it is not.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.crew import PLAIN, alive, all_gone, codes, texts, together
+from tests.e2e.places import READY, script
+from tests.kit.cli import PYTHON, until
+from tests.kit.handle import Handle
+from tests.kit.lab import Lab, Node
+
+LOST_AFTER = 4
+SHORT = ("--lost-after", f"{LOST_AFTER}s")
+PORT = 29500
+
+
+def sleepers(lab: Lab, *options: str) -> list[Handle]:
+    """A run on two nodes, two ranks and one, that would sleep for minutes."""
+    jobs = together(lab, *PLAIN, *options, script("sleepy.py"))
+    jobs[0].wait_for(READY, 3)
+    jobs[1].wait_for(READY, 1)
+    return jobs
+
+
+def workers(node: Node) -> list[str]:
+    return [command for _, command in node.processes() if "-u" in command.split() and "scripts/" in command]
+
+
+# -- silence
+
+
+def _down_for(seconds: float) -> None:
+    """A time that has to pass by itself: nobody tells when a link has been down for long enough."""
+    time.sleep(seconds)
+
+
+def test_a_link_that_is_down_for_five_seconds_is_only_told(lab: Lab, tmp_path: Path) -> None:
+    jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
+    jobs[0].wait_for(READY, 3)
+    lab[1].link(False)
+    _down_for(5)
+    lab[1].link(True)
+    jobs[0].wait_for(re.compile(r"node 1 \(node2\) has not answered for \d s"), timeout=1)
+    jobs[1].wait_for(re.compile(r"node 0 has not answered for \d s"), timeout=1)
+    jobs[0].wait_for("node 1 (node2) answers again", timeout=10)
+    jobs[1].wait_for("node 0 answers again", timeout=5)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 0], texts(jobs)
+    assert sorted(re.findall(r"done \d", jobs[0].out)) == ["done 0", "done 1", "done 2"]
+    assert "lost" not in jobs[0].err + jobs[1].err
+
+
+def test_a_run_that_ends_just_after_the_link_came_back_ends_well_everywhere(lab: Lab, tmp_path: Path) -> None:
+    """TCP tries again only after a second or more, so the leader's last word comes late; it stays until it has come."""
+    jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
+    jobs[0].wait_for(READY, 3)
+    lab[1].link(False)
+    _down_for(5)
+    lab[1].link(True)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 0], texts(jobs)
+
+
+def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
+    jobs = sleepers(lab, *SHORT)
+    lab[1].link(False)
+    down = time.monotonic()
+    assert jobs[0].wait(LOST_AFTER + 5) == 1
+    # The other side of the cut ends its workers in the same time, though nobody can tell it to.
+    until(lambda: not workers(lab[1]), LOST_AFTER + 4 - (time.monotonic() - down), "the worker beyond the cut to end")
+    assert jobs[1].wait(10) == 1
+    said = r"node 1 \(node2\) is lost: not a word from it in [4-6] s \(--lost-after\): link or machine is down"
+    assert re.search(said, jobs[0].err), texts(jobs)
+    assert re.search(r"node 0 is lost: not a word from it in [4-6] s \(--lost-after\)", jobs[1].err), texts(jobs)
+    all_gone(lab)
+
+
+def test_a_member_that_was_stopped_for_too_long_ends_when_it_goes_on(lab: Lab) -> None:
+    jobs = sleepers(lab, *SHORT)
+    jobs[1].signal(signal.SIGSTOP)
+    assert jobs[0].wait(LOST_AFTER + 5) == 1
+    assert "node 1 (node2) is lost: not a word from it" in jobs[0].err
+    assert workers(lab[1])  # nobody there to end them yet
+    jobs[1].signal(signal.SIGCONT)
+    assert jobs[1].wait(8) == 1
+    assert "node 0 is lost" in jobs[1].err
+    all_gone(lab)
+
+
+def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab) -> None:
+    """They cannot know that it will come back; it does, and learns from them how it ended."""
+    jobs = sleepers(lab, *SHORT)
+    jobs[0].signal(signal.SIGSTOP)
+    until(lambda: not workers(lab[1]), LOST_AFTER + 4, "the member's worker to end")
+    assert workers(lab[0])
+    jobs[0].signal(signal.SIGCONT)
+    assert codes(jobs, 12) == [1, 1], texts(jobs)
+    assert re.search(r"node 0 is lost: not a word from it in [4-6] s", jobs[1].err), texts(jobs)
+    assert "node 1 (node2)" in jobs[0].err, texts(jobs)
+    all_gone(lab)
+
+
+# -- death
+
+
+@pytest.mark.parametrize("how", ["the supervisor", "the whole node"])
+def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
+    jobs = sleepers(lab)
+    began = time.monotonic()
+    if how == "the supervisor":
+        jobs[1].signal(signal.SIGKILL)
+    else:
+        lab[1].kill()
+    assert codes(jobs, 10) == [1, -signal.SIGKILL]
+    assert time.monotonic() - began < 2
+    said = "node 1 (node2) is lost: its connection closed: its supervisor was killed, or the machine went down"
+    assert said in jobs[0].err, texts(jobs)
+    all_gone(lab)
+
+
+@pytest.mark.parametrize("how", ["the supervisor", "the whole node"])
+def test_members_end_when_the_leader_is_killed(lab: Lab, how: str) -> None:
+    jobs = sleepers(lab)
+    began = time.monotonic()
+    if how == "the supervisor":
+        jobs[0].signal(signal.SIGKILL)
+    else:
+        lab[0].kill()
+    assert codes(jobs, 10) == [-signal.SIGKILL, 1]
+    assert time.monotonic() - began < 2
+    assert "node 0 is lost: the connection to the leader closed" in jobs[1].err, texts(jobs)
+    all_gone(lab)
+
+
+def test_a_node_that_is_lost_ends_all_the_others(lab: Lab) -> None:
+    jobs = together(lab, *PLAIN, script("sleepy.py"), ranks=(1, 1, 1))
+    jobs[0].wait_for(READY, 3)
+    jobs[2].signal(signal.SIGKILL)
+    assert codes(jobs, 10) == [1, 1, -signal.SIGKILL]
+    for job in jobs[:2]:
+        assert "node 2 (node3) is lost" in job.err, texts(jobs)
+    all_gone(lab)
+
+
+# -- strangers
+
+NUISANCE = f"""
+import os, socket, time
+where = ("node1", {PORT})
+def say(data):
+    with socket.create_connection(where, 5) as sock:
+        sock.sendall(data)
+        sock.settimeout(1)
+        try:
+            return sock.recv(1 << 16)
+        except OSError:
+            return b""
+upgrade = (b"GET /phalanx/join HTTP/1.1\\r\\nHost: x\\r\\nConnection: Upgrade\\r\\nUpgrade: websocket\\r\\n"
+    b"Sec-WebSocket-Version: 13\\r\\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\\r\\n\\r\\n")
+say(os.urandom(5000))
+say(b"\\0" * 100000)
+say(b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+say(b"POST /phalanx/join HTTP/1.1\\r\\nContent-Length: 99999999999\\r\\n\\r\\nxxxx")
+say(b"X-A: " + b"a" * 200000)
+say(upgrade + os.urandom(2000))
+say(upgrade + b"\\x82\\x7f\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\xff" + b"a" * 1000)
+many = []
+for number in range(2000):
+    sock = socket.create_connection(where, 5)
+    if number % 2:
+        sock.sendall(upgrade)
+    many.append(sock)
+print("done", flush=True)
+time.sleep(600)
+"""
+
+
+def test_strangers_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
+    """Garbage, two thousand connections that are held open, and a node with another token, while a run is on."""
+    jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
+    jobs[0].wait_for(READY, 3)
+    stranger = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
+    stranger.wait_for("done", timeout=30)
+    words = ("-n", "2", "-g", "2,1", "-i", "1", "--master", "node1", "--join-timeout", "5", script("hello.py"))
+    late = lab[2].start("run", *PLAIN, *words, home="own")
+    assert late.wait(20) == 1
+    assert "does not know this node's token" in late.err
+    (tmp_path / "end").touch()
+    assert codes(jobs, 10) == [0, 0], texts(jobs)
+    for job in jobs:
+        assert "Traceback" not in job.both, texts(jobs)
+        assert "has not answered" not in job.err, texts(jobs)
+    assert jobs[0].err.count("\n") <= 5, texts(jobs)  # nobody wants to read what strangers send
+    stranger.end()
+    assert not alive(lab)
