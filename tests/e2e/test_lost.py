@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -17,6 +18,7 @@ from tests.e2e.places import READY, script
 from tests.kit.cli import PYTHON, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Node
+from tests.kit.proc import command, descendants
 
 LOST_AFTER = 4
 SHORT = ("--lost-after", f"{LOST_AFTER}s")
@@ -202,3 +204,30 @@ def test_strangers_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
     assert jobs[0].err.count("\n") <= 5, texts(jobs)  # nobody wants to read what strangers send
     stranger.end()
     assert not alive(lab)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_zygote_that_is_killed_ends_the_job_everywhere(lab: Lab, place: int) -> None:
+    jobs = sleepers(lab)
+    (zygote,) = [pid for pid in descendants(jobs[place].pid) if "zygote" in command(pid)]
+    os.kill(zygote, signal.SIGKILL)
+    assert codes(jobs, 10) == [137, 137], texts(jobs)
+    assert "the zygote was ended from outside: SIGKILL" in jobs[0].err
+    assert "the zygote was ended from outside: SIGKILL" in jobs[1].err
+    all_gone(lab)
+
+
+def test_the_store_is_there_until_the_last_rank_of_all_nodes_has_ended(lab: Lab, tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 2:\n"
+        "    time.sleep(2)  # by now all ranks of node 0 have ended\n"
+        "    dist.distributed_c10d._get_default_store().set('late', 'kept')\n"
+        "    print('kept', flush=True)\n"
+    )
+    jobs = together(lab, "--cpu", str(late))
+    assert codes(jobs) == [0, 0], texts(jobs)
+    assert "[2] kept" in jobs[0].out

@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from phalanx.cli.options.values import duration
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.hosts import Host, parse_hostfile, parse_hosts
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.cluster.sources.task import Allocation
-from phalanx.doctor import machine, report, result
+from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.doctor import machine, refusal, report, result
 from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.gpus import Gpus
 from phalanx.doctor.result import Result
@@ -37,14 +39,22 @@ def main(argv: list[str]) -> int:
     environ = environment()
     # As an exception, so that the test run is ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    patience, quick = _duration(options.join_timeout), options.quick
     hosts = _hosts(options)
     found = launchers.find(environ) if not hosts else None
+    result_: Result | None
     if hosts:
-        result_ = _across(["--hosts", ",".join(map(_spelled, hosts))], len(hosts), environ, options.quick)
-    elif isinstance(found, Allocation) and len(found.hosts) > 1:
-        result_ = _across([], len(found.hosts), environ, options.quick, starter=_srun(len(found.hosts)))
+        result_ = _over_ssh(hosts, Trial(environ, patience, quick))
+    elif isinstance(found, Task) and found.size > 1:
+        result_ = _as_task(found, Trial(environ, patience, quick))
+    elif isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
+        # `phalanx run` starts its own srun. On a node by itself there must be two, or there is nothing to see.
+        nodes = len(found.hosts)
+        result_ = _or_here(Trial(environ, patience, quick).run(["-g", "1" if nodes > 1 else "2"], nodes), environ)
     else:
-        result_ = _here(environ, options.quick)
+        result_ = _here(environ, quick)
+    if result_ is None:
+        return 0
     if options.json:
         sys.stdout.write(json.dumps(report.as_json(result_), indent=1) + "\n")
     else:
@@ -55,11 +65,13 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx doctor",
-        description="Checks this machine, or with --hosts or in a Slurm allocation several and the network between "
-        "them. Says what is wrong, why, and what to type. Exit code 1: something would make a run fail.",
+        description="Checks this machine, or several and the network between them: with --hosts, in a Slurm "
+        "allocation, or as tasks of srun and mpirun. Says what is wrong, why, and what to type. Exit code 1: something "
+        "would make a run fail.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--quick", action="store_true", help="only look, measure nothing")
+    parser.add_argument("--join-timeout", metavar="TIME", default="60", help="how long to wait for all nodes (60 s)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="check these machines, as phalanx run --hosts reaches them")
     where.add_argument("--hostfile", metavar="FILE", help="the same from a file, a host a line")
@@ -89,8 +101,16 @@ def _spelled(host: Host) -> str:
     return f"{user}{at}[{name}]:1" if ":" in name and not name.startswith("[") else f"{host.name}:1"
 
 
-def _srun(nodes: int) -> list[str]:
-    return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+def _duration(text: str) -> float:
+    try:
+        return duration(text)
+    except ValueError as why:
+        raise OptionError(
+            f"--join-timeout {text} cannot be used: {why}", fix="phalanx doctor --join-timeout 2m …"
+        ) from None
+
+
+# -- where it looks
 
 
 def _here(environ: Mapping[str, str], quick: bool) -> Result:
@@ -100,13 +120,9 @@ def _here(environ: Mapping[str, str], quick: bool) -> Result:
         return alone
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         # A home of its own: the test shall not stand in the list of runs, nor fail for want of a disk.
-        tried = _survey(
-            # On this machine alone, whatever a scheduler says about others.
-            ["--standalone", "-g", str(_ranks(facts.gpus))],
-            folder,
-            {**environ, "PHALANX_HOME": f"{folder}/home"},
-            limit=_LIMIT,
-        )
+        trial = Trial({**environ, "PHALANX_HOME": f"{folder}/home"}, 0.0, quick)
+        # On this machine alone, whatever a scheduler says about others.
+        tried = trial.run(["--standalone", "-g", str(_ranks(facts.gpus))], 1)
     return replace(alone, between=tried.between, pairs=tried.pairs, collectives=tried.collectives)
 
 
@@ -115,52 +131,74 @@ def _ranks(gpus: Gpus) -> int:
     return min(_RANKS, max(2, len(gpus.gpus) - gpus.hidden))
 
 
-def _across(
-    where: Sequence[str], nodes: int, environ: Mapping[str, str], quick: bool, starter: Sequence[str] = ()
-) -> Result:
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        words = [*where] if where else ["-g", "1"]
-        limit = _LIMIT + _LIMIT_A_NODE * nodes
-        tried = _survey(words, folder, environ, limit=limit, starter=starter, quick=quick)
+def _over_ssh(hosts: Sequence[Host], trial: Trial) -> Result:
+    """Those that cannot take part are named, and the others looked at without them."""
+    refused: list[Finding] = []
+    while True:
+        names = [host.name for host in hosts]
+        began = time.monotonic()
+        tried = trial.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts), names)
+        if tried.nodes:
+            return replace(tried, between=(*refused, *tried.between))
+        refused += tried.between
+        out = {finding.node for finding in tried.between}
+        left = [host for host in hosts if host.name not in out]
+        # A host that gave up waiting for the first one is not to blame, and every such round takes as long again.
+        late = time.monotonic() - began > trial.patience / 2
+        if late or not left or len(left) == len(hosts):
+            return _or_here(replace(tried, between=tuple(refused)), trial.environ)
+        hosts = left
+
+
+def _as_task(task: Task, trial: Trial) -> Result | None:
+    """Every task takes part, and the one that leads tells for all: None in the others."""
+    tried = trial.run(["-g", "1"], task.size, shared=True)
+    return tried if tried.nodes or tried.between else None
+
+
+def _or_here(tried: Result, environ: Mapping[str, str]) -> Result:
+    """Where nobody answered, what is wrong here may be why."""
     if tried.nodes:
         return tried
-    # Nobody answered. What is wrong here may be why.
     facts = machine.read(environ, runfolder.home(environ))
     return replace(tried, nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
 
 
-def _survey(
-    where: Sequence[str],
-    folder: str,
-    environ: Mapping[str, str],
-    *,
-    limit: float,
-    starter: Sequence[str] = (),
-    quick: bool = False,
-) -> Result:
-    """Run the survey as any script is run. The first node may be another machine, so the result is printed too."""
-    outfile = os.path.join(folder, "result.json")
-    launch = [*starter, sys.executable, "-m", "phalanx", "run", *where, "--cpu", "--quiet"]
-    words = [*launch, "-m", _SURVEY, outfile, "--print", *(["--quick"] if quick else [])]
-    code, out, err = _run(words, environ, limit)
-    found = _read(outfile) or result.find(out)
-    if found is not None:
-        return found
-    text = err.decode(errors="replace").strip()
-    sys.stderr.write(f"{text}\n" if text else "")
-    ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"
-    return Result(
-        nodes=(),
-        between=(
-            Finding(
-                "test run",
-                "red",
-                f"phalanx run could not start the test: it {ended}",
-                text.splitlines()[0] if text else "",
-                shlex.join(["phalanx", *launch[len(starter) + 3 : -2], "--no-python", "hostname"]),
-            ),
-        ),
-    )
+# -- the test
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The survey, run as any script is run."""
+
+    environ: Mapping[str, str]
+    patience: float  # until all nodes are here
+    quick: bool
+
+    def run(self, where: Sequence[str], nodes: int, names: Sequence[str] = (), *, shared: bool = False) -> Result:
+        """`shared`: other processes run the same, and must have the same words; only one of them gets the result."""
+        waits = ["--join-timeout", f"{self.patience:g}"] if self.patience else []
+        launch = [sys.executable, "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
+        limit = _LIMIT + _LIMIT_A_NODE * nodes + self.patience
+        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+            outfile = "-" if shared else os.path.join(folder, "result.json")
+            # The first node may be another machine, so the result is printed too.
+            words = [*launch, "-m", _SURVEY, outfile, "--print", *(["--quick"] if self.quick else [])]
+            code, out, err = _run(words, self.environ, limit)
+            found = _read(outfile) or result.find(out)
+        if found is not None:
+            return found
+        if shared and code == 0:
+            return Result(nodes=())
+        text = err.decode(errors="replace").strip()
+        if code is not None and (told := refusal.findings(text, names)):
+            return Result(nodes=(), between=tuple(told))
+        sys.stderr.write(f"{text}\n" if text else "")
+        ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"
+        fact = f"phalanx run could not start the test: it {ended}"
+        cause = text.splitlines()[0] if text else ""
+        fix = shlex.join(["phalanx", *launch[3:-2], "--no-python", "hostname"])
+        return Result(nodes=(), between=(Finding(refusal.CHECK, "red", fact, cause, fix),))
 
 
 def _read(path: str) -> Result | None:
@@ -180,13 +218,17 @@ def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tupl
             out, err = process.communicate(timeout=limit)
             return process.returncode, out, err
         except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                out, err = process.communicate(timeout=_GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-            return None, out, err
+            return None, *_end(process)
         except BaseException:
-            process.terminate()  # it ends its ranks
+            _end(process)
             raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """It ends its ranks, and is waited for, so that nothing of it is left when we are gone."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        return process.communicate()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.cli.options import RunOptions
-from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import Allocation, Task
 from phalanx.errors import OptionError, UsageError
 from phalanx.launch.gathering import Gathering
@@ -42,6 +41,10 @@ def look_around(options: RunOptions, environ: Mapping[str, str], home: str) -> S
 
 
 def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> Task | Allocation | None:
+    if not any(name.startswith(("SLURM", "OMPI_", "PMI", "MPI_")) for name in environ):
+        return None  # and nothing is imported to find that out
+    from phalanx.cluster.sources import launchers
+
     try:
         return launchers.find(environ)
     except UsageError:

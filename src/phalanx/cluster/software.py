@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from importlib import metadata
+import re
+import sys
 
 from phalanx.version import __version__
+
+_INFO = ".dist-info"
+_NAMES = re.compile(r"(torch|phalanx|nvidia-nccl.*)")
 
 
 def versions() -> dict[str, str]:
     """Of everything that has to fit together across nodes; what is not there is not named."""
     found = {"phalanx": __version__, "python": platform.python_version()}
-    torch = _version("torch")
-    if torch:
-        found["torch"] = torch
-    nccl = next(filter(None, (_version(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))), "")
+    there = dict(reversed(packages()))  # of what is there twice, the first is imported
+    if "torch" in there:
+        found["torch"] = there["torch"]
+    nccl = next(filter(None, (there.get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))), "")
     if nccl:
         found["nccl"] = nccl
     return found
 
 
-def _version(name: str) -> str:
+def packages() -> list[tuple[str, str]]:
+    """torch, phalanx and NCCL as they are installed, with their versions, in the order of sys.path.
+
+    By the names of their folders: to open the metadata of every package would take half a second.
+    """
+    found: list[tuple[str, str]] = []
+    for folder in dict.fromkeys(sys.path):
+        try:
+            entries = sorted(os.listdir(folder or "."))
+        except OSError:
+            continue  # an archive, or nothing at all
+        for entry in entries:
+            name, _, version = entry.removesuffix(_INFO).rpartition("-")
+            name = re.sub(r"[-_.]+", "-", name).lower()
+            if entry.endswith(_INFO) and _NAMES.fullmatch(name) and (name, version) not in found:
+                found.append((name, version))
+    if not any(name == "torch" for name, _ in found):
+        found += _otherwise("torch")
+    return found
+
+
+def _otherwise(name: str) -> list[tuple[str, str]]:
+    """Installed in some other way, as from an egg."""
+    from importlib import metadata
+
     try:
-        return metadata.version(name)
+        return [(name, metadata.version(name))]
     except metadata.PackageNotFoundError:
-        return ""
+        return []

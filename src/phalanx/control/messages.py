@@ -188,6 +188,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
     attempt: Count
     failed: Count = 0
     first: Casualty | None = None  # the first cause among its own
+    trouble: Text = ""  # it ended for a reason that is no worker's
 
 
 class Note(Message, frozen=True, kw_only=True, tag="note"):

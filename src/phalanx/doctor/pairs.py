@@ -77,16 +77,33 @@ def judge(pairs: Sequence[Pair]) -> list[Finding]:
     return found or [Finding(CHECK, "green", _summary(pairs, local=not real))]
 
 
-def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
-    by_speed = [pair for pair in pairs if pair.slowest * _SLOWER < _others(pairs, pair, "slowest")]
-    by_latency = [
+def doubtful(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those that would be complained about."""
+    real = [pair for pair in pairs if not pair.local]
+    bad = [*_by_speed(real), *_by_latency(real)]
+    return [pair for pair in real if pair in bad or _is_uneven(pair)]
+
+
+def _by_speed(pairs: Sequence[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if pair.slowest * _SLOWER < _others(pairs, pair, "slowest")]
+
+
+def _by_latency(pairs: Sequence[Pair]) -> list[Pair]:
+    return [
         pair
         for pair in pairs
         if pair.latency > _SLOWER * (usual := _others(pairs, pair, "latency")) > 0
         and pair.latency - usual > _NOTICEABLE
     ]
+
+
+def _is_uneven(pair: Pair) -> bool:
+    return max(pair.there, pair.back) > _SLOWER * pair.slowest
+
+
+def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
     cause = "a bad cable or port, a link that fell back to a lower speed, or traffic of others"
-    for slow, what in ((by_speed, "slowest"), (by_latency, "latency")):
+    for slow, what in ((_by_speed(pairs), "slowest"), (_by_latency(pairs), "latency")):
         if not slow:
             continue
         say = speed if what == "slowest" else seconds
@@ -118,8 +135,9 @@ def _common(slow: Sequence[Pair], pairs: Sequence[Pair]) -> str:
 
 
 def _uneven(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    known = _by_speed(pairs)  # of these it has been said already
     for pair in pairs:
-        if max(pair.there, pair.back) > _SLOWER * pair.slowest:
+        if _is_uneven(pair) and pair not in known:
             slow, fast = sorted(((pair.there, pair.one, pair.other), (pair.back, pair.other, pair.one)))
             yield Finding(
                 CHECK,

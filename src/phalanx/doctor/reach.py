@@ -115,6 +115,12 @@ def judge(tries: Sequence[Reach]) -> list[Finding]:
     return found
 
 
+def complete(tries: Sequence[Reach]) -> bool:
+    """Whether everybody reaches everybody, somehow."""
+    reached = {(one.node, one.peer) for one in tries if not one.trouble}
+    return all((one.node, one.peer) in reached for one in tries)
+
+
 def _judge(tries: Sequence[Reach]) -> Iterator[Finding]:
     routes: dict[tuple[str, str], list[Reach]] = {}
     for one in tries:

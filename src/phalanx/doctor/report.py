@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.finding import LEVELS, Finding, worst
 from phalanx.doctor.pairs import Pair
 from phalanx.doctor.quantity import seconds, speed
 from phalanx.doctor.result import Result
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _MOST = 8  # nodes, up to which every pair has a place on the screen
+_FEW = 4  # facts about one thing
+_LEVEL, _DETAIL, _GREEN = 8, 17, 22  # where the text begins after these
+_NARROWEST = 20
 _STYLES = {"red": "bold red", "yellow": "bold yellow", "green": "green"}
 
 
@@ -32,50 +39,84 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 def show(result: Result) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(soft_wrap=True, highlight=False)
+    width = console.width if console.is_terminal else 0  # a file has no width
+
+    def put(*head: tuple[str, str], text: str, hang: int) -> None:
+        indent = sum(len(part) for part, _ in head)
+        lines = wrapped(text, width, indent, hang)
+        console.print(Text.assemble(*head, "\n".join(lines)))
+
     for finding in ordered(result.findings):
         if finding.level == "green":
             break
-        where = f" on {finding.node}" if finding.node and len(result.nodes) > 1 else ""
-        title = (f"{finding.level:<8}", _STYLES[finding.level]), (f"{finding.check}{where}", "bold")
-        console.print(Text.assemble(*title, f": {finding.fact}"))
+        where = f" on {finding.node}" if finding.node and (finding.node,) != result.nodes else ""
+        level = f"{finding.level:<{_LEVEL}}"
+        put((level, _STYLES[finding.level]), (f"{finding.check}{where}: ", "bold"), text=finding.fact, hang=_LEVEL)
         for name, text in (("cause", finding.cause), ("fix", finding.fix)):
             if text:
-                console.print(Text.assemble((f"          {name + ':':<7}", "dim"), text))
-    for check, fact in compact([finding for finding in result.findings if finding.level == "green"]):
-        console.print(Text.assemble((f"{'green':<8}", _STYLES["green"]), (f"{check:<14}", "bold"), fact))
-    real = [pair for pair in result.pairs if not pair.local]
-    if len(real) > 1:
-        console.print()
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for row in matrix(result.nodes, real) if len(result.nodes) <= _MOST else slowest(real):
-            if not table.columns:
-                for title_ in row:
-                    table.add_column(Text(title_))
-            else:
-                table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
+                put((f"          {name + ':':<7}", "dim"), text=text, hang=_DETAIL)
+    for check, facts in compact([finding for finding in result.findings if finding.level == "green"]):
+        head = ("green   ", _STYLES["green"]), (f"{check:<14}", "bold")
+        for place, fact in enumerate(facts if width else ["; ".join(facts)]):
+            put(*(head if place == 0 else [(" " * _GREEN, "")]), text=fact, hang=_GREEN)
+    _show_pairs(console, result, width)
     console.print()
     console.print(Text(summary(result.findings), style=_STYLES[worst(result.findings)]))
 
 
-def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """A line a check: what all nodes have in common, or the first few by name."""
+def _show_pairs(console: Console, result: Result, width: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    real = [pair for pair in result.pairs if not pair.local]
+    if len(real) < 2:
+        return
+    tables = [matrix(result.nodes, real)] if len(result.nodes) <= _MOST else []
+    for rows in (*tables, slowest(real)):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        titles, *lines = rows
+        for title in titles:
+            table.add_column(Text(title), no_wrap=True)
+        for line in lines:
+            table.add_row(*(Text(cell) for cell in line))
+        if not width or console.measure(table, options=console.options.update(width=1000)).maximum <= width:
+            break  # else the next, which is narrow
+    console.print()
+    console.print(table)
+
+
+def wrapped(text: str, width: int, indent: int, hang: int) -> list[str]:
+    """The text in lines of that width, of which the first begins at `indent` and the others at `hang`. 0: no width."""
+    if not width:
+        return [text]
+    # A word is never broken: it may be a path, or what is to be typed.
+    lines = textwrap.wrap(
+        " " * indent + text,
+        max(width, hang + _NARROWEST),
+        subsequent_indent=" " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [lines[0][indent:], *lines[1:]] if lines else [""]
+
+
+def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
+    """For each check what all nodes have in common, then the first few by name."""
     checks: dict[str, list[Finding]] = {}
     for finding in greens:
         checks.setdefault(finding.check, []).append(finding)
     for check, findings in checks.items():
         facts: dict[str, list[str]] = {}
-        for finding in findings:
+        for finding in sorted(findings, key=lambda finding: finding.node != ""):
             facts.setdefault(finding.fact, []).append(finding.node)
         if len(facts) == 1:
-            yield check, next(iter(facts))
+            yield check, list(facts)
         else:
             told = [f"{', '.join(nodes)}: {fact}" if all(nodes) else fact for fact, nodes in facts.items()]
-            yield check, "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+            yield check, told[:_FEW] + ([f"and {len(told) - _FEW} more"] if len(told) > _FEW else [])
 
 
 def matrix(nodes: Sequence[str], pairs: Sequence[Pair]) -> Iterator[list[str]]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,6 +37,13 @@ from phalanx.doctor.result import Result
 _LIMIT = 60.0
 _GRACE = 5.0
 _PINGS = 16
+_UNTRIED = Finding(
+    "links",
+    "yellow",
+    "nothing was measured, for not every node reaches every other",
+    "",
+    "let them reach each other first, then phalanx doctor again",
+)
 _T = TypeVar("_T")
 
 
@@ -126,7 +135,7 @@ class Meeting:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m phalanx.doctor.survey")
-    parser.add_argument("outfile")
+    parser.add_argument("outfile", help="-: none")
     parser.add_argument("--print", action="store_true", help="also print the result, for who cannot read the file")
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
@@ -134,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     meeting = Meeting(environ)
 
     def publish(found: Result) -> None:
-        if meeting.rank == 0:
+        if meeting.rank == 0 and options.outfile != "-":
             result.write(found, options.outfile)
 
     found = survey(meeting, environ, publish, quick=options.quick)
@@ -151,7 +160,7 @@ def survey(
 ) -> Result:
     """Every rank calls it, and has the same result. `publish`: what is known before the riskiest part begins."""
     echo = Echo()
-    folder = environ.get(variables.RUN_FOLDER, ".")
+    folder = _runs(environ.get(variables.RUN_FOLDER, "."))
     device, gpu = links.gpu(int(environ.get("LOCAL_RANK", "0")))
     mine = Hello(socket.gethostname(), machine.read(environ, folder), echo.port, echo.nonce.hex(), device, gpu)
     hellos = meeting.exchange("hello", mine, Hello)
@@ -162,6 +171,10 @@ def survey(
     echo.close()
     if quick or len(present) < meeting.size:
         return summarise(called, present, views, [])
+    if not reach.complete([one for view in views if view is not None for one in view.tries]):
+        # It would only wait, for a minute, and say less.
+        found = summarise(called, present, views, [])
+        return replace(found, between=(*found.between, _UNTRIED))
     machines = [hello.machine.id for hello in present.values()]
     plan = pairs.rounds(meeting.size)
     limit = _LIMIT + 2 * len(plan)
@@ -169,7 +182,7 @@ def survey(
     def over_gloo(store: Any) -> Measured:
         links.open_group(store, meeting.rank, meeting.size, _LIMIT)
         measured = links.measure_pairs(meeting.rank, called, machines, plan)
-        together = links.all_reduce(meeting.rank, meeting.size, "gloo", "cpu")
+        together = links.all_reduce(meeting.rank, meeting.size, "gloo", "cpu") if meeting.size > 1 else []
         return Measured(tuple(measured), tuple(together))
 
     gloo = meeting.exchange("gloo", meeting.attempt("gloo", over_gloo, limit), Measured, _GRACE * 2)
@@ -193,6 +206,12 @@ def survey(
     if not any(one is None or one.trouble for one in nccl):
         links.close_group()
     return summarise(called, present, views, gloo, nccl)
+
+
+def _runs(folder: str) -> str:
+    """Where runs are kept, from the folder of this one."""
+    runs, middle, _ = folder.rpartition("/runs/")
+    return f"{runs}/runs" if middle else folder
 
 
 def call(hosts: Sequence[str | None]) -> list[str]:
@@ -320,10 +339,13 @@ def _troubles(called: Sequence[str], backend: str, measured: Sequence[Measured |
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    # gloo begins with where in its source it is, on the machine that built it.
+    return re.sub(r"^\[\S*\] ", "", lines[0] if lines else type(error).__name__)[:300]
 
 
 if __name__ == "__main__":
+    # At once: a handler of Python's would not run while the store or gloo waits for a node.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = main()
     # A thread may still wait for a node that does not answer, and would be waited for.
     os._exit(code)

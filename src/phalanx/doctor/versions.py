@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.util
 import platform
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from phalanx.cluster import nvidia
+from phalanx.cluster import nvidia, software
 from phalanx.doctor.finding import Finding
 from phalanx.version import __version__
 
@@ -47,7 +44,7 @@ def read(root: str = "/") -> Versions:
         torch=torch.get("__version__", ""),
         cuda=torch.get("cuda", ""),
         hip=torch.get("hip", ""),
-        packages=tuple(sorted(_packages())),
+        packages=tuple(sorted(software.packages())),
         gpus=len(nvidia.scan(Path(root, "sys"))[0]),
         interpreter=sys.executable,
     )
@@ -79,21 +76,6 @@ def assignments(text: str) -> dict[str, str]:
             continue
         if isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
             found[name] = line.value.value
-    return found
-
-
-def _packages() -> set[tuple[str, str]]:
-    """By the names of their folders: to open the metadata of every package would take half a second."""
-    found = set()
-    for entry in sys.path:
-        folder = Path(entry or ".")
-        for pattern in ("torch-*.dist-info", "phalanx-*.dist-info", "nvidia_nccl*.dist-info"):
-            for path in folder.glob(pattern) if folder.is_dir() else ():
-                name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
-                found.add((re.sub(r"[-_.]+", "-", name).lower(), version))
-    if not any(name == "torch" for name, _ in found):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found.add(("torch", metadata.version("torch")))  # installed in some other way
     return found
 
 

@@ -70,6 +70,10 @@ class Attempt:
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
 
     @property
+    def stopping(self) -> bool:
+        return self._escalation is not None
+
+    @property
     def failed(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.code]
 

@@ -107,7 +107,7 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
 
     def order(candidate: tuple[Report, Death]) -> tuple[bool, float]:
         report, death = candidate
-        return (bool(_PEER_LOST.search(report.exception)), report.when - death.skew if report.when else death.time)
+        return (bool(_PEER_LOST.search(report.exception)), _when(report, death))
 
     if not candidates:
         return None
@@ -116,9 +116,14 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     return replace(death, code=1) if report.exception and _obeyed(death) else death
 
 
-def follows(death: Death) -> bool:
-    """Whether it is what a healthy rank dies of when another one has gone."""
-    return bool(_PEER_LOST.search(report_of(death).exception))
+def follows(death: Death, since: float) -> bool:
+    """Whether it is what a healthy rank dies of when another one has gone, or came after something else was seen."""
+    report = report_of(death)
+    return bool(_PEER_LOST.search(report.exception)) or _when(report, death) > since
+
+
+def _when(report: Report, death: Death) -> float:
+    return report.when - death.skew if report.when else death.time
 
 
 def _obeyed(death: Death) -> bool:

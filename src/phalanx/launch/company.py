@@ -69,6 +69,9 @@ class Company(Protocol):
     async def orders(self) -> Orders | Verdict:
         """What to do first."""
 
+    async def settled(self) -> None:
+        """Until no other node needs what this one hosts: ranks elsewhere may still use the store."""
+
     def last(self, attempt: int, *, failed: bool) -> bool:
         """Whether it is certain that no other attempt follows this one."""
         ...
@@ -107,6 +110,9 @@ class Alone:
 
     async def orders(self) -> Orders | Verdict:
         return Orders(0, self._plan, self._listener)
+
+    async def settled(self) -> None:
+        pass
 
     def last(self, attempt: int, *, failed: bool) -> bool:
         return not failed or attempt == self._plan.max_restarts

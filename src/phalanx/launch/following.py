@@ -62,6 +62,7 @@ class Following:
         self._inbox: asyncio.Queue[messages.Start | messages.End] = asyncio.Queue()
         self._lost = ""
         self._started = False
+        self._running = False  # an attempt, from when it is ordered to its end here
         self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
@@ -105,6 +106,7 @@ class Following:
             case messages.Waiting():
                 self.waiting(message.text)
             case messages.Start() | messages.End():
+                self._running = self._running or isinstance(message, messages.Start)
                 self.waiting(None)
                 self._inbox.put_nowait(message)
             case messages.Stop():
@@ -121,7 +123,7 @@ class Following:
             return
         if stop.ends:
             self._supervised.end(number, stop.reason)
-        else:
+        elif self._running:  # else it is about an attempt that has ended here already
             self._supervised.stop(number, stop.reason, stop.grace)
 
     def lost(self, why: str) -> None:
@@ -140,6 +142,9 @@ class Following:
 
     # -- how it ends
 
+    async def settled(self) -> None:
+        pass
+
     def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
         return bool(self._lost)
 
@@ -155,11 +160,17 @@ class Following:
         pass
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        self._running = False
         if self.relay is not None and not self._lost:
             await self.relay.drained(_DRAIN)
-        if report.trouble:
-            self._member.send(messages.Note(text=report.trouble[:_LONGEST]))
-        self._member.send(messages.Over(attempt=report.attempt, failed=len(report.deaths), first=_first(report)))
+        self._member.send(
+            messages.Over(
+                attempt=report.attempt,
+                failed=len(report.deaths),
+                first=_first(report),
+                trouble=report.trouble[:_LONGEST],
+            )
+        )
         return await self.orders()
 
     async def close(self, code: int, text: str) -> None:

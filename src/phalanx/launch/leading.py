@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,7 +47,9 @@ class Leading:
         self._attempt = 0
         self._everybody = asyncio.Event()  # has reported the end of this attempt, or is gone
         self._trouble: Verdict | None = None  # it ends, and not because of a worker
+        self._troubled = 0.0  # when
         self._stopping = False
+        self._running = False  # an attempt, here
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -101,7 +104,7 @@ class Leading:
         leader, store = self._own(), self._store
         if store is None:
             raise LaunchError("there is no store")
-        self._attempt, self._stopping = attempt, False
+        self._attempt, self._stopping, self._running = attempt, False, True
         self._overs.clear()
         self._everybody.clear()
         port_ = int(store.getsockname()[1])
@@ -150,6 +153,8 @@ class Leading:
             case messages.Over():
                 if message.attempt == self._attempt:
                     self._overs[member] = message
+                    if message.trouble:
+                        self._give_up(Verdict(128 + signal.SIGKILL, f"{self._name(member)}: {message.trouble}"))
                     self._count()
             case messages.Note():
                 self.note(f"{self._name(member)}: {message.text}")
@@ -174,8 +179,8 @@ class Leading:
         return self._own().name(member)
 
     def _give_up(self, verdict: Verdict) -> None:
-        if self._trouble is None and not self._stopping:
-            self._trouble = verdict
+        if self._trouble is None:
+            self._trouble, self._troubled = verdict, time.time()
         self._stop_all(verdict.text.splitlines()[0], self._plan.ending.failure_grace)
 
     def _stop_all(self, reason: str, grace: float, *, beside: int | None = None) -> None:
@@ -185,7 +190,7 @@ class Leading:
         for id_ in list(leader.guests):
             if id_ != beside:
                 leader.send(id_, stop)
-        if self._supervised is not None:
+        if self._supervised is not None and self._running:
             self._supervised.stop(signal.SIGTERM, reason, grace)
 
     def _count(self) -> None:
@@ -210,8 +215,14 @@ class Leading:
 
     # -- how it ends
 
-    def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
-        return self._trouble is not None or attempt >= self._plan.max_restarts
+    async def settled(self) -> None:
+        self._running = False
+        self._count()
+        await self._everybody.wait()
+
+    def last(self, attempt: int, *, failed: bool) -> bool:
+        failed = failed or any(over.failed for over in self._overs.values())
+        return not failed or self._trouble is not None or attempt >= self._plan.max_restarts
 
     def failing(self, rank: int, reason: str, beside: int | None = None) -> None:  # noqa: ARG002
         if not self._stopping:
@@ -230,22 +241,21 @@ class Leading:
             self._leader.broadcast(messages.Pass(signal=number))
 
     async def concluded(self, report: Report) -> Orders | Verdict:
-        self._count()
-        await self._everybody.wait()
         if report.trouble and self._trouble is None:
-            self._trouble = Verdict(128 + signal.SIGKILL, report.trouble)
+            self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._overs.values())
         death = cause.first_cause(deaths)
         # A node that is lost makes every other rank fail; a rank that failed by itself before that is the reason.
-        if self._trouble is not None and (death is None or cause.follows(death)):
+        if self._trouble is not None and (death is None or cause.follows(death, self._troubled)):
             return self._trouble
         if not failed:
             return Verdict(0)
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        if report.attempt >= self._plan.max_restarts or self._trouble is not None:
+        absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
+        if report.attempt >= self._plan.max_restarts or self._trouble is not None or absent:
             return Verdict(death.exit_code, blocks[death.rank])
         self.note(again(blocks[death.rank], report.attempt, self._plan.max_restarts))
         return self._begin(report.attempt + 1, self._plan.master_addr)

@@ -222,6 +222,8 @@ class Supervisor:
         if self._sweeping is not None:
             self._sweeping.set()
         if self._attempt is not None:
+            if self._lost_zygote:
+                self._company.failing(self._plan.seats[0].rank, "a zygote was ended from outside")
             self._attempt.lost()
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
@@ -333,6 +335,7 @@ class Supervisor:
                 break
         if self._stop is not None:  # asked for while nothing had started yet
             attempt.stop(*self._stop)
+            self._stop = None
         if not attempt.living:
             attempt.over.set()
         await attempt.over.wait()
@@ -340,6 +343,7 @@ class Supervisor:
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
+        await self._company.settled()
         attempt.concluded()
         ended = self._signal is not None or bool(self._lost_zygote) or self._failure is not None
         if ended or self._company.last(attempt.number, failed=bool(attempt.failed)):
@@ -430,7 +434,7 @@ class Supervisor:
         """Another node has failed: this attempt is over."""
         if self._attempt is None:
             self._stop = (number, reason, grace)
-        elif self._attempt.living:
+        elif self._attempt.living and not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
 
     def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
