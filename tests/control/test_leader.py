@@ -118,7 +118,7 @@ def test_who_knocked_in_vain_is_said() -> None:
         ({"member": 5}, "would not start what", "it has node 5, node 0 has 2 nodes"),
         ({"terms": {"script": "b"}}, "would not start what", "it has script: b, node 0 has script: a"),
         ({"versions": {"torch": "1.0"}}, "has other versions than", "it has torch 1.0, node 0 has torch 2.9"),
-        ({"slots": 4}, "does not have the devices", "2 workers promised, but it takes 4"),
+        ({"slots": 4}, "takes 4 workers, and was to take 2 workers", "it takes 4 workers, and was to take 2 workers"),
         ({"trouble": "there is no GPU"}, "there is no GPU", "there is no GPU"),
         ({"terms": {"x": "y" * 300}}, "does not let this node in", "Expected `str` of length <= 256"),
     ],
@@ -141,7 +141,7 @@ def test_refusals_in_words(changes: dict[str, object], what: str, noted: str) ->
 
 def test_a_leader_that_breaks_its_own_promise() -> None:
     async def meet() -> None:
-        with pytest.raises(JoinError, match="4 workers promised, but it takes 1"):
+        with pytest.raises(JoinError, match="it takes 1 worker, and was to take 4 workers"):
             async with leading(promised=(4, 4)):
                 pass
 

@@ -217,7 +217,7 @@ def test_the_address_that_led_furthest_counts(kinds: list[obstacles.Kind], best:
         ("plan", "world size 4", "world size 6", "the same command on every node"),
         ("version", "torch 2.13.0", "torch 2.11.0", "the same versions"),
         ("taken", "node 2", "gpu-c", "node 2 of this run is already there: gpu-c"),
-        ("devices", "3 GPUs", "4 GPUs", "it has 3 GPUs"),
+        ("devices", "3 workers", "4 workers", "takes 3 workers, and was to take 4 workers"),
         ("other", "this", "that", "does not let this node in"),
     ],
 )

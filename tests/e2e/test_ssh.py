@@ -17,7 +17,7 @@ import pytest
 from phalanx.cli.options import parse_run
 from phalanx.launch import order
 from phalanx.launch.order import Order, Refused
-from tests.e2e.places import READY, SCRIPTS, pids
+from tests.e2e.places import READY, SCRIPTS, pids, script
 from tests.kit import proc
 from tests.kit.cli import phalanx, until
 from tests.kit.lab import Lab, Sshd
@@ -240,3 +240,13 @@ def test_a_cut_connection_to_node_0_ends_the_run(lab: Lab, ssh: Sshd) -> None:
 
 def ranks(lab: Lab) -> list[str]:
     return [inside.command for node in lab for inside in node.processes() if "sleepy.py" in inside.command]
+
+
+def test_usr1_at_the_starter_reaches_the_ranks_of_all_hosts(lab: Lab, ssh: Sshd) -> None:
+    job = lab[0].start("run", "--cpu", "--fresh", "--hosts", THERE, script("grace.py"), env=ssh.env)
+    job.wait_for("ready", 3)
+    job.signal(signal.SIGUSR1)
+    job.wait_for(re.compile(r"rank \d got SIGUSR1"), 3)
+    job.signal(signal.SIGTERM)
+    assert job.wait(20) == 143, job.both
+    assert len(re.findall(r"rank \d saved", job.both)) == 3

@@ -327,6 +327,13 @@ class Elsewhere:
         for number in {*self._options.signals, signal.SIGINT}:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._signalled, number)
+        for number in {signal.SIGUSR1, signal.SIGUSR2} - {*self._options.signals}:
+            loop.add_signal_handler(number, self._pass_on, number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """For the workers; it ends nothing."""
+        if self._links[0].answer is not None:
+            self._links[0].tell(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
         self._interrupts += number == signal.SIGINT

@@ -113,6 +113,7 @@ class Leader:
             raise JoinError(f"node 0 itself cannot take part: {in_words(own)}")
         self.id = own
         self.guests: dict[int, Guest] = {}
+        self._hosts = {own: arrival.host}  # of all who were here at some time
         self._token = token
         self._arrival = arrival
         self._run = run
@@ -263,6 +264,7 @@ class Leader:
             return given, None
         for text in warnings:
             self._ears.note(text)
+        self._hosts[given] = arrival.host
         guest = Guest(given, arrival, peer, own, sealed, transport, heard=time.monotonic())
         self.guests[given] = guest
         welcome = Welcome(
@@ -316,6 +318,9 @@ class Leader:
             self._timed(guest, message)
             return
         if isinstance(message, messages.Leaving):
+            if message.text and self._calling.managed and not self._complete.is_set():
+                self._hopeless = JoinError(f"{self.name(guest.id)}: {message.text}")
+                self._news.set()
             # First of all, so that whoever hears of it does not wait for this one any more.
             guest.gone = True
             self._departed(guest, "")
@@ -350,8 +355,7 @@ class Leader:
 
     def name(self, member: int) -> str:
         """For people."""
-        arrival = self.roster.members.get(member)
-        return self._calling.name(member, arrival.host if arrival is not None else "")
+        return self._calling.name(member, self._hosts.get(member, ""))
 
     def send(self, member: int, message: Message) -> None:
         if member in self.guests:
@@ -426,7 +430,7 @@ def in_words(refusal: Refusal) -> str:
         case "taken":
             return f"{refusal.member} is taken by {refusal.leader}"
         case "devices":
-            return f"{refusal.leader}, but it {refusal.member}"
+            return f"it takes {refusal.member}, and was to take {refusal.leader}"
         case _:
             return f"it has {refusal.member}, node 0 has {refusal.leader}"
 

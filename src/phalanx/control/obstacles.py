@@ -91,7 +91,7 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> Obstacle:
     plan:     "world size 4", "world size 6"
     version:  "torch 2.13.0", "torch 2.11.0"
     taken:    "node 2", the host that has it
-    devices:  what this node has, what it had promised: "3 GPUs", "4 GPUs"
+    devices:  what this node takes, and was to take: "3 workers", "4 workers"
     """
     mine, theirs, leader = _printable(mine), _printable(theirs), _printable(leader)
     node0 = f"node 0 ({leader})"
@@ -124,9 +124,9 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> Obstacle:
             "give every node a --node-rank of its own; if the other is left from before, end it: phalanx stop",
         ),
         "devices": (
-            "this node does not have the devices that it promised",
-            (f"it has {mine}", f"{node0} was promised {theirs}"),
-            "see what there is on this node: nvidia-smi; or ask for fewer: phalanx run -g N …",
+            f"this node takes {mine}, and was to take {theirs}",
+            (f"{node0} was told so",),
+            "the same -g on every node, with the number of workers of each: -g 8,2; phalanx explain shows what is here",
         ),
     }
     what, details, fix = words.get(kind, (f"{node0} does not let this node in", differ, ""))

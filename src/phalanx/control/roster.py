@@ -74,9 +74,7 @@ class Roster:
             return Refusal(kind="trouble", leader="", member=arrival.trouble)
         id_ = self._free() if id_ is None else id_
         if self.promised and arrival.claim is None and arrival.slots != self.promised[id_]:
-            return Refusal(
-                kind="devices", leader=f"{self.promised[id_]} workers promised", member=f"takes {arrival.slots}"
-            )
+            return Refusal(kind="devices", leader=_workers(self.promised[id_]), member=_workers(arrival.slots))
         return None
 
     def warnings(self, arrival: Arrival) -> list[str]:
@@ -91,6 +89,10 @@ class Roster:
             if leader.terms.get(name) != arrival.terms.get(name):
                 found.append(f"{arrival.host} was started with other {name} than {leader.host}")
         return found
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def _differs(leader: Arrival, arrival: Arrival) -> Refusal | None:

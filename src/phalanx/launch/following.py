@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
+from phalanx.errors import LaunchError
 from phalanx.launch import cause
 from phalanx.launch.company import Orders, Report, Supervised, Verdict
 from phalanx.launch.console import Console
@@ -70,7 +71,12 @@ class Following:
 
     async def join(self) -> None:
         welcome = await self._member.join(self._gathering.join_timeout)
-        self._folder.join(welcome.run, welcome.member)
+        try:
+            self._folder.join(welcome.run, welcome.member)
+        except OSError as error:
+            raise LaunchError(
+                f"the run folder cannot be made: {error}", fix="free the disk, or --log-dir DIR"
+            ) from error
         for text in welcome.notes:
             self.note(text)
         at = f"{welcome.leader} at {self._member.leader_address}"
@@ -106,6 +112,9 @@ class Following:
             case messages.Waiting():
                 self.waiting(message.text)
             case messages.Start() | messages.End():
+                if self._running and isinstance(message, messages.End) and self._supervised is not None:
+                    grace = self._plan.ending.failure_grace
+                    self._supervised.stop(signal.SIGTERM, "the run has ended at node 0", grace)
                 self._running = self._running or isinstance(message, messages.Start)
                 self.waiting(None)
                 self._inbox.put_nowait(message)
@@ -153,8 +162,10 @@ class Following:
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.
-        if number != signal.SIGKILL and self._started:
+        if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
+        else:
+            self._inbox.put_nowait(messages.End(code=128 + number))
 
     def passed(self, number: signal.Signals) -> None:
         pass

@@ -49,6 +49,8 @@ class Leading:
         self._trouble: Verdict | None = None  # it ends, and not because of a worker
         self._troubled = 0.0  # when
         self._stopping = False
+        self._signal: signal.Signals | None = None
+        self._ended = False
         self._running = False  # an attempt, here
 
     def meet(self, supervised: Supervised) -> None:
@@ -147,7 +149,10 @@ class Leading:
                 self.failing(message.rank, message.reason, beside=member)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
-                self.note(f"{self._name(member)} received {number.name}")
+                if self._signal is None:
+                    self.note(f"{self._name(member)} received {number.name}")
+                if self._signal is None or number == signal.SIGKILL:
+                    self.signalled(number)  # for the others
                 if self._supervised is not None:
                     self._supervised.end(number, f"{number.name} received by {self._name(member)}")
             case messages.Over():
@@ -159,8 +164,10 @@ class Leading:
             case messages.Note():
                 self.note(f"{self._name(member)}: {message.text}")
             case messages.Leaving():
-                if message.text:
-                    self._give_up(Verdict(message.code or 1, f"{self._name(member)}: {message.text}"))
+                # Before the start it may come again. Later its ranks are missing, whatever it says.
+                if self._own().roster.complete and not self._ended:
+                    text = message.text or "it has left the run"
+                    self._give_up(Verdict(message.code or 1, f"{self._name(member)}: {text}"))
                 self._count()
 
     def lost(self, member: int, why: str) -> None:
@@ -230,6 +237,7 @@ class Leading:
 
     def signalled(self, number: signal.Signals) -> None:
         ending = self._plan.ending
+        self._signal = self._signal or number
         grace = 0.0 if number == signal.SIGKILL else ending.grace
         if self._leader is not None:
             stop = messages.Stop(signal=number, reason=f"{number.name} received at node 0", grace=grace, ends=True)
@@ -243,18 +251,20 @@ class Leading:
     async def concluded(self, report: Report) -> Orders | Verdict:
         if report.trouble and self._trouble is None:
             self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
+        if self._signal is not None:
+            return Verdict(128 + self._signal)
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._overs.values())
         death = cause.first_cause(deaths)
         # A node that is lost makes every other rank fail; a rank that failed by itself before that is the reason.
         if self._trouble is not None and (death is None or cause.follows(death, self._troubled)):
             return self._trouble
-        if not failed:
+        absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
+        if not failed and not absent - self._overs.keys():
             return Verdict(0)
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
         if report.attempt >= self._plan.max_restarts or self._trouble is not None or absent:
             return Verdict(death.exit_code, blocks[death.rank])
         self.note(again(blocks[death.rank], report.attempt, self._plan.max_restarts))
@@ -274,6 +284,7 @@ class Leading:
         return deaths, blocks
 
     async def close(self, code: int, text: str) -> None:
+        self._ended = True
         if self._leader is not None:
             self._leader.broadcast(messages.End(code=code, text=text[: 1 << 15]))
             await self._leader.close()

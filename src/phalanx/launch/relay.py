@@ -18,7 +18,7 @@ from phalanx.launch.filters import Std
 RATE = 1 << 20  # bytes a second, of one node
 BURST = 1 << 20
 CHUNK = 1 << 16
-BEHIND = 1 << 18  # bytes of one stream that may wait
+BEHIND = BURST  # bytes of one stream that may wait
 _PAUSE = 0.05  # between two rounds: lines that come together go together
 _QUEUED = 64  # messages that may wait for the wire
 
@@ -52,7 +52,7 @@ class Thread:
         """The next whole lines, or what there is of a very long one, or of one that waits to be finished."""
         if self.size - self.sent > BEHIND:
             at = self.size - CHUNK
-            at += self._read(at, CHUNK).find(b"\n") + 1
+            at += self._read(at, CHUNK - 1).find(b"\n") + 1  # of one endless line at least its end
             self.skipped += at - self.sent
             self.sent = at
         data = self._read(self.sent, min(self.size - self.sent, most))

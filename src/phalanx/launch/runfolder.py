@@ -95,7 +95,8 @@ class RunFolder:
             path = f"{path}_{os.urandom(3).hex()}"
         os.rename(self.path, path)
         if self.link is not None:
-            os.unlink(self.link)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.link)
             self.link = os.path.join(os.path.dirname(self.link), f"{name}.node_{node}")
             with contextlib.suppress(FileExistsError):
                 os.symlink(path, self.link)
@@ -148,9 +149,10 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
         os.makedirs(log_dir, exist_ok=True)
         path = _fresh(os.path.join(os.path.abspath(log_dir), name))
         folder = RunFolder(path)
-        folder.link = os.path.join(runs, os.path.basename(path))
+        link = os.path.join(runs, os.path.basename(path))
         with contextlib.suppress(FileExistsError):
-            os.symlink(path, folder.link)
+            os.symlink(path, link)
+            folder.link = link
         return folder
     return RunFolder(path)
 
@@ -172,7 +174,8 @@ def all_runs(base: str) -> Iterator[RunRecord]:
         records = list(_records(os.path.join(runs, name)))
         # Of a run on several nodes, this machine's part of it; else its first node's.
         found += [record for record in records if record.here][:1] or records[:1]
-    yield from sorted(found, key=lambda run: run.started)
+    # With --log-dir on a disk that nodes share, two names may lead to the same folder.
+    yield from sorted({run.folder: run for run in found}.values(), key=lambda run: run.started)
 
 
 def _records(folder: str) -> Iterator[RunRecord]:

@@ -78,6 +78,7 @@ class Supervisor:
         self._stop: tuple[signal.Signals, str, float] | None = None
         self._attempt: Attempt | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
+        self._imported = False  # the zygote listens
         self._sweeping: asyncio.Event | None = None
         self._closing = False
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
@@ -107,6 +108,9 @@ class Supervisor:
             except PhalanxError as error:
                 code, text = error.exit_code, str(error)
                 raise
+            except OSError as error:  # a disk, a limit: the others are to know why this node goes
+                text = f"this node cannot go on: {error}"
+                raise LaunchError(text) from error
             finally:
                 await self._close()
                 self._showing_rest = True
@@ -179,6 +183,7 @@ class Supervisor:
     async def _listen(self) -> wire.Message:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
+        self._imported = self._zygote.ready is not None
         loop.add_reader(self._zygote.sock.fileno(), self._heard)
         if self._zygote.ready is not None:
             self._resolve(self._zygote.ready)
@@ -191,12 +196,11 @@ class Supervisor:
             return
         match message["is"]:
             case "ready":
+                self._imported = True
                 self._resolve(message)
             case "born" if self._attempt is not None:
                 self._leftovers.note(message["pid"])
                 self._attempt.born(message["name"], message["pid"])
-                if self._signal is not None:
-                    self._attempt.tell(message["name"], self._signal)
             case "exited" if self._attempt is not None:
                 self._attempt.exited(message)
             case "refused" if self._attempt is not None:
@@ -274,6 +278,8 @@ class Supervisor:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(zygote.sock.fileno())
+        if zygote.process is not None and self._ready is not None and not self._imported:
+            zygote.process.kill()  # it imports, hears nothing, and has started nothing
         with contextlib.suppress(OSError):
             zygote.order({"do": "end"})
         with contextlib.suppress(OSError):
@@ -329,13 +335,11 @@ class Supervisor:
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson)
         attempt.prepare_store()
         for seat in orders.plan.seats:
+            if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
+                break
             attempt.start_worker(seat)
             await asyncio.sleep(0)  # hear what has been born, and signals
-            if self._signal is not None or attempt.over.is_set():
-                break
-        if self._stop is not None:  # asked for while nothing had started yet
-            attempt.stop(*self._stop)
-            self._stop = None
+        self._stop = None
         if not attempt.living:
             attempt.over.set()
         await attempt.over.wait()

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import kernel
 
@@ -27,14 +27,23 @@ def default_signals() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def settle(order: Order, fds: list[int], parent: int, dispositions: Mapping[int, Any]) -> None:
+class Parent(NamedTuple):
+    """What a child has to know of the zygote."""
+
+    pid: int
+    dispositions: Mapping[int, Any]  # of signals, before the zygote took them
+    mask: set[int]
+
+
+def settle(order: Order, fds: list[int], parent: Parent) -> None:
     """First thing in the child. From here on nothing of the zygote's is left but its modules."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, disposition in dispositions.items():
+    for number, disposition in parent.dispositions.items():
         signal.signal(number, disposition)
     os.setsid()
-    kernel.die_with_parent(parent)
+    kernel.die_with_parent(parent.pid)
+    signal.pthread_sigmask(signal.SIG_SETMASK, parent.mask)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
     if order.get("cwd"):

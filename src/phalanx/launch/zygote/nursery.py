@@ -78,13 +78,16 @@ class Nursery:
 
     def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
+        # What comes before the child is itself would be taken for the zygote's own, and forgotten.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, birth.SCHEDULERS)
         try:
             pid = os.fork()
         except OSError as error:  # no process or no memory left: the supervisor tells, and ends the others
             self._tell({"is": "refused", "name": order["name"], "why": str(error)})
             pid = -1
         if pid == 0:
-            return self._child(order, fds, parent)
+            return self._child(order, fds, birth.Parent(parent, self._dispositions, mask))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for fd in fds:
             os.close(fd)
         if pid > 0:
@@ -94,14 +97,18 @@ class Nursery:
             self._tell({"is": "born", "name": order["name"], "pid": pid})
         return False
 
-    def _child(self, order: dict[str, Any], fds: list[int], parent: int) -> bool:
+    def _child(self, order: dict[str, Any], fds: list[int], parent: birth.Parent) -> bool:
         """A child that cannot become what it is to be, must not become anything else."""
         try:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
-            birth.settle(order, fds, parent, self._dispositions)
+            birth.settle(order, fds, parent)
             return self._become(order, fds)
+        except KeyboardInterrupt:  # told to stop before it had begun: it ends as it would have a moment later
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(128 + signal.SIGINT)
         except BaseException as error:
             os.write(fds[2], f"phalanx: this process could not be set up: {error!r}\n".encode())
             os._exit(70)
@@ -137,7 +144,10 @@ class Nursery:
                     if alone:
                         os.kill(pid, number)
                         continue
-                    os.killpg(pid, number)
+                    try:
+                        os.killpg(pid, number)
+                    except ProcessLookupError:  # it has no session yet
+                        os.kill(pid, number)
                     if number != signal.SIGWINCH:
                         os.killpg(pid, signal.SIGCONT)  # a stopped process would never get to its handler
 
