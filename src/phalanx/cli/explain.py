@@ -129,6 +129,7 @@ def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: boo
         folder="RUN",
         rank_folder=f"RUN/attempt_0/{seat.rank}",
         port=plan.master_port,
+        line="(free)",
     )
     if not plan.master_port or several:
         whole["MASTER_PORT"] = "(free)"

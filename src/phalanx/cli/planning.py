@@ -59,6 +59,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         master_addr=options.master_addr or "127.0.0.1",
         master_port=options.master_port or 0,
         max_restarts=options.max_restarts,
+        restarts_told=options.restarts_told,
+        restart_window=options.restart_window,
         stdin_rank=options.stdin,
         log_dir=log_dir,
         showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),

@@ -64,6 +64,23 @@ class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     attempt: int = 0
 
 
+class Fault(Event, frozen=True, kw_only=True, tag="fault"):
+    """A worker has failed, and this is done about it: regroup, restart or stop."""
+
+    rank: int
+    reason: str
+    recovery: str
+
+
+class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
+    """The first step after a fault is committed."""
+
+    generation: int
+    seconds: float
+    step: int
+    redone: int = 0  # steps that had been committed, and were lost
+
+
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
@@ -86,6 +103,8 @@ AnyEvent = (
     | WorkerExited
     | Stopping
     | WorkerFailed
+    | Fault
+    | Recovered
     | StoreLost
     | Note
     | RunEnded

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
+LINE = "PHALANX_LINE"  # where a worker that can regroup reaches its supervisor: contract/line.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 
@@ -40,6 +41,7 @@ class Membership:
     error_file: str
     signals: str  # names with commas between them
     topology: str = ""
+    line: str = ""
 
 
 def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -67,4 +69,5 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         RUN: member.run,
         RUN_FOLDER: member.run_folder,
         TOPOLOGY: member.topology,
+        LINE: member.line,
     }

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
+from phalanx.contract import line as words
 from phalanx.launch import cause, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.line import Line
 from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
@@ -31,9 +33,25 @@ class Worker:
     seat: Seat
     folder: str
     pid: int = 0
+    born: float = 0.0
     code: int | None = None  # exit code, or minus the signal
     ended: float = 0.0
     stopped: bool = False  # it was told to stop before it ended
+    step: int | None = None  # committed, as far as it has told
+    done: bool = False  # its training has come to its end
+
+
+@dataclass(frozen=True)
+class Fall:
+    """A worker has failed: what is known at that moment."""
+
+    rank: int
+    reason: str
+    place: str  # what crashed, and where; empty: it was killed from outside
+    time: float
+    lived: float
+    step: int | None  # the newest that any worker here has committed
+    able: bool  # those that are left here can regroup
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,8 @@ class Stage:
     console: Console
     listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
-    failing: Callable[[int, str], None]  # a worker has failed here: others want to know
+    failing: Callable[[Fall], None]  # a worker has failed here: somebody decides what comes of it
+    told: Callable[[int, words.Standing | words.Going], None]  # how a group that forms anew gets on
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
 
@@ -56,6 +75,9 @@ class Attempt:
         self.workers: dict[str, Worker] = {}
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
+        self.generation = 0
+        self._why = ""  # this generation is not the first
+        self._line = Line(self)
         self._stage = stage
         self._zygote = zygote
         self._lesson = lesson
@@ -76,6 +98,13 @@ class Attempt:
     @property
     def failed(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.code]
+
+    @property
+    def able(self) -> bool:
+        """Whoever is left can regroup. One that has not called yet is told where it stands when it does; but some
+        have to have called, for a plain script never does."""
+        ended = any(worker.done or worker.code == 0 for worker in self.workers.values())
+        return bool(self._line.callers) and not ended and not self.stopping
 
     def _duplicate(self) -> None:
         """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
@@ -136,13 +165,14 @@ class Attempt:
             folder=run_folder.path,
             rank_folder=folder,
             port=plan.master_port,
+            line=self._line.name,
         )
         order = zygotes.worker_order(self._zygote, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:
             order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
-        self.workers[order["name"]] = Worker(seat, folder)
+        self.workers[order["name"]] = Worker(seat, folder, born=time.time())
         try:
             self._zygote.order(order, [stdin, out, err])
         except OSError:
@@ -192,14 +222,24 @@ class Attempt:
                 attempt=self.number,
             )
         )
-        failed = code != 0 and not worker.stopped
-        reason = f"rank {worker.seat.rank} failed"
-        if failed:
-            self._stage.failing(worker.seat.rank, reason)
+        if code != 0 and not worker.stopped:
+            self._stage.failing(self.fall(f"rank {worker.seat.rank} failed", worker))
         if not self.living:
             self.over.set()
-        elif failed:
-            self.stop(signal.SIGTERM, reason, self._stage.plan.ending.failure_grace)
+
+    def fall(self, reason: str, worker: Worker | None = None) -> Fall:
+        """Of one worker, or of all of them at once."""
+        first = worker or next(iter(self.workers.values()))
+        steps = [other.step for other in self.workers.values() if other.step is not None]
+        return Fall(
+            rank=first.seat.rank,
+            reason=reason,
+            place=cause.place(self._death(worker, "")) if worker is not None else "",
+            time=first.ended,
+            lived=first.ended - first.born,
+            step=max(steps, default=None),
+            able=worker is not None and self.able,
+        )
 
     def refused(self, name: str, why: str) -> None:
         """A process that the kernel would not make."""
@@ -261,6 +301,58 @@ class Attempt:
             asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
         if self._escalation is not None:
             self._escalation.cancel()
+        self._line.close()
+
+    # -- a group that forms anew
+
+    def regroup(self, generation: int, why: str) -> None:
+        """The dead are replaced, and the living told."""
+        self.generation, self._why = generation, why
+        for seat in self._stage.plan.seats:
+            worker = self.workers.get(str(seat.rank))
+            if worker is None or worker.code is not None:
+                with contextlib.suppress(OSError):  # of the one before
+                    os.unlink(f"{self._stage.folder.rank_folder(self.number, seat.rank)}/error.json")
+                self.start_worker(seat)
+            else:
+                self._line.send(worker.pid, self._world(seat))
+
+    def _world(self, seat: Seat) -> words.World:
+        plan = self._stage.plan
+        return words.World(
+            generation=self.generation,
+            rank=seat.rank,
+            world_size=plan.placement.world_size,
+            local_rank=0 if plan.virtual_local_rank else seat.local_rank,
+            local_world_size=seat.local_world_size,
+            node=plan.node,
+            nodes=plan.nodes,
+            topology=plan.topology,
+            address=plan.master_addr,
+            port=plan.master_port,
+            why=self._why,
+        )
+
+    def knows(self, pid: int) -> bool:
+        return self._with(pid) is not None
+
+    def said(self, pid: int, message: words.FromWorker) -> None:
+        worker = self._with(pid)
+        if worker is None:
+            return
+        match message:
+            case words.Here():
+                self._line.send(pid, self._world(worker.seat))
+            case words.Beat():
+                worker.step = message.step
+            case words.Standing() | words.Going():
+                worker.step = message.step
+                self._stage.told(worker.seat.rank, message)
+            case words.Done():
+                worker.done = True
+
+    def _with(self, pid: int) -> Worker | None:
+        return next((worker for _, worker in self.living if worker.pid == pid), None)
 
     # -- afterwards
 

@@ -150,6 +150,15 @@ def summary(death: Death) -> str:
     return f"rank {death.rank}{where} failed: {why[:300]}"
 
 
+def place(death: Death) -> str:
+    """What crashed and where, in words that two of the same crash share. Empty: it was ended from outside."""
+    report = report_of(death)
+    if report.exception:
+        file, number, *_ = report.frames[-1] if report.frames else ("", 0)
+        return f"{report.exception.split(':')[0]} {file}:{number}"
+    return "" if death.code == -signal.SIGKILL and not death.memory else in_words(death.code)
+
+
 def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> str:
     """What the user reads at the end: the first cause, told once."""
     report = report_of(death)

@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.contract import events
+from phalanx.contract import line as words
 from phalanx.launch import cause
+from phalanx.launch.attempt import Fall
 from phalanx.launch.plan import Plan
+from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
+from phalanx.recover.decision import Way
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Supervised(Protocol):
     """What others may ask of a supervisor."""
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
+    def regroup(self, generation: int, why: str) -> None: ...
     def end(self, number: signal.Signals, reason: str) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str | None) -> None: ...
@@ -79,8 +84,11 @@ class Company(Protocol):
     async def concluded(self, report: Report) -> Orders | Verdict:
         """What to do next."""
 
-    def failing(self, rank: int, reason: str) -> None:
-        """A worker of this node has failed."""
+    def failing(self, fall: Fall) -> None:
+        """A worker of this node has failed: the attempt is stopped, or the others regroup."""
+
+    def told(self, rank: int, message: words.Standing | words.Going) -> None:
+        """How a group that forms anew gets on here."""
 
     def signalled(self, number: signal.Signals) -> None:
         """The user, or a scheduler, ends the run here."""
@@ -101,6 +109,7 @@ class Alone:
         self._folder = folder
         self._listener = listener
         self._supervised: Supervised | None = None
+        self._recoveries = Recoveries(plan.budget, folder)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -114,26 +123,36 @@ class Alone:
     async def settled(self) -> None:
         pass
 
-    def last(self, attempt: int, *, failed: bool) -> bool:
-        return not failed or attempt == self._plan.max_restarts
+    def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
+        return not failed or self._recoveries.way is not Way.RESTART
 
     async def concluded(self, report: Report) -> Orders | Verdict:
         if report.trouble:
             return Verdict(128 + signal.SIGKILL, report.trouble)
         if not report.deaths:
-            return Verdict(0)
+            return Verdict(0, self._recoveries.summary())
         death = cause.first_cause(report.deaths)
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        if report.attempt == self._plan.max_restarts:
-            return Verdict(death.exit_code, report.block)
+        if self._recoveries.way is not Way.RESTART:
+            return Verdict(death.exit_code, self._recoveries.last_words(report.block))
         if self._supervised is not None:
-            self._supervised.note(again(report.block, report.attempt, self._plan.max_restarts))
+            self._supervised.note(f"{report.block}\nphalanx: {self._recoveries.again()}")
         return Orders(report.attempt + 1, self._plan, self._listener)
 
-    def failing(self, rank: int, reason: str) -> None:
-        pass
+    def failing(self, fall: Fall) -> None:
+        if self._supervised is None:
+            return
+        if self._recoveries.decide(fall) is Way.REGROUP:
+            self._supervised.regroup(self._recoveries.generation, fall.reason)
+        else:
+            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
+
+    def told(self, rank: int, message: words.Standing | words.Going) -> None:  # noqa: ARG002
+        text = self._recoveries.told(message)
+        if text and self._supervised is not None:
+            self._supervised.note(text)
 
     def signalled(self, number: signal.Signals) -> None:
         pass
@@ -151,7 +170,3 @@ def record_failure(folder: RunFolder, death: cause.Death, attempt: int) -> None:
             time=time.time(), rank=death.rank, summary=cause.summary(death), code=death.exit_code, attempt=attempt
         )
     )
-
-
-def again(block: str, attempt: int, most: int) -> str:
-    return f"{block}\nphalanx: starting all ranks again: restart {attempt + 1} of {most}"

@@ -8,10 +8,12 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from phalanx.contract import line as words
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
 from phalanx.launch import cause
+from phalanx.launch.attempt import Fall
 from phalanx.launch.company import Orders, Report, Supervised, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.gathering import Gathering
@@ -157,8 +159,13 @@ class Following:
     def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
         return bool(self._lost)
 
-    def failing(self, rank: int, reason: str) -> None:
-        self._member.send(messages.Failing(rank=rank, reason=reason))
+    def failing(self, fall: Fall) -> None:
+        self._member.send(messages.Failing(rank=fall.rank, reason=fall.reason))
+        if self._supervised is not None:
+            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
+
+    def told(self, rank: int, message: words.Standing | words.Going) -> None:
+        pass
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

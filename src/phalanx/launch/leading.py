@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from phalanx.cluster.placement import Seat
+from phalanx.contract import line as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
 from phalanx.control.roster import Seating
 from phalanx.errors import LaunchError
 from phalanx.launch import cause, port
-from phalanx.launch.company import Orders, Report, Supervised, Verdict, again, record_failure
+from phalanx.launch.attempt import Fall
+from phalanx.launch.company import Orders, Report, Supervised, Verdict, record_failure
 from phalanx.launch.console import Console
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
@@ -146,7 +148,7 @@ class Leading:
             case messages.Log():
                 self._log(member, message)
             case messages.Failing():
-                self.failing(message.rank, message.reason, beside=member)
+                self._failing(message.reason, beside=member)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
                 if self._signal is None:
@@ -231,7 +233,13 @@ class Leading:
         failed = failed or any(over.failed for over in self._overs.values())
         return not failed or self._trouble is not None or attempt >= self._plan.max_restarts
 
-    def failing(self, rank: int, reason: str, beside: int | None = None) -> None:  # noqa: ARG002
+    def failing(self, fall: Fall) -> None:
+        self._failing(fall.reason)
+
+    def told(self, rank: int, message: words.Standing | words.Going) -> None:
+        pass
+
+    def _failing(self, reason: str, beside: int | None = None) -> None:
         if not self._stopping:
             self._stop_all(reason, self._plan.ending.failure_grace, beside=beside)
 
@@ -267,7 +275,8 @@ class Leading:
         record_failure(self._folder, death, report.attempt)
         if report.attempt >= self._plan.max_restarts or self._trouble is not None or absent:
             return Verdict(death.exit_code, blocks[death.rank])
-        self.note(again(blocks[death.rank], report.attempt, self._plan.max_restarts))
+        most = self._plan.max_restarts
+        self.note(f"{blocks[death.rank]}\nphalanx: starting all ranks again: restart {report.attempt + 1} of {most}")
         return self._begin(report.attempt + 1, self._plan.master_addr)
 
     def _deaths(self, report: Report) -> tuple[list[cause.Death], dict[int, str]]:

@@ -13,6 +13,7 @@ from phalanx.launch import filters
 from phalanx.launch.command import Command
 from phalanx.launch.filters import Choice, Std
 from phalanx.launch.gathering import Gathering
+from phalanx.recover.decision import Budget
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class Plan:
     master_addr: str
     master_port: int  # 0: any free one
     max_restarts: int
+    restarts_told: bool  # by the user
+    restart_window: float
     stdin_rank: int | None
     log_dir: str | None
     showing: Showing
@@ -100,8 +103,12 @@ class Plan:
     def seats(self) -> tuple[Seat, ...]:
         return self.placement.on(self.node)
 
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.max_restarts if self.restarts_told else None, self.restart_window)
+
     def environment(
-        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int
+        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str
     ) -> dict[str, str]:
         """Everything in one worker's environment."""
         member = Membership(
@@ -122,6 +129,7 @@ class Plan:
             error_file=f"{rank_folder}/error.json",
             signals=",".join(number.name for number in self.ending.signals),
             topology=self.topology,
+            line=line,
         )
         devices = {}
         if self.devices_isolated or self.virtual_local_rank:

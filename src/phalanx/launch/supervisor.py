@@ -224,9 +224,9 @@ class Supervisor:
         if self._sweeping is not None:
             self._sweeping.set()
         if self._attempt is not None:
-            if self._lost_zygote:
-                self._company.failing(self._plan.seats[0].rank, "a zygote was ended from outside")
             self._attempt.lost()
+            if self._lost_zygote:
+                self._company.failing(self._attempt.fall("a zygote was ended from outside"))
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
         """A module that the user named must be there; torch itself the script may not need."""
@@ -327,6 +327,7 @@ class Supervisor:
             orders.listener,
             self.note,
             company.failing,
+            company.told,
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
         )
@@ -420,6 +421,11 @@ class Supervisor:
             self._stop = (number, reason, grace)
         elif self._attempt.living and not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
+
+    def regroup(self, generation: int, why: str) -> None:
+        """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
+        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
+            self._attempt.regroup(generation, why)
 
     def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None

@@ -76,6 +76,8 @@ class RunOptions:
     warm: bool  # use what an earlier run kept warm
     keep_warm: float | None  # seconds
     max_restarts: int
+    restarts_told: bool
+    restart_window: float  # seconds
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
 
@@ -162,6 +164,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         warm=not values.no_warm,
         keep_warm=values.keep_warm,
         max_restarts=values.max_restarts,
+        restarts_told="max_restarts" in given,
+        restart_window=values.restart_window,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         notes=(*where.notes, *checks.notes(values, given)),

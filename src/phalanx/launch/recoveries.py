@@ -1,0 +1,80 @@
+"""What became of the faults of a run: each decided, told in one line, and summed up at the end."""
+
+from __future__ import annotations
+
+import time
+
+from phalanx.contract import events
+from phalanx.contract import line as words
+from phalanx.launch.attempt import Fall
+from phalanx.launch.runfolder import RunFolder
+from phalanx.recover.decision import Budget, Fault, Recovery, Way, decide
+
+
+class Recoveries:
+    """Of the node that decides: the only one, or node 0."""
+
+    def __init__(self, budget: Budget, folder: RunFolder) -> None:
+        self.generation = 0
+        self._budget = budget
+        self._folder = folder
+        self._faults: list[Fault] = []
+        self._latest = Recovery(Way.STOP)
+        self._open: list[Fall] = []  # those that the group has not got over yet
+        self._began = time.time()
+        self._lost = 0.0  # seconds from a fault to the next step
+
+    @property
+    def way(self) -> Way:
+        """What the latest fault has led to."""
+        return self._latest.way
+
+    def decide(self, fall: Fall) -> Way:
+        fault = Fault(fall.place, fall.time, fall.lived, fall.step)
+        self._latest = decide(self._faults, fault, self._budget, able=fall.able)
+        self._faults.append(fault)
+        self._folder.event(
+            events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
+        )
+        if self._latest.way is Way.REGROUP:
+            self.generation += 1
+            self._open.append(fall)
+        return self._latest.way
+
+    def told(self, message: words.Standing | words.Going) -> str:
+        """A line, when the group has got over what had happened."""
+        if not self._open or message.generation != self.generation or not isinstance(message, words.Going):
+            return ""
+        now = time.time()
+        first, fallen = self._open[0], self._open
+        self._open = []
+        took = now - first.time
+        self._lost += took
+        before = max((fall.step for fall in fallen if fall.step is not None), default=None)
+        redone = max(0, before - (message.step - 1)) if before is not None else 0
+        self._folder.event(
+            events.Recovered(
+                time=now, generation=message.generation, seconds=round(took, 4), step=message.step, redone=redone
+            )
+        )
+        who = ", ".join(fall.reason for fall in fallen)
+        cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
+        return f"{who}; regrouped, and step {message.step} was committed {took:.2f} s later, {cost}"
+
+    def again(self) -> str:
+        most = f" of {self._budget.most}" if self._budget.most is not None else ""
+        return f"starting all ranks again: restart {self._latest.used}{most}"
+
+    def last_words(self, block: str) -> str:
+        return f"{block}\n  {self._latest.why}" if self._latest.why else block
+
+    def summary(self) -> str:
+        """Nothing, where nothing happened."""
+        if not self._faults:
+            return ""
+        whole = time.time() - self._began
+        count = len(self._faults)
+        return (
+            f"{count} fault{'s' if count > 1 else ''} survived, {self._lost:.1f} s of {whole:.0f} s lost by them: "
+            f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
+        )

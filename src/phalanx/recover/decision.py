@@ -1,0 +1,89 @@
+"""(what has happened so far, the fault, who could go on) -> what now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+REPEATS = 3  # of one crash, with nothing done in between: it is no accident
+AT_ONCE = 30.0  # seconds after a start. Where a script does not tell its steps, time has to say whether it got anywhere
+
+
+class Way(Enum):
+    REGROUP = "regroup"  # survivors stay, the dead are replaced
+    RESTART = "restart"  # all ranks are stopped, and started again
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank, or several at once, that failed."""
+
+    place: str  # what crashed, and where: the same for two of the same crash. Empty: it came from outside
+    time: float
+    lived: float  # seconds since the rank was started
+    step: int | None = None  # the newest one committed by then, where the script tells
+
+
+@dataclass(frozen=True)
+class Budget:
+    """So many recoveries; a healthy `window` of seconds fills it again.
+
+    `most` None: the user has not said. A script that can regroup then does so for as long as it makes progress, and
+    any other is not started again, as with torchrun.
+    """
+
+    most: int | None
+    window: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    way: Way
+    used: int = 0  # recoveries of the budget, with this one
+    why: str = ""  # it stops
+
+
+def decide(past: Sequence[Fault], fault: Fault, budget: Budget, *, able: bool) -> Recovery:
+    """`able`: everybody who is left can regroup."""
+    recent = since_healthy([*past, fault], budget.window)
+    used = len(recent)
+    if budget.most == 0 or (budget.most is None and not able):
+        return Recovery(Way.STOP)
+    if repeats(recent) >= REPEATS:
+        why = f"the same crash {REPEATS} times in a row, and nothing done in between: another try would end alike"
+        return Recovery(Way.STOP, used, why)
+    if budget.most is not None and used > budget.most:
+        return Recovery(Way.STOP, used, f"{budget.most} recoveries were allowed, and are used up")
+    return Recovery(Way.REGROUP if able else Way.RESTART, used)
+
+
+def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
+    """Those since the run was last well for so long."""
+    recent: list[Fault] = []
+    for fault in faults:
+        if recent and fault.time - recent[-1].time >= window:
+            recent = []
+        recent.append(fault)
+    return recent
+
+
+def repeats(faults: Sequence[Fault]) -> int:
+    """How many at the end are one and the same crash."""
+    count = 0
+    following: Fault | None = None
+    for fault in reversed(faults):
+        if not fault.place or (following is not None and not _same(fault, following)):
+            break
+        count += 1
+        following = fault
+    return count
+
+
+def _same(before: Fault, after: Fault) -> bool:
+    if before.place != after.place:
+        return False
+    if before.step is not None and after.step is not None:
+        return after.step <= before.step
+    return after.lived <= AT_ONCE

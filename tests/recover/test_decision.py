@@ -1,0 +1,65 @@
+"""Recovery as a table: no process, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.recover.decision import AT_ONCE, REPEATS, Budget, Fault, Recovery, Way, decide, repeats
+
+HOUR = 3600.0
+
+
+def faults(*times: float, place: str = "", step: int | None = None, lived: float = 100.0) -> list[Fault]:
+    return [Fault(place, time, lived, step) for time in times]
+
+
+@pytest.mark.parametrize(
+    ("most", "able", "past", "way", "used"),
+    [
+        (None, True, 0, Way.REGROUP, 1),
+        (None, True, 500, Way.REGROUP, 501),
+        (None, False, 0, Way.STOP, 0),
+        (0, True, 0, Way.STOP, 0),
+        (2, False, 0, Way.RESTART, 1),
+        (2, False, 1, Way.RESTART, 2),
+        (2, False, 2, Way.STOP, 3),
+        (2, True, 1, Way.REGROUP, 2),
+        (2, True, 2, Way.STOP, 3),
+    ],
+)
+def test_budget(most: int | None, able: bool, past: int, way: Way, used: int) -> None:
+    *before, last = faults(*(10.0 * number for number in range(past + 1)))
+    recovery = decide(before, last, Budget(most), able=able)
+    assert (recovery.way, recovery.used) == (way, used)
+
+
+def test_healthy_window_fills_the_budget_again() -> None:
+    past = faults(0.0, 10.0, 20.0)
+    assert decide(past, *faults(19.0 + HOUR), Budget(3), able=False).way is Way.STOP
+    assert decide(past, *faults(20.0 + HOUR), Budget(3), able=False) == Recovery(Way.RESTART, 1)
+    assert decide(past, *faults(81.0), Budget(3, window=60.0), able=False) == Recovery(Way.RESTART, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "way"),
+    [
+        ({"place": "ValueError train.py:3", "lived": 1.0}, Way.STOP),
+        ({"place": "ValueError train.py:3", "lived": AT_ONCE + 1}, Way.RESTART),
+        ({"place": "ValueError train.py:3", "step": 7}, Way.STOP),
+        ({"place": "", "lived": 1.0}, Way.RESTART),
+    ],
+)
+def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: Way) -> None:
+    *past, last = faults(*map(float, range(REPEATS)), **what)  # type: ignore[arg-type]
+    assert decide(past[1:], last, Budget(10), able=False).way is Way.RESTART
+    recovery = decide(past, last, Budget(10), able=False)
+    assert recovery.way is way
+    assert (way is Way.STOP) == ("same crash" in recovery.why)
+
+
+def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
+    crash = [Fault("A", float(step), 1.0, step) for step in (5, 6, 6)]
+    assert repeats(crash) == 2
+    assert repeats([crash[0], Fault("B", 1.0, 1.0, 5), crash[1]]) == 1
+    assert repeats([crash[0], Fault("", 1.0, 1.0, 5), crash[0]]) == 1
+    assert repeats([]) == 0
