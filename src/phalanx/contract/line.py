@@ -21,13 +21,6 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     step: int
 
 
-class Standing(msgspec.Struct, frozen=True, tag="standing"):
-    """All of this generation are there, and go on after this step."""
-
-    generation: int
-    step: int
-
-
 class Going(msgspec.Struct, frozen=True, tag="going"):
     """The first step of this generation is committed."""
 
@@ -55,7 +48,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
     why: str = ""
 
 
-FromWorker = Here | Beat | Standing | Going | Done
+FromWorker = Here | Beat | Going | Done
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _world: msgspec.json.Decoder[World] = msgspec.json.Decoder(World)

@@ -123,6 +123,14 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     store_port: Count  # at the address by which the member has reached the leader
 
 
+class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
+    """Somebody has died, here or there. Replace your dead, and have the living form the group anew."""
+
+    attempt: Count
+    generation: Count
+    why: Text
+
+
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """End your workers. `ends`: the run is over with it, as by that signal."""
 
@@ -145,11 +153,29 @@ class End(Message, frozen=True, kw_only=True, tag="end"):
     text: Text = ""
 
 
+class Able(Message, frozen=True, kw_only=True, tag="able"):
+    """Whether workers of this member can regroup: some have said so, and none is through with its work."""
+
+    called: bool
+    ended: bool = False
+
+
 class Failing(Message, frozen=True, kw_only=True, tag="failing"):
-    """A worker has failed: the others cannot go on."""
+    """A worker has failed: the others cannot go on as they are."""
 
     rank: Count
     reason: Text
+    time: float  # by the member's clock
+    place: Text = ""
+    lived: float = 0.0
+    step: Annotated[int, Meta(ge=0)] | None = None
+
+
+class Progress(Message, frozen=True, kw_only=True, tag="progress"):
+    """A group that has formed anew has committed its first step."""
+
+    generation: Count
+    step: Annotated[int, Meta(ge=0)]
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
@@ -203,8 +229,8 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
 
 
 AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Stop | Pass | End | Note
-FromMember = Pong | Failing | Signalled | Log | Over | Note | Leaving
+FromLeader = Ping | Waiting | Start | Regroup | Stop | Pass | End | Note
+FromMember = Pong | Able | Failing | Progress | Signalled | Log | Over | Note | Leaving
 
 T = TypeVar("T")
 

@@ -51,7 +51,6 @@ class Fall:
     time: float
     lived: float
     step: int | None  # the newest that any worker here has committed
-    able: bool  # those that are left here can regroup
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class Stage:
     listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
     failing: Callable[[Fall], None]  # a worker has failed here: somebody decides what comes of it
-    told: Callable[[int, words.Standing | words.Going], None]  # how a group that forms anew gets on
+    able: Callable[[bool, bool], None]  # workers here have called that can regroup; some are through with their work
+    going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
 
@@ -78,6 +78,8 @@ class Attempt:
         self.generation = 0
         self._why = ""  # this generation is not the first
         self._line = Line(self)
+        self._called = False  # a worker that can regroup
+        self._able = (False, False)  # as it was told
         self._stage = stage
         self._zygote = zygote
         self._lesson = lesson
@@ -99,12 +101,12 @@ class Attempt:
     def failed(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.code]
 
-    @property
-    def able(self) -> bool:
-        """Whoever is left can regroup. One that has not called yet is told where it stands when it does; but some
-        have to have called, for a plain script never does."""
+    def _tell_able(self) -> None:
+        """One that has not called yet is told where it stands when it does; a plain script never calls."""
         ended = any(worker.done or worker.code == 0 for worker in self.workers.values())
-        return bool(self._line.callers) and not ended and not self.stopping
+        if (self._called, ended) != self._able:
+            self._able = (self._called, ended)
+            self._stage.able(*self._able)
 
     def _duplicate(self) -> None:
         """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
@@ -222,7 +224,9 @@ class Attempt:
                 attempt=self.number,
             )
         )
-        if code != 0 and not worker.stopped:
+        if code == 0:
+            self._tell_able()
+        elif not worker.stopped:
             self._stage.failing(self.fall(f"rank {worker.seat.rank} failed", worker))
         if not self.living:
             self.over.set()
@@ -238,7 +242,6 @@ class Attempt:
             time=first.ended,
             lived=first.ended - first.born,
             step=max(steps, default=None),
-            able=worker is not None and self.able,
         )
 
     def refused(self, name: str, why: str) -> None:
@@ -264,6 +267,7 @@ class Attempt:
         """The zygote is gone, and its workers with it."""
         for _, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+        self._stage.able(False, True)
         self.over.set()
 
     def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
@@ -343,13 +347,16 @@ class Attempt:
         match message:
             case words.Here():
                 self._line.send(pid, self._world(worker.seat))
+                self._called = True
+                self._tell_able()
             case words.Beat():
                 worker.step = message.step
-            case words.Standing() | words.Going():
+            case words.Going():
                 worker.step = message.step
-                self._stage.told(worker.seat.rank, message)
+                self._stage.going(message)
             case words.Done():
                 worker.done = True
+                self._tell_able()
 
     def _with(self, pid: int) -> Worker | None:
         return next((worker for _, worker in self.living if worker.pid == pid), None)

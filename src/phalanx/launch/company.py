@@ -77,7 +77,7 @@ class Company(Protocol):
     async def settled(self) -> None:
         """Until no other node needs what this one hosts: ranks elsewhere may still use the store."""
 
-    def last(self, attempt: int, *, failed: bool) -> bool:
+    def last(self, *, failed: bool) -> bool:
         """Whether it is certain that no other attempt follows this one."""
         ...
 
@@ -87,8 +87,11 @@ class Company(Protocol):
     def failing(self, fall: Fall) -> None:
         """A worker of this node has failed: the attempt is stopped, or the others regroup."""
 
-    def told(self, rank: int, message: words.Standing | words.Going) -> None:
-        """How a group that forms anew gets on here."""
+    def able(self, called: bool, ended: bool) -> None:
+        """Workers here can regroup; some are through with their work, and cannot any more."""
+
+    def going(self, message: words.Going) -> None:
+        """A group that has formed anew has committed its first step."""
 
     def signalled(self, number: signal.Signals) -> None:
         """The user, or a scheduler, ends the run here."""
@@ -110,6 +113,7 @@ class Alone:
         self._listener = listener
         self._supervised: Supervised | None = None
         self._recoveries = Recoveries(plan.budget, folder)
+        self._able = False
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -123,7 +127,7 @@ class Alone:
     async def settled(self) -> None:
         pass
 
-    def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
+    def last(self, *, failed: bool) -> bool:
         return not failed or self._recoveries.way is not Way.RESTART
 
     async def concluded(self, report: Report) -> Orders | Verdict:
@@ -144,13 +148,16 @@ class Alone:
     def failing(self, fall: Fall) -> None:
         if self._supervised is None:
             return
-        if self._recoveries.decide(fall) is Way.REGROUP:
+        if self._recoveries.decide(fall, able=self._able) is Way.REGROUP:
             self._supervised.regroup(self._recoveries.generation, fall.reason)
         else:
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
-    def told(self, rank: int, message: words.Standing | words.Going) -> None:  # noqa: ARG002
-        text = self._recoveries.told(message)
+    def able(self, called: bool, ended: bool) -> None:
+        self._able = called and not ended
+
+    def going(self, message: words.Going) -> None:
+        text = self._recoveries.going(message.generation, message.step)
         if text and self._supervised is not None:
             self._supervised.note(text)
 

@@ -66,6 +66,8 @@ class Following:
         self._lost = ""
         self._started = False
         self._running = False  # an attempt, from when it is ordered to its end here
+        self._attempt = 0
+        self._able = False  # our workers can regroup
         self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
@@ -93,6 +95,7 @@ class Following:
         if self._started:
             self.note(f"starting all ranks again: restart {next_.attempt}")
         self._started = True
+        self._attempt, self._able = next_.attempt, False
         member = self._member
         seats = seats_of(self._plan, next_)
         plan = self._plan.seated(
@@ -120,6 +123,9 @@ class Following:
                 self._running = self._running or isinstance(message, messages.Start)
                 self.waiting(None)
                 self._inbox.put_nowait(message)
+            case messages.Regroup():
+                if self._running and message.attempt == self._attempt and self._supervised is not None:
+                    self._supervised.regroup(message.generation, message.why)
             case messages.Stop():
                 self._stop(message)
             case messages.Pass():
@@ -156,16 +162,29 @@ class Following:
     async def settled(self) -> None:
         pass
 
-    def last(self, attempt: int, *, failed: bool) -> bool:  # noqa: ARG002
+    def last(self, *, failed: bool) -> bool:  # noqa: ARG002
         return bool(self._lost)
 
     def failing(self, fall: Fall) -> None:
-        self._member.send(messages.Failing(rank=fall.rank, reason=fall.reason))
-        if self._supervised is not None:
+        self._member.send(
+            messages.Failing(
+                rank=fall.rank,
+                reason=fall.reason,
+                time=fall.time,
+                place=fall.place[:1000],
+                lived=fall.lived,
+                step=fall.step,
+            )
+        )
+        if not self._able and self._supervised is not None:  # else the leader may want us to regroup
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
-    def told(self, rank: int, message: words.Standing | words.Going) -> None:
-        pass
+    def able(self, called: bool, ended: bool) -> None:
+        self._able = called and not ended
+        self._member.send(messages.Able(called=called, ended=ended))
+
+    def going(self, message: words.Going) -> None:
+        self._member.send(messages.Progress(generation=message.generation, step=message.step))
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

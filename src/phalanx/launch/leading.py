@@ -24,9 +24,11 @@ from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.plan import Plan
+from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.seats import arrival_of, seats_of
+from phalanx.recover.decision import Way
 
 
 class Leading:
@@ -54,6 +56,8 @@ class Leading:
         self._signal: signal.Signals | None = None
         self._ended = False
         self._running = False  # an attempt, here
+        self._recoveries = Recoveries(plan.budget, folder)
+        self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -110,6 +114,7 @@ class Leading:
             raise LaunchError("there is no store")
         self._attempt, self._stopping, self._running = attempt, False, True
         self._overs.clear()
+        self._abilities = dict.fromkeys(self._seats, (False, False))
         self._everybody.clear()
         port_ = int(store.getsockname()[1])
         world = World(
@@ -148,7 +153,11 @@ class Leading:
             case messages.Log():
                 self._log(member, message)
             case messages.Failing():
-                self._failing(message.reason, beside=member)
+                self._member_failing(member, message)
+            case messages.Able():
+                self._abilities[member] = (message.called, message.ended)
+            case messages.Progress():
+                self._going(message.generation, message.step)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
                 if self._signal is None:
@@ -229,19 +238,45 @@ class Leading:
         self._count()
         await self._everybody.wait()
 
-    def last(self, attempt: int, *, failed: bool) -> bool:
+    def last(self, *, failed: bool) -> bool:
         failed = failed or any(over.failed for over in self._overs.values())
-        return not failed or self._trouble is not None or attempt >= self._plan.max_restarts
+        return not failed or self._trouble is not None or self._recoveries.way is not Way.RESTART
 
     def failing(self, fall: Fall) -> None:
-        self._failing(fall.reason)
+        self._fell(fall)
 
-    def told(self, rank: int, message: words.Standing | words.Going) -> None:
-        pass
+    def _member_failing(self, member: int, told: messages.Failing) -> None:
+        guests = self._own().guests
+        at = told.time - (guests[member].skew if member in guests else 0.0)
+        reason = f"{told.reason} on {self._name(member)}"
+        self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
-    def _failing(self, reason: str, beside: int | None = None) -> None:
-        if not self._stopping:
-            self._stop_all(reason, self._plan.ending.failure_grace, beside=beside)
+    def _fell(self, fall: Fall, beside: int | None = None) -> None:
+        if self._stopping or self._supervised is None:
+            return
+        # One script runs everywhere: if some can regroup, those that have not said so yet can too.
+        called, ended = (any(flags) for flags in zip(*self._abilities.values(), strict=True))
+        if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
+            stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
+            self._stop_all(fall.reason, self._plan.ending.failure_grace, beside=stopped)
+            return
+        generation = self._recoveries.generation
+        self._own().broadcast(messages.Regroup(attempt=self._attempt, generation=generation, why=fall.reason))
+        self._supervised.regroup(generation, fall.reason)
+
+    def _can(self, member: int | None) -> bool:
+        return member is not None and self._abilities.get(member) == (True, False)
+
+    def able(self, called: bool, ended: bool) -> None:
+        self._abilities[self._own().id] = (called, ended)
+
+    def going(self, message: words.Going) -> None:
+        self._going(message.generation, message.step)
+
+    def _going(self, generation: int, step: int) -> None:
+        text = self._recoveries.going(generation, step)
+        if text:
+            self.note(text)
 
     def signalled(self, number: signal.Signals) -> None:
         ending = self._plan.ending
@@ -269,14 +304,13 @@ class Leading:
             return self._trouble
         absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
         if not failed and not absent - self._overs.keys():
-            return Verdict(0)
+            return Verdict(0, self._recoveries.summary())
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        if report.attempt >= self._plan.max_restarts or self._trouble is not None or absent:
-            return Verdict(death.exit_code, blocks[death.rank])
-        most = self._plan.max_restarts
-        self.note(f"{blocks[death.rank]}\nphalanx: starting all ranks again: restart {report.attempt + 1} of {most}")
+        if self._recoveries.way is not Way.RESTART or self._trouble is not None or absent:
+            return Verdict(death.exit_code, self._recoveries.last_words(blocks[death.rank]))
+        self.note(f"{blocks[death.rank]}\nphalanx: {self._recoveries.again()}")
         return self._begin(report.attempt + 1, self._plan.master_addr)
 
     def _deaths(self, report: Report) -> tuple[list[cause.Death], dict[int, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from phalanx.contract import events
-from phalanx.contract import line as words
 from phalanx.launch.attempt import Fall
 from phalanx.launch.runfolder import RunFolder
 from phalanx.recover.decision import Budget, Fault, Recovery, Way, decide
@@ -29,9 +28,9 @@ class Recoveries:
         """What the latest fault has led to."""
         return self._latest.way
 
-    def decide(self, fall: Fall) -> Way:
+    def decide(self, fall: Fall, *, able: bool) -> Way:
         fault = Fault(fall.place, fall.time, fall.lived, fall.step)
-        self._latest = decide(self._faults, fault, self._budget, able=fall.able)
+        self._latest = decide(self._faults, fault, self._budget, able=able)
         self._faults.append(fault)
         self._folder.event(
             events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
@@ -41,9 +40,9 @@ class Recoveries:
             self._open.append(fall)
         return self._latest.way
 
-    def told(self, message: words.Standing | words.Going) -> str:
-        """A line, when the group has got over what had happened."""
-        if not self._open or message.generation != self.generation or not isinstance(message, words.Going):
+    def going(self, generation: int, step: int) -> str:
+        """A line, when the group has got over what had happened: this step is the first since."""
+        if not self._open or generation != self.generation:
             return ""
         now = time.time()
         first, fallen = self._open[0], self._open
@@ -51,15 +50,13 @@ class Recoveries:
         took = now - first.time
         self._lost += took
         before = max((fall.step for fall in fallen if fall.step is not None), default=None)
-        redone = max(0, before - (message.step - 1)) if before is not None else 0
+        redone = max(0, before - (step - 1)) if before is not None else 0
         self._folder.event(
-            events.Recovered(
-                time=now, generation=message.generation, seconds=round(took, 4), step=message.step, redone=redone
-            )
+            events.Recovered(time=now, generation=generation, seconds=round(took, 4), step=step, redone=redone)
         )
         who = ", ".join(fall.reason for fall in fallen)
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
-        return f"{who}; regrouped, and step {message.step} was committed {took:.2f} s later, {cost}"
+        return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
     def again(self) -> str:
         most = f" of {self._budget.most}" if self._budget.most is not None else ""

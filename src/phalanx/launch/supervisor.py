@@ -327,7 +327,8 @@ class Supervisor:
             orders.listener,
             self.note,
             company.failing,
-            company.told,
+            company.able,
+            company.going,
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
         )
@@ -349,7 +350,7 @@ class Supervisor:
         await self._company.settled()
         attempt.concluded()
         ended = self._signal is not None or bool(self._lost_zygote) or self._failure is not None
-        if ended or self._company.last(attempt.number, failed=bool(attempt.failed)):
+        if ended or self._company.last(failed=bool(attempt.failed)):
             await self._close()
         else:
             # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
