@@ -10,12 +10,12 @@ import time
 from phalanx import demo
 from phalanx.cli import run
 
-_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(demo.__file__)), "spiral.py")
+_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(demo.__file__)), "digits.py")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="phalanx demo", description="See it work, in a few seconds.")
-    parser.add_argument("-g", "--slots", type=int, default=3, metavar="N", help="ranks (3)")
+    parser.add_argument("-g", "--slots", type=int, default=2, metavar="N", help="ranks (2)")
     options = parser.parse_args(argv)
     ranks = [f"-g{options.slots}", "--cpu"]
     code, took = _run([*ranks, _SCRIPT])

@@ -1,0 +1,37 @@
+"""phalanx run -g 2 examples/accelerate_digits.py: a script of Hugging Face Accelerate, unchanged"""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.demo import idx
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(*idx.load()), batch_size=64 // accelerator.num_processes, shuffle=True)
+    tests = DataLoader(TensorDataset(*idx.load(test=True)), batch_size=100)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, loader, tests = accelerator.prepare(model, optimizer, loader, tests)
+    for _ in range(10):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+
+    right = []
+    with torch.no_grad():
+        for x, y in tests:
+            right.append(accelerator.gather_for_metrics((model(x).argmax(1) == y).float()))
+    score = torch.cat(right)
+    who = f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    print(f"{who}: {score.mean():.1%} of {len(score)} digits it has never seen are read right")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""phalanx run -g 2 examples/resnet_ddp.py: a small ResNet on many ranks; `diff` it with resnet_plain.py"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from phalanx.demo import idx
+
+
+class Block(nn.Module):
+    """Two convolutions, and a way around them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after))
+        self.around = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.second(self.first(x)) + self.around(x))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Upsample((16, 16), mode="bilinear"),
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", metavar="DIR", help="MNIST's IDX files; without it the digits that come with phalanx")
+    parser.add_argument("--epochs", type=int, default=3)
+    options = parser.parse_args()
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    data = TensorDataset(*idx.load(options.data))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=64 // world, sampler=sampler)
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if rank == 0:
+            print(f"epoch {epoch}  loss {loss.item():.3f}")
+
+    images, labels = idx.load(options.data, test=True)
+    model.eval()
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).float().mean()
+    print(f"rank {rank} of {world}: {right:.1%} of {len(labels)} images it has never seen are told right")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,216 @@
+"""Measured: steps of one training loop, written with each contender, in turns in the same processes.
+
+python step.py '{"contenders": [...], "case": {...}, "rounds": 30, "steps": 20, ..., "file": "result.json"}'
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Loop = Callable[[int], None]
+CLOSING: list[Callable[[], object]] = []
+
+
+class Party:
+    """Where a model is wrapped: the group that all contenders share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.world_size, self.device = dist.get_world_size(), device
+
+    def before_close(self, call: Callable[[], object]) -> None:
+        CLOSING.append(call)
+
+
+class Problem:
+    """The same model and data for everybody."""
+
+    def __init__(self, told: dict[str, Any], device: torch.device) -> None:
+        self.width, self.layers, self.device = told["width"], told["layers"], device
+        self.accumulate, self.clip = told["case"]["accumulate"], told["case"]["clip"]
+        torch.manual_seed(dist.get_rank())
+        self.x = torch.randn(told["batch"], self.width, device=device)
+        self.y = torch.randn(told["batch"], self.width, device=device)
+        self.loss = nn.functional.mse_loss
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.ReLU())]
+        return nn.Sequential(*blocks).to(self.device)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def raw(problem: Problem) -> Loop:
+    """What a careful user writes without a library."""
+    own = None if problem.device.type == "cpu" else [problem.device.index]
+    model = DistributedDataParallel(problem.model(), device_ids=own, gradient_as_bucket_view=True)
+    opt = problem.optimizer(model)
+    CLOSING.append(lambda: setattr(model, "reducer", None))
+    CLOSING.append(lambda: setattr(model, "logger", None))
+    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+
+    def plain(steps: int) -> None:
+        for _ in range(steps):
+            loss = problem.loss(model(x), y)
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+
+    def accumulated(steps: int) -> None:
+        for number in range(steps):
+            last = (number + 1) % accumulate == 0
+            with nullcontext() if last else model.no_sync():
+                loss = problem.loss(model(x), y) / accumulate
+                loss.backward()
+            if last:
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+
+    return plain if accumulate == 1 else accumulated
+
+
+def phalanx(problem: Problem) -> Loop:
+    from phalanx.train.stepping import Stepper
+    from phalanx.train.wrap import wrap
+
+    stepper = Stepper()
+    model = wrap(problem.model(), group=Party(problem.device), stepper=stepper, accumulate=problem.accumulate)
+    opt = problem.optimizer(model)
+    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+
+    def loop(steps: int) -> None:
+        for _ in range(steps):
+            loss = problem.loss(model(x), y)
+            loss.backward()
+            stepper.step(opt, accumulate=accumulate, clip=clip)
+
+    return loop
+
+
+def accelerate(problem: Problem) -> Loop:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(
+        cpu=problem.device.type == "cpu", gradient_accumulation_steps=problem.accumulate, kwargs_handlers=[views]
+    )
+    plain = problem.model()
+    model, opt = accelerator.prepare(plain, problem.optimizer(plain))
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError("it did not take the process group that is there")
+    CLOSING.append(lambda: setattr(model, "reducer", None))
+    CLOSING.append(lambda: setattr(model, "logger", None))
+    x, y, clip = problem.x, problem.y, problem.clip
+
+    def loop(steps: int) -> None:
+        for _ in range(steps):
+            with accelerator.accumulate(model):
+                loss = problem.loss(model(x), y)
+                accelerator.backward(loss)
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                opt.step()
+                opt.zero_grad()
+
+    return loop
+
+
+def fabric(problem: Problem) -> Loop:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    engine = Fabric(
+        accelerator=problem.device.type,
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=DDPStrategy(gradient_as_bucket_view=True),
+    )
+    engine.launch()
+    plain = problem.model()
+    model, opt = engine.setup(plain, problem.optimizer(plain))
+    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+
+    def loop(steps: int) -> None:
+        for number in range(steps):
+            last = (number + 1) % accumulate == 0
+            with engine.no_backward_sync(model, enabled=not last):
+                loss = problem.loss(model(x), y) / accumulate
+                engine.backward(loss)
+            if last:
+                if clip:
+                    engine.clip_gradients(model, opt, max_norm=clip)
+                opt.step()
+                opt.zero_grad()
+
+    return loop
+
+
+# The second loop of raw PyTorch shows how much of a difference is none.
+MADE = {"raw": raw, "again": raw, "phalanx": phalanx, "accelerate": accelerate, "fabric": fabric}
+
+
+def timed(loop: Loop, steps: int, device: torch.device) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    loop(steps)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) / steps
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    device = torch.device("cpu")
+    if told["device"] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    problem = Problem(told, device)
+    loops: dict[str, Loop] = {}
+    failures: dict[str, str] = {}
+    for name in told["contenders"]:
+        try:
+            loops[name] = MADE[name](problem)
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    for loop in loops.values():
+        timed(loop, told["steps"], device)
+    # A collection that strikes one contender would be counted as its own.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    samples: dict[str, list[float]] = {name: [] for name in loops}
+    names = list(loops)
+    for number in range(told["rounds"]):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            samples[name].append(timed(loops[name], told["steps"], device))
+        gc.collect()
+    if dist.get_rank() == 0:
+        with open(told["file"], "w") as file:
+            json.dump({"samples": samples, "failures": failures}, file)
+    loops.clear()
+    for close in CLOSING:
+        close()
+    gc.unfreeze()
+    gc.collect()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,59 @@
+"""What a group can do, whoever started its ranks. Every rank prints one line when all of it was right."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from phalanx.join.group import Group
+
+options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+group = Group.join(**options)
+world = group.world_size
+assert (dist.get_rank(), dist.get_world_size()) == (group.rank, world)
+
+ones = torch.ones(3, device=group.device)
+dist.all_reduce(ones)
+assert ones.tolist() == [world] * 3
+assert group.mean(group.rank) == (world - 1) / 2
+found = group.sum({"b": torch.tensor([2.0]), "a": 1})
+assert found == {"a": world, "b": 2 * world}, found
+assert group.max(torch.tensor(float(group.rank))) == world - 1
+
+told = group.broadcast({"from": group.rank, "w": torch.arange(3.0)}, src=world - 1)
+assert told["from"] == world - 1
+assert told["w"].tolist() == [0, 1, 2]
+ranks = group.gather({"rank": group.rank, "pad": "x" * group.rank}, all=True)
+assert ranks is not None
+assert [one["rank"] for one in ranks] == list(range(world))
+assert (group.gather(group.rank) is None) == (group.rank != 0)
+
+group.store.set(f"from {group.rank}", b"\0\xff")
+assert all(group.store.get(f"from {rank}") == b"\0\xff" for rank in range(world))
+assert group.store.compare_set("once", "", "first") == b"first"
+
+folder = os.environ.get("JOIN_FOLDER", "")
+with group.first(per="world") as leads:
+    if folder and leads:
+        with open(f"{folder}/fetched", "x") as file:
+            file.write("here")
+    assert not folder or os.path.exists(f"{folder}/fetched")
+
+local = torch.ones(1)
+dist.all_reduce(local, group=group.local_group)
+assert local.item() == group.local_world_size
+if group.rank == group.topology.local_ranks[0]:
+    dist.all_reduce(local, group=group.leader_group)
+    assert local.item() == world
+else:
+    assert group.leader_group is not None  # made by all, joined by the leaders
+
+group.barrier()
+sys.stdout.write(
+    f"rank {group.rank} of {world}, local {group.local_rank} of {group.local_world_size}, "
+    f"node {group.node_rank} of {group.nodes}, {group.backend} on {group.device}, by {group.launcher}\n"
+)

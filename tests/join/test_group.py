@@ -1,0 +1,209 @@
+"""Real groups, however their ranks were started; and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.join.group import Group
+from tests.kit.cli import PYTHON, Env, Handle, free_port, phalanx, start, torchrun, until
+
+SCRIPTS = Path(__file__).parent / "scripts"
+EVERYTHING = str(SCRIPTS / "everything.py")
+ENDING = str(SCRIPTS / "ending.py")
+
+
+def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env | None = None) -> list[Handle]:
+    """By hand: `RANK=… WORLD_SIZE=… MASTER_PORT=… python WORDS`, rank 0 last; `each`: more words for each."""
+    base = {"WORLD_SIZE": str(count), "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
+    own = each or [()] * count
+    return [
+        start(words=(*PYTHON, *words, *own[rank]), env={**base, "RANK": str(rank)}) for rank in reversed(range(count))
+    ][::-1]
+
+
+def ended(jobs: Sequence[Handle], timeout: float = 60) -> str:
+    """What all of them wrote, once they are at a good end."""
+    codes = [job.wait(timeout) for job in jobs]
+    text = "\n".join(job.both for job in jobs)
+    assert codes == [0] * len(jobs), text
+    assert all(job.err == "" for job in jobs), text  # no warning of torch's, or of ours
+    return text
+
+
+def lines(text: str) -> list[str]:
+    return sorted(re.findall(r"rank \d+ of .*", text))
+
+
+def expected(count: int, launcher: str) -> list[str]:
+    return [
+        f"rank {rank} of {count}, local {rank} of {count}, node 0 of 1, gloo on cpu, by {launcher}"
+        for rank in range(count)
+    ]
+
+
+# -- how ranks are started
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    text = ended(ranks(3, EVERYTHING, env={"JOIN_FOLDER": str(tmp_path)}))
+    assert lines(text) == expected(3, "hand-set variables")
+
+
+def test_by_phalanx_run(tmp_path: Path) -> None:
+    result = phalanx("run", "--cpu", "-g", "2", EVERYTHING, env={"JOIN_FOLDER": str(tmp_path)})
+    assert result.code == 0, result.err
+    assert lines(result.out) == expected(2, "phalanx run")
+    assert "destroy_process_group" not in result.err
+
+
+def test_by_torchrun(tmp_path: Path) -> None:
+    result = torchrun("--nproc-per-node", "2", EVERYTHING, env={"JOIN_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    assert result.code == 0, result.err
+    assert lines(result.out) == expected(2, "torchrun")
+    assert result.err == ""
+
+
+def test_by_tcp_and_arguments() -> None:
+    port = free_port()
+    each = [[json.dumps({"method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2})] for rank in range(2)]
+    env = {"WORLD_SIZE": None, "RANK": None, "MASTER_PORT": None}
+    jobs = [start(words=(*PYTHON, EVERYTHING, *words), env=env) for words in each]
+    assert lines(ended(jobs)) == expected(2, "arguments")
+
+
+def test_by_a_file(tmp_path: Path) -> None:
+    text = ended(ranks(2, EVERYTHING, json.dumps({"method": f"file://{tmp_path}/meet"})))
+    assert lines(text) == expected(2, "hand-set variables")
+    assert not (tmp_path / "meet").exists()
+
+
+# -- one process
+
+
+def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed as dist
+
+    with Group.join(device="cpu") as group:
+        assert not dist.is_initialized()
+        assert (group.rank, group.world_size, group.local_rank, group.nodes, group.launcher) == (0, 1, 0, 1, "nobody")
+        assert (group.mean(3), group.sum({"a": 1}), group.max(2.5)) == (3.0, {"a": 1.0}, 2.5)
+        assert (group.broadcast({"a": 1}), group.gather("x"), group.gather("x", all=True)) == ({"a": 1}, ["x"], ["x"])
+        assert (group.local_group, group.leader_group) == (None, None)
+        group.barrier()
+        with group.first() as leads:
+            assert leads
+        group.print("one", "line")
+        assert capsys.readouterr().out == "one line\n"
+        group.store.set("a", "1")
+        assert group.store.get("a") == b"1"
+        assert group.store.add("n", 2) == 2
+        assert (group.store.delete("a"), group.store.check("a")) == (True, False)
+        with pytest.raises(Exception, match=r"nobody has set 'b' in the store in 0\.05 s"):
+            group.store.get("b", timeout=0.05)
+        with pytest.raises(UsageError, match="not a tensor of shape"):
+            group.mean(group.generator.get_state())
+
+
+def test_hooks_before_the_end() -> None:
+    called: list[str] = []
+
+    class Holder:
+        def let_go(self) -> None:
+            called.append("method")
+
+    kept, lost = Holder(), Holder()
+    group = Group.join(device="cpu")
+    group.before_close(lambda: called.append("function"))
+    group.before_close(kept.let_go)
+    group.before_close(lost.let_go)
+    del lost
+    group.close()
+    group.close()
+    assert called == ["method", "function"]
+
+
+def test_a_group_of_one_where_it_is_asked_for() -> None:
+    result = start(words=(*PYTHON, EVERYTHING, json.dumps({"backend": "gloo"})))
+    assert result.wait() == 0, result.err
+    assert lines(result.out) == expected(1, "nobody")
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"method": "tcp://127.0.0.1:1"}, "nobody says which rank this is"),
+        ({"method": "file:///x", "store": object()}, "both say where to meet"),
+        ({"timeout": 0}, "leaves no time"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
+        Group.join(**options)
+
+
+# -- who is missing
+
+
+def test_the_missing_rank_is_named() -> None:
+    env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port()), "JOIN_TIMEOUT": "6"}
+    jobs = [start(words=(*PYTHON, ENDING, "nothing"), env={**env, "RANK": rank}) for rank in ("0", "2")]
+    for job in jobs:
+        assert job.wait() == 1
+        assert "JoinError: 1 of 3 ranks did not come in 6 s: rank 1" in job.err, job.err
+        for rank, other in zip((0, 2), jobs, strict=True):
+            assert re.search(rf"here: rank {rank} on \S+( \(\S+\))?, pid {other.pid}\b", job.err), job.err
+        assert f"they meet at 127.0.0.1 port {env['MASTER_PORT']}" in job.err
+    assert "phalanx: rank 0 waits for rank 1" in jobs[0].err
+
+
+# -- the end
+
+
+@pytest.mark.parametrize("way", ["wrapped", "uneven", "twice", "fork"])
+def test_good_ends(way: str) -> None:
+    jobs = ranks(2, ENDING, way)
+    ended(jobs)
+    for rank, job in enumerate(jobs):
+        assert f"end {rank}" in job.out
+
+
+def test_an_exception_ends_all() -> None:
+    jobs = ranks(2, ENDING, "exception")
+    assert [job.wait() for job in jobs] == [1, 1]
+    assert "ValueError: rank 1 has had enough" in jobs[1].err
+    assert "Connection closed by peer" in jobs[0].err
+    assert "destroy_process_group" not in jobs[0].err + jobs[1].err
+
+
+def test_a_failed_rank_does_not_wait_for_what_will_not_come() -> None:
+    jobs = ranks(2, ENDING, "pending")
+    assert jobs[1].wait() == 1
+    assert "ValueError: rank 1 has had enough" in jobs[1].err
+
+
+def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
+    jobs = ranks(2, ENDING, "stuck")
+    for job in jobs:
+        job.wait_for("ready")
+    jobs[0].signal(signal.SIGTERM)
+    assert jobs[0].wait(5) == -signal.SIGTERM
+    assert jobs[0].err == ""
+    jobs[1].signal(signal.SIGINT)
+    assert jobs[1].wait(5) in (1, 130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in jobs[1].err
+
+
+def test_the_first_cause_under_phalanx_run() -> None:
+    job = start("run", "--cpu", "-g", "2", ENDING, "exception")
+    assert job.wait() == 1
+    assert "ValueError: rank 1 has had enough" in job.err
+    assert re.search(r"rank 1\b.*failed|failed.*rank 1", job.err), job.err
+    until(lambda: job.drained(1))

@@ -1,0 +1,210 @@
+"""Ranks that save and load: `checkpoint_ranks.py FOLDER PLAY...`. torch is imported once, each rank is a fork."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.train.checkpoint import CheckpointError, Checkpoints, export
+
+
+class Gloo:
+    """The other ranks, over a group that is there already."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def gather(self, obj: Any, *, all: bool = False) -> list[Any]:  # noqa: A002
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(obj)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size)
+        longest = max(int(one) for one in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        got = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(got, padded)
+        return [msgspec.msgpack.decode(bytes(one[: int(n)].tolist())) for one, n in zip(got, sizes, strict=True)]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.gather(obj)[src]
+
+
+def ranks(world_size: int, play: Callable[[int], None]) -> None:
+    """Fork so many, and end with the first that fails."""
+    with tempfile.NamedTemporaryFile(delete=False) as store:
+        pass
+    children = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(store.name, world_size), rank=rank, world_size=world_size
+                )
+                play(rank)
+                dist.destroy_process_group()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    if os.path.exists(store.name):
+        os.unlink(store.name)
+    if any(codes):
+        sys.exit(f"ranks ended with {codes}")
+
+
+def net() -> nn.Sequential:
+    # Rows that three ranks cannot share evenly, a bias that is less than they are, and a buffer.
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 2))
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters, buffers and optimizer state, unsharded, by plain names."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {f"model.{key}": value for key, value in inner.state_dict().items()}
+    names = {parameter: key for key, parameter in inner.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        found.update({f"opt.{names[parameter]}.{key}": value for key, value in state.items()})
+    return {key: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for key, value in found.items()}
+
+
+def wrapped(strategy: str, world_size: int) -> nn.Module:
+    model = net()
+    if strategy == "ddp":
+        return DistributedDataParallel(model)
+    if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (world_size,))
+        for part in model:
+            if isinstance(part, nn.Linear):
+                fully_shard(part, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return model
+
+
+def resume(folder: str) -> None:
+    """Train two steps each as DDP, FSDP and single, at 2, 3 and 1 ranks, each from what the one before left."""
+    stages = [("ddp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2), ("ddp", 3), ("fsdp", 1)]
+    for number, (strategy, world_size) in enumerate(stages):
+
+        def play(rank: int, number: int = number, strategy: str = strategy, world_size: int = world_size) -> None:
+            model = wrapped(strategy, world_size)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+            kept = {"model": model, "opt": optimizer, "schedule": schedule}
+            with Checkpoints(f"{folder}/checkpoints", Gloo()) as checkpoints:
+                info = checkpoints.load(kept)
+                assert (info.step if info else 0) == 2 * number, info
+                if info:
+                    assert info.extra == {"consumed": 16 * number, "who": stages[number - 1][0]}
+                torch.save(whole(model, optimizer), f"{folder}/{number}-in-{rank}.pt")
+                for step in range(2):
+                    torch.manual_seed(1000 * number + 10 * step + rank)
+                    model(torch.randn(8, 6)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+                assert schedule.last_epoch == 2 * (number + 1)
+                torch.save(whole(model, optimizer), f"{folder}/{number}-out-{rank}.pt")
+                checkpoints.save(2 * (number + 1), kept, {"consumed": 16 * (number + 1), "who": strategy})
+                checkpoints.wait()
+                assert checkpoints.latest().step == 2 * (number + 1)
+            export(model, f"{folder}/{number}.safetensors", Gloo())
+            export(model, f"{folder}/{number}.pt", Gloo())
+
+        ranks(world_size, play)
+
+
+def one_fails(folder: str) -> None:
+    """Rank 1 may write no more than a few pages: everybody hears of it, what was there stays."""
+
+    def play(rank: int) -> None:
+        torch.manual_seed(3)
+        model = nn.Linear(64, 1024)
+        want = model.weight.detach().clone()
+        with Checkpoints(folder, Gloo()) as checkpoints:
+            checkpoints.save(1, {"model": model})
+            checkpoints.wait()
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            big = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
+            checkpoints.save(2, {"model": big})
+            with pytest.raises(CheckpointError, match="step 2 was not written") as caught:
+                checkpoints.wait()
+            assert any(line.startswith("rank 1: File too large") for line in caught.value.details), caught.value
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            Gloo().barrier()
+            assert sorted(os.listdir(folder)) == [".lock", "step-000000000001"]
+            model.weight.data.zero_()
+            assert checkpoints.load({"model": model}).step == 1
+            assert torch.equal(model.weight, want)
+            checkpoints.save(3, {"model": model})
+            checkpoints.wait()
+            assert checkpoints.latest().step == 3
+
+    ranks(2, play)
+
+
+def not_shared(folder: str) -> None:
+    """Every rank has a folder of its own, as on a disk that nodes do not share."""
+
+    def play(rank: int) -> None:
+        with Checkpoints(f"{folder}/{rank}", Gloo()) as checkpoints:
+            with pytest.raises(CheckpointError, match="not the same for all ranks") as caught:
+                checkpoints.save(1, {"model": nn.Linear(2, 2)})
+            assert "rank 1" in caught.value.details[0]
+
+    ranks(2, play)
+
+
+def skips(folder: str) -> None:
+    """Ranks agree on whether a save is skipped."""
+
+    def play(rank: int) -> None:
+        model = nn.Linear(256, 256)
+        with Checkpoints(folder, Gloo(), busy="skip", buffers=1, keep_last=100) as checkpoints:
+            done = [step for step in range(1, 40) if checkpoints.save(step, {"model": model})]
+            checkpoints.wait()
+            assert len({str(one) for one in Gloo().gather(done)}) == 1
+            assert done[0] == 1
+            assert len(done) < 39  # a save is on the disk long after the next one is asked for
+            names = sorted(name for name in os.listdir(folder) if name.startswith("step"))
+            assert names == [f"step-{step:012d}" for step in done], (names, done)
+
+    ranks(2, play)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    plays = {play.__name__: play for play in (resume, one_fails, not_shared, skips)}
+    for name in sys.argv[2:]:
+        os.mkdir(f"{sys.argv[1]}/{name}")
+        plays[name](f"{sys.argv[1]}/{name}")
+        print(f"{name} done", flush=True)
