@@ -30,6 +30,8 @@ def main() -> None:
     score = torch.cat(right)
     who = f"rank {accelerator.process_index} of {accelerator.num_processes}"
     print(f"{who}: {score.mean():.1%} of {len(score)} digits it has never seen are read right")
+    # The wrapped model goes before the group: torch may wait for itself for ever when it is the last to hold the group.
+    model, optimizer, loader, tests = accelerator.free_memory(model, optimizer, loader, tests)
     accelerator.end_training()
 
 

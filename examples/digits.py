@@ -16,9 +16,9 @@ from phalanx.demo import idx
 
 def network() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
-        *(nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(512, 10)),
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
     )
 
 

@@ -40,7 +40,9 @@ def test_the_promise(times: dict[int, float], met: bool | None, evidence: str) -
     assert (judged.met, judged.evidence) == (met, evidence)
 
 
-@pytest.mark.parametrize("argv", [["--sizes", "0"], ["--sizes", "big"], ["--sizes", "99999999"], ["--rounds", "0"]])
+@pytest.mark.parametrize(
+    "argv", [["--sizes", "0"], ["--sizes", "big"], ["--sizes", "99999999"], ["--rounds", "0"], ["--threads", "0"]]
+)
 def test_what_cannot_be_measured(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
@@ -62,6 +64,6 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     assert all(0 < one["stall"] <= one["written"] < done.seconds for one in data["samples"])
     assert [row["way"] for row in data["rows"]] == [COPY, OURS, SAVE, ASYNC]
     assert data["rows"][0]["copies"] == 1
-    assert data["settings"] == {"sizes": [12], "rounds": 2}
+    assert data["settings"] == {"sizes": [12], "rounds": 2, "threads": 1}
     assert "Training stands still" in done.out
     assert list(place.iterdir()) == []

@@ -20,8 +20,8 @@ MODELS = ("digits", "resnet", "gpt")
 READ = r"rank (\d) of 2: ([\d.]+)% of 360 \w+ it has never seen"
 
 
-def example(name: str, ranks: int, *options: str, **more: str) -> Result:
-    result = phalanx("run", "-g", str(ranks), "--cpu", str(EXAMPLES / f"{name}.py"), *options, **more)
+def example(name: str, ranks: int, *options: str) -> Result:
+    result = phalanx("run", "-g", str(ranks), "--cpu", str(EXAMPLES / f"{name}.py"), *options, timeout=120)
     assert result.code == 0, result.out + result.err
     return result
 
@@ -48,9 +48,9 @@ def test_the_old_way(spelling: str) -> None:
 def test_demo() -> None:
     result = phalanx("demo", timeout=120)
     assert result.code == 0, result.err
-    found = re.search(r"([\d.]+)% of points it has never seen", result.out)
+    found = re.search(r"([\d.]+)% of 360 digits it has never seen", result.out)
     assert found is not None
-    assert float(found[1]) > 97
+    assert float(found[1]) > 95
     assert "rank 1 failed: RuntimeError: this rank has read a broken sample" in result.err
 
 
@@ -116,28 +116,36 @@ def test_breakpoint_on_rank_0() -> None:
     assert sorted(said(result, r"rank (\d) of 2: after the breakpoint, total 1")) == ["0", "1"]
 
 
-@pytest.mark.parametrize(("model", "percent"), [("digits", 94), ("resnet", 90)])
-def test_images(model: str, percent: float) -> None:
-    found = said(example(f"{model}_ddp", 2), READ)
+@pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 6, 95), ("resnet", 3, 90)])
+def test_images(model: str, epochs: int, percent: float) -> None:
+    found = said(example(f"{model}_ddp", 2, "--epochs", str(epochs)), READ)
     assert sorted(found) == ["0", "1"]
     assert len(set(found.values())) == 1  # the same model on every rank
     assert float(found["0"][0]) > percent
 
 
 def test_gpt() -> None:
-    found = said(example("gpt_ddp", 2), r"rank (\d) of 2: loss ([\d.]+) on text .* guess has ([\d.]+)")
+    found = said(example("gpt_ddp", 2, "--epochs", "3"), r"rank (\d) of 2: loss ([\d.]+) on text .* guess has ([\d.]+)")
     assert sorted(found) == ["0", "1"]
     ((loss, blind),) = set(found.values())
-    assert float(loss) < 2.6 < 4 < float(blind)
+    assert float(loss) < 2.8 < 4 < float(blind)
 
 
 @pytest.mark.parametrize(
-    ("model", "line"), [("digits", r"9\d\.\d% of 360"), ("resnet", r"9\d\.\d% of 360"), ("gpt", "loss 2")]
+    ("model", "line"),
+    [("digits", r"([89]\d)\.\d% of 360"), ("resnet", r"([89]\d)\.\d% of 360"), ("gpt", r"loss 2\.\d")],
 )
 def test_plain(model: str, line: str) -> None:
-    result = python(str(EXAMPLES / f"{model}_plain.py"), env={"OMP_NUM_THREADS": "1"})
+    script = str(EXAMPLES / f"{model}_plain.py")
+    result = python(script, "--epochs", "2", env={"OMP_NUM_THREADS": "1"})
     assert result.code == 0, result.err
     assert re.search(line, result.out.splitlines()[-1]), result.out
+
+
+def test_with_phalanx() -> None:
+    found = re.findall(r"([\d.]+)% of 360 digits it has never seen", example("digits", 2, "--epochs", "6").out)
+    assert len(found) == 1
+    assert float(found[0]) > 95
 
 
 @pytest.mark.parametrize("model", MODELS)

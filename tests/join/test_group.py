@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.errors import UsageError
+from phalanx.errors import JoinError, UsageError
 from phalanx.join.group import Group
+from phalanx.join.identity import Identity
+from phalanx.join.membership import Membership
+from phalanx.join.methods import Place
+from phalanx.join.rollcall import Presence, topology
 from tests.kit.cli import PYTHON, Env, Handle, free_port, phalanx, start, torchrun, until
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -22,7 +27,13 @@ ENDING = str(SCRIPTS / "ending.py")
 
 def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env | None = None) -> list[Handle]:
     """By hand: `RANK=… WORLD_SIZE=… MASTER_PORT=… python WORDS`, rank 0 last; `each`: more words for each."""
-    base = {"WORLD_SIZE": str(count), "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
+    base = {
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(count),
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
     own = each or [()] * count
     return [
         start(words=(*PYTHON, *words, *own[rank]), env={**base, "RANK": str(rank)}) for rank in reversed(range(count))
@@ -149,6 +160,48 @@ def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
         Group.join(**options)
 
 
+def member(rank: int, store: Any) -> Group:
+    """One of two ranks that have a store between them, and no process group."""
+    import torch
+
+    identity = Identity("hand-set variables", rank, 2)
+    people = tuple(Presence(one, 2, "a", "a", 1) for one in range(2))
+    place, where = Place("given"), topology(people, rank)
+    return Group(Membership(identity, people, where, rank, torch.device("cpu"), "", store, False, place, False, 10))
+
+
+def test_the_first_one_goes_in_alone() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    leader, other = member(0, store), member(1, store)
+    inside = threading.Event()
+
+    def follow() -> None:
+        with other.first() as leads:
+            assert not leads
+            inside.set()
+
+    following = threading.Thread(target=follow)
+    with leader.first() as leads:
+        assert leads
+        following.start()
+        assert not inside.wait(0.2)
+    following.join(10)
+    assert inside.is_set()
+
+
+def test_the_first_one_fails() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    leader, other = member(0, store), member(1, store)
+    with pytest.raises(OSError, match="no disk"), leader.first():
+        raise OSError("no disk")
+    with pytest.raises(JoinError, match="rank 0, which went first, failed: OSError: no disk"), other.first():
+        raise AssertionError("the second one went in")
+
+
 # -- who is missing
 
 
@@ -167,7 +220,7 @@ def test_the_missing_rank_is_named() -> None:
 # -- the end
 
 
-@pytest.mark.parametrize("way", ["wrapped", "uneven", "twice", "fork"])
+@pytest.mark.parametrize("way", ["wrapped", "uneven", "twice", "adopted", "fork"])
 def test_good_ends(way: str) -> None:
     jobs = ranks(2, ENDING, way)
     ended(jobs)

@@ -133,6 +133,16 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert [group["lr"] for group in second.opt.param_groups] == [group["lr"] for group in first.opt.param_groups]
 
 
+def test_a_save_that_is_under_way_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    want = model.weight.detach().clone()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model})
+        model.weight.data.zero_()
+        assert checkpoints.load({"model": model}).step == 1
+    assert torch.equal(model.weight, want)
+
+
 def test_random_numbers_only_if_wanted(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {})

@@ -46,8 +46,8 @@ def test_another_world_size_and_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
-    """One that cannot write, folders that are not the same, saves that are skipped."""
-    plays = ("one_fails", "not_shared", "skips")
+    """One that cannot write, one that dies, folders that are not the same, saves that are skipped."""
+    plays = ("one_fails", "one_dies", "not_shared", "skips")
     done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), *plays, timeout=100)
     assert done.code == 0, done.err
     assert done.out.split("\n")[:-1] == [f"{play} done" for play in plays]

@@ -17,6 +17,7 @@ from torch import nn
 from phalanx.errors import OptionError, UsageError
 from phalanx.train.compression import PowerSGD
 from phalanx.train.sharding import units
+from phalanx.train.stepping import Stepper
 from phalanx.train.wrap import wrap
 from tests.kit.cli import phalanx
 
@@ -133,6 +134,10 @@ def test_a_rank_may_evaluate_alone() -> None:
     assert [rank["alone"] for rank in seen()] == [{"broadcast": True, "training": True}] * 2
 
 
+def test_fsdp_has_its_shards_back_after_an_evaluation() -> None:
+    assert [rank["evaluated"] for rank in seen()] == [[True] * 6] * 2
+
+
 def test_constants_are_not_broadcast_in_every_step() -> None:
     assert seen()[0]["constants"] == {"broadcast": False}
 
@@ -229,6 +234,34 @@ def test_a_scheduler_goes_with_updates() -> None:
         wrapped.step(opt, scheduler=scheduler)
         rates.append(opt.param_groups[0]["lr"])
     assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_the_scale_of_fp16_is_kept() -> None:
+    wrapped = wrap(Net(), group=Nobody(), precision="fp16")
+    wrapped.scaler.load_state_dict({**wrapped.scaler.state_dict(), "scale": 32.0})
+    kept = wrapped.stepper.state_dict()
+    early = Stepper()
+    early.load_state_dict(kept)  # as a script does that restores before it wraps
+    assert early.state_dict() == kept
+    assert wrap(Net(), group=Nobody(), stepper=early, precision="fp16").scaler.get_scale() == 32.0
+    late = wrap(Net(), group=Nobody(), precision="fp16")
+    late.stepper.load_state_dict(kept)
+    assert late.scaler.get_scale() == 32.0
+    Stepper().load_state_dict(wrap(Net(), group=Nobody()).stepper.state_dict())
+
+
+def test_each_window_is_measured_by_itself() -> None:
+    """So that one that is resumed has the very numbers of one that went on: nothing of earlier windows is in them."""
+    model, x = Net(), torch.randn(7, 3)
+    fresh = copy.deepcopy(model)
+    went_on, resumed = wrap(model, group=Nobody()), wrap(fresh, group=Nobody())
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, fresh)]
+    went_on.weigh(went_on(x).square().mean() * 0.0, 3, 3).backward()
+    went_on.step(opts[0])
+    for wrapped, opt in zip((went_on, resumed), opts, strict=True):
+        wrapped.weigh(wrapped(x).square().mean(), 7, 7).backward()
+        wrapped.step(opt)
+    assert torch.equal(model.layer.weight, fresh.layer.weight)
 
 
 def test_a_group_added_later_is_clipped_too() -> None:

@@ -100,8 +100,11 @@ def target(found: Sequence[Row]) -> Target:
 # -- the ways
 
 
-def measure(mebibytes: int, rounds: int, folder: str) -> Iterator[Stall]:
+def measure(mebibytes: int, rounds: int, threads: int, folder: str) -> Iterator[Stall]:
     """Ways take turns, so that whatever else the machine does hits all alike. Round 0 is the first save."""
+    import torch
+
+    torch.set_num_threads(threads)
     model, optimizer = _training(mebibytes)
     with ExitStack() as stack:
         ways: dict[str, Way] = {
@@ -247,13 +250,14 @@ def _show(found: Sequence[Row]) -> None:
 def main(argv: list[str], inherited: Mapping[str, str]) -> int:  # noqa: ARG001
     options = _parser().parse_args(argv)
     sizes = _sizes(options.sizes)
-    if options.rounds < 1:
-        raise OptionError(f"--rounds {options.rounds}: at least one is needed", fix="--rounds 5")
+    for name in ("rounds", "threads"):
+        if (number := getattr(options, name)) < 1:
+            raise OptionError(f"--{name} {number}: at least one is needed", fix=f"--{name} 1")
     before = machine.machine()
     stalls = []
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="phalanx-bench-", dir=options.folder or None) as folder:
-            for stall in measure(size, options.rounds, folder):
+            for stall in measure(size, options.rounds, options.threads, folder):
                 stalls.append(stall)
                 turn = "first" if stall.first else f"round {stall.round} of {options.rounds}"
                 sys.stderr.write(f"{turn:<16}{size:>6} MiB   {stall.way:<20}{1000 * stall.stall:9.1f} ms\n")
@@ -261,7 +265,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:  # noqa: ARG001
     data = {
         "benchmark": "checkpoint",
         "machine": {**asdict(before), "load_after": os.getloadavg()},
-        "settings": {"sizes": sizes, "rounds": options.rounds},
+        "settings": {"sizes": sizes, "rounds": options.rounds, "threads": options.threads},
         "samples": [asdict(stall) for stall in stalls],
         "rows": [asdict(row) for row in found],
         "targets": [asdict(target(found))],
@@ -281,6 +285,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--sizes", default="64,512", metavar="MIB,MIB", help="of the state, in MiB (64,512)")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="medians are of so many rounds (7)")
+    # As a rank has that shares its machine with others; with more, each copy waits for the slowest of them.
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch that copy (1)")
     parser.add_argument("--folder", default="", metavar="DIR", help="where to write (the folder for temporary files)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there as JSON")
     return parser

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
-from phalanx.join import ending, objects, seeds
+from phalanx.join import ending, objects, seeds, tcp
 from phalanx.join.membership import Membership, form
 from phalanx.join.store import Store
 
@@ -267,10 +267,14 @@ class Group:
     # -- how
 
     def _say_farewell(self, failed: bool) -> None:
-        store = _prefixed(self.membership.store, "farewell")
-        with contextlib.suppress(Exception):  # whoever kept it may have gone
+        """Nobody takes the store away from those who are still at work, if they are not too far behind."""
+        membership = self.membership
+        if not membership.kept_by_a_rank or not (membership.keeper or tcp.answers(membership.place)):
+            return
+        store = _prefixed(membership.store, "farewell")
+        with contextlib.suppress(Exception):
             gone = store.add("gone", 1)
-            end = time.monotonic() + (0 if failed or not self.membership.keeper else FAREWELL)
+            end = time.monotonic() + (FAREWELL if membership.keeper and not failed else 0)
             while gone < self.world_size and time.monotonic() < end:
                 time.sleep(0.005)
                 gone = store.add("gone", 0)

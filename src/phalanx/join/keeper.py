@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
 
 from phalanx.contract.variables import INTERFACES, THREADS, Membership, worker_environment
@@ -27,7 +28,9 @@ from phalanx.join import kernel
 ADDRESS = "127.0.0.1"
 SETTLE = 0.2  # after a failure, for other ranks to tell theirs: the first cause may be reported second
 GRACE = 2.0  # between SIGTERM and SIGKILL
-PATIENCE = 1.0  # for what ranks had started, and what ends by itself: multiprocessing's resource tracker
+PATIENCE = (
+    0.5  # for what ranks had started, and what ends by itself: resource tracker, torch's manager of shared memory
+)
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -60,7 +63,11 @@ def keep(crew: Crew, call: Call) -> None:
         import torch.distributed  # noqa: F401
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    processes = [_fork(crew, rank, call, (caller, woken, wake)) for rank in range(crew.ranks)]
+    processes: dict[int, BaseProcess] = {}
+    for rank in range(crew.ranks):
+        process = _fork(crew, rank, call, (caller, woken, wake, *processes))
+        # At once: the start of the next one reaps those that have ended already.
+        processes[os.pidfd_open(process.pid or 0)] = process
     for fd in (fd for pipes in crew.pipes for fd in pipes):
         os.close(fd)
     # A handler that does nothing, so that the wake-up descriptor is written to.
@@ -68,9 +75,9 @@ def keep(crew: Crew, call: Call) -> None:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     store = _host(crew) if "torch" in sys.modules else None
-    failed = _watch(crew, processes, (crew.control, caller, woken))
-    pids = {process.pid for process in processes if process.pid}
-    pids |= kernel.end_descendants(0.0 if failed else PATIENCE, GRACE)
+    _watch(crew, processes, (crew.control, caller, woken))
+    pids = {process.pid for process in processes.values() if process.pid}
+    pids |= kernel.end_descendants(PATIENCE, GRACE)
     kernel.remove_shared_memory(pids)
     del store
 
@@ -97,20 +104,20 @@ def _host(crew: Crew) -> Any:
     return TCPStore(ADDRESS, crew.port, is_master=True, wait_for_workers=False, master_listen_fd=crew.listener)
 
 
-def _fork(crew: Crew, rank: int, call: Call, ours: tuple[int, ...]) -> multiprocessing.process.BaseProcess:
+def _fork(crew: Crew, rank: int, call: Call, ours: tuple[int, ...]) -> BaseProcess:
     # multiprocessing's, and not a bare fork, because it also gives a rank a clean multiprocessing of its own.
     process = multiprocessing.get_context("fork").Process(target=_run, args=(crew, rank, call, os.getpid(), ours))
     process.start()
     return process
 
 
-def _watch(crew: Crew, processes: list[multiprocessing.process.BaseProcess], stops: tuple[int, ...]) -> bool:
-    """Until every rank has ended. Whether one failed, or they were stopped."""
-    alive = dict(enumerate(processes))
+def _watch(crew: Crew, processes: Mapping[int, BaseProcess], stops: tuple[int, ...]) -> None:
+    """Until every rank has ended, by itself or because another one failed, or because they were stopped."""
+    alive = dict(enumerate(processes.values()))
     failed, asked, stop_at = False, False, float("inf")
     with selectors.DefaultSelector() as ready:
-        for rank, process in alive.items():
-            ready.register(os.pidfd_open(process.pid or 0), selectors.EVENT_READ, rank)
+        for rank, fd in enumerate(processes):
+            ready.register(fd, selectors.EVENT_READ, rank)
         for fd in stops:
             ready.register(fd, selectors.EVENT_READ, None)
         while alive:
@@ -129,7 +136,6 @@ def _watch(crew: Crew, processes: list[multiprocessing.process.BaseProcess], sto
                 for process in alive.values():
                     process.kill() if asked else process.terminate()
                 asked, stop_at = True, time.monotonic() + GRACE
-    return failed
 
 
 def tell(status: int, **what: Any) -> None:

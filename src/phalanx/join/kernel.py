@@ -11,6 +11,10 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MEMORY = "/dev/shm"  # noqa: S108
+# torch's keeper of shared memory, as the kernel cuts its name: it ends two seconds after the last process that used it,
+# and tidies up then, but not when it is killed.
+_TIDIES_UP = "torch_shm_manag"
+_TIME_TO_TIDY = 4.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -58,6 +62,8 @@ def end_descendants(patience: float, grace: float) -> set[int]:
         waited = time.monotonic() - start
         for pid in descendants(os.getpid()):
             seen.add(pid)
+            if waited < _TIME_TO_TIDY and _name(pid) == _TIDIES_UP:
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if waited > patience + grace:
                     os.kill(pid, signal.SIGKILL)
@@ -67,6 +73,12 @@ def end_descendants(patience: float, grace: float) -> set[int]:
                     os.kill(pid, signal.SIGCONT)  # a stopped process would never see the SIGTERM
         time.sleep(0.005)
     return seen
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+        return file.read().rstrip("\n")
+    return ""
 
 
 def _reap() -> bool:

@@ -35,8 +35,14 @@ class Membership:
     backend: str  # "": no process group was made, for there is nobody else
     store: Any  # torch's, under the prefix of this formation
     keeper: bool  # whether the store lives in this process, and ends with it
+    place: Place
     owned: bool  # whether the process group was made here, and is to be destroyed here
     timeout: float
+
+    @property
+    def kept_by_a_rank(self) -> bool:
+        """Whether the store ends with one of the ranks."""
+        return self.place.kind == "tcp" and not _hosted(self.identity, self.place)
 
 
 def form(
@@ -89,14 +95,17 @@ def _keeps(identity: Identity, place: Place) -> bool:
     return identity.rank == 0
 
 
+def _hosted(identity: Identity, place: Place) -> bool:
+    return identity.hosted and (place.host, place.port) == (identity.address, identity.port)
+
+
 def _open(place: Place, identity: Identity, keeper: bool, timeout: float) -> Any:
     from torch.distributed import HashStore
 
     if place.kind == "alone":
         return HashStore()
     if place.kind == "tcp":
-        hosted = identity.hosted and (place.host, place.port) == (identity.address, identity.port)
-        return tcp.open_store(place, replace(identity, keeper=keeper, hosted=hosted), timeout)
+        return tcp.open_store(place, replace(identity, keeper=keeper, hosted=_hosted(identity, place)), timeout)
     return _open_file(place, identity, timeout)
 
 
@@ -193,7 +202,17 @@ def _found(
             device_id=eager,
         )
     return Membership(
-        identity, people, where, local_rank, own, name if group else "", store, keeper, owned=group, timeout=timeout
+        identity,
+        people,
+        where,
+        local_rank,
+        own,
+        name if group else "",
+        store,
+        keeper,
+        place,
+        owned=group,
+        timeout=timeout,
     )
 
 
@@ -210,7 +229,9 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
     own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
     device.use(own)
     backend = str(dist.get_backend_config())
-    return Membership(identity, people, where, local_rank, own, backend, store, False, owned=False, timeout=timeout)
+    return Membership(
+        identity, people, where, local_rank, own, backend, store, False, place, owned=False, timeout=timeout
+    )
 
 
 def choose_interface(identity: Identity, people: tuple[Presence, ...], place: Place) -> None:

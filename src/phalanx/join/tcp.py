@@ -33,6 +33,13 @@ def open_store(place: Place, identity: Identity, timeout: float) -> Any:
     return _keep(place, identity, timeout) if identity.keeper else _call(place, identity, timeout)
 
 
+def answers(place: Place) -> bool:
+    """Whether the port is still open. torch writes a page of C++ frames about a store that is not."""
+    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), CALL):
+        return True
+    return False
+
+
 def notice(text: str) -> None:
     sys.stderr.write(f"phalanx: {text}\n")
     sys.stderr.flush()

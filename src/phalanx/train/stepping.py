@@ -56,7 +56,8 @@ class Stepper:
         self._latest: tuple[Any, Window | None] = (None, None)
         self._accumulate = 1
         self._world = 1
-        self._reference = 0.0  # samples of a full micro-batch, all ranks
+        self._reference = 0.0  # samples of a window's first micro-batch, all ranks
+        self._loaded: dict[str, Any] = {}  # state of a scaler that is not there yet
         self._scale = 0.0
         # Of the micro-batch at hand.
         self._number = 0
@@ -72,6 +73,7 @@ class Stepper:
         self._world = wrapped.world_size
         if self.scaler is None:
             self.scaler = wrapped.precision.scaler()
+            self.load_state_dict({"scaler": self._loaded})
         wrapped.synchronise(accumulate == 1)
 
     def remove(self, wrapped: Wrapped) -> None:
@@ -85,7 +87,8 @@ class Stepper:
         self._share = 1.0
         self._ending = self._scaled = False
         for model in self._models:
-            model.synchronise(model.wanted)
+            if model.wanted is not model.synchronised:
+                model.synchronise(model.wanted)
 
     def finish(self) -> None:
         """Before the forward of a window's last micro-batch, when it comes early: at the end of an epoch."""
@@ -101,7 +104,7 @@ class Stepper:
                 f"weigh(loss, {count}, {total}): a rank has from 0 to all of the samples of all ranks",
                 fix="weigh(loss, len(x), the sum of len(x) over all ranks)",
             )
-        # All are measured in the first total, so that equal batches need no correction of their gradients.
+        # A window is measured in the total of its first batch, so that equal ones need no correction of gradients.
         self._reference = self._reference or float(total)
         self._share = total / self._reference
         if count == 0:
@@ -135,9 +138,11 @@ class Stepper:
         window.divisor += self._share
         update = WAITING
         # A window that was made shorter ends with the first backward that was synchronised.
-        if (self._ending or window.batches >= accumulate) and all(model.synchronised for model in window.models):
+        if (window.batches >= accumulate or self._ending) and _synchronised(window.models):
             update = self._update(opt, window, clip)
             window.batches, window.divisor = 0, 0.0
+            if len(self._windows) == 1 or not any(other.batches for _, other in self._windows.values()):
+                self._reference = 0.0
             if scheduler is not None and update.done:
                 scheduler.step()
         want = window.batches + 1 >= accumulate
@@ -210,11 +215,13 @@ class Stepper:
         self._latest = (None, None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaler": {} if self.scaler is None else self.scaler.state_dict()}
+        return {"scaler": self._loaded if self.scaler is None else self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
+        """Before models are wrapped, or after."""
+        self._loaded = state.get("scaler") or {}
+        if self.scaler is not None and self._loaded:
+            self.scaler.load_state_dict(self._loaded)
             self._scale = 0.0
 
 
@@ -230,6 +237,13 @@ def clipped(grads: list[Any], divisor: float, most: float) -> Any:
     if grads:
         torch._foreach_mul_(grads, shrink if divisor == 1.0 else shrink / divisor)
     return norm
+
+
+def _synchronised(models: list[Wrapped]) -> bool:
+    for model in models:  # noqa: SIM110 - a generator costs more than all the rest of a step
+        if not model.synchronised:
+            return False
+    return True
 
 
 def _positive(accumulate: int) -> None:

@@ -73,6 +73,11 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             engine = self.module
         if self._moves and engine is self.module:
             args, kwargs = _moved(args, self.device), _moved(kwargs, self.device)
+        if self._sharded and not torch.is_grad_enabled():
+            output = engine(*args, **kwargs)
+            # FSDP keeps the root whole for a backward, which does not come: parameters() would not be the shards.
+            engine.reshard()
+            return output
         if not self._casts:
             return engine(*args, **kwargs)
         with self.precision.autocast():
@@ -195,10 +200,11 @@ def _moved(value: Any, device: Any) -> Any:
 
 def _alike(value: Any, before: Any, now: Any) -> Any:
     """State of an optimizer, laid out as its parameter is now. A counter stays where it is."""
-    if not isinstance(value, torch.Tensor) or value.shape != before.shape or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if now is before or not hasattr(now, "device_mesh"):
-        return value.to(now.device)
+    value = value.to(now.device)
+    if now is before or value.shape != before.shape:
+        return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value.to(now.device), now.device_mesh, now.placements)
+    return distribute_tensor(value, now.device_mesh, now.placements)

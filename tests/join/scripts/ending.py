@@ -13,6 +13,8 @@ import torch.distributed as dist
 from phalanx.join.group import Group
 
 way = sys.argv[1]
+if way == "adopted":
+    dist.init_process_group("gloo")
 group = Group.join(timeout=float(os.environ.get("JOIN_TIMEOUT", "60")))
 group.barrier()
 sys.stdout.write(f"ready {group.rank} {os.getpid()}\n")
@@ -26,7 +28,7 @@ elif way == "pending":
     if group.rank == 1:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         raise ValueError("rank 1 has had enough")
-    group.store.wait("never", timeout=2) if os.environ.get("JOIN_BRIEF") else signal.pause()
+    signal.pause()
 elif way == "wrapped":
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
@@ -38,12 +40,17 @@ elif way == "stuck":
 elif way == "uneven":
     # Rank 0, which keeps the store, is at its end first.
     if group.rank == 1:
-        time.sleep(1)
+        time.sleep(float(os.environ.get("JOIN_LATE", "1")))
         group.store.set("late", "yes")
 elif way == "twice":
     group.close()
     group = Group.join()
     assert group.sum(1) == group.world_size
+elif way == "adopted":
+    assert group.sum(1) == group.world_size
+    group.close()
+    dist.barrier()  # it is the script's, and still there
+    dist.destroy_process_group()
 elif way == "destroyed":
     dist.destroy_process_group()
 elif way == "fork":

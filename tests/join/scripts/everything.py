@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import UsageError
 from phalanx.join.group import Group
 
 options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
@@ -22,6 +24,11 @@ assert ones.tolist() == [world] * 3
 assert group.mean(group.rank) == (world - 1) / 2
 found = group.sum({"b": torch.tensor([2.0]), "a": 1})
 assert found == {"a": world, "b": 2 * world}, found
+assert group.mean({"a": 1, "b": group.rank}) == {"a": 1, "b": (world - 1) / 2}
+for reduce in (group.mean, group.max) if world > 1 else ():
+    with contextlib.suppress(UsageError):
+        reduce({"a" if group.rank == 0 else "b": 1.0})
+        raise AssertionError("different names were not noticed")
 assert group.max(torch.tensor(float(group.rank))) == world - 1
 
 told = group.broadcast({"from": group.rank, "w": torch.arange(3.0)}, src=world - 1)
@@ -43,7 +50,7 @@ with group.first(per="world") as leads:
             file.write("here")
     assert not folder or os.path.exists(f"{folder}/fetched")
 
-local = torch.ones(1)
+local = torch.ones(1, device=group.device)
 dist.all_reduce(local, group=group.local_group)
 assert local.item() == group.local_world_size
 if group.rank == group.topology.local_ranks[0]:

@@ -260,6 +260,19 @@ def alone() -> Any:
 
 
 @question
+def evaluated() -> Any:
+    """Between two steps of FSDP: the optimizer's parameters are still the model's."""
+    wrapped = wrap(mlp(), "fsdp", group=PARTY, precision="bf16")
+    own = list(wrapped.parameters())
+    x, y = data()
+    mse_loss(wrapped(x), y).backward()
+    wrapped.step(torch.optim.SGD(own, lr=0.1))
+    with torch.no_grad():
+        wrapped(x)
+    return [now is before for now, before in zip(wrapped.parameters(), own, strict=True)]
+
+
+@question
 def constants() -> Any:
     class Masked(torch.nn.Module):
         def __init__(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,8 +50,8 @@ class Gloo:
         return self.gather(obj)[src]
 
 
-def ranks(world_size: int, play: Callable[[int], None]) -> None:
-    """Fork so many, and end with the first that fails."""
+def ranks(world_size: int, play: Callable[[int], None], expected: Sequence[int] = ()) -> None:
+    """Fork so many, and see that they end as expected: well, if nothing is said."""
     with tempfile.NamedTemporaryFile(delete=False) as store:
         pass
     children = []
@@ -75,7 +76,7 @@ def ranks(world_size: int, play: Callable[[int], None]) -> None:
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     if os.path.exists(store.name):
         os.unlink(store.name)
-    if any(codes):
+    if codes != list(expected or [0] * world_size):
         sys.exit(f"ranks ended with {codes}")
 
 
@@ -184,6 +185,25 @@ def not_shared(folder: str) -> None:
     ranks(2, play)
 
 
+def one_dies(folder: str) -> None:
+    """Rank 1 is killed while it writes: there is no checkpoint of that step, and rank 0 does not wait for ever."""
+
+    def play(rank: int) -> None:
+        model = nn.Linear(64, 1024)
+        checkpoints = Checkpoints(folder, Gloo(), patience=0.5)
+        checkpoints.save(1, {"model": model})
+        checkpoints.wait()
+        if rank == 1:
+            os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.save(2, {"model": model})
+        checkpoints.close(broken=True)
+        assert sorted(os.listdir(folder)) == [".lock", "step-000000000001"]
+        assert Checkpoints(folder).load({"model": model}).step == 1
+        os._exit(0)  # there is nobody to say farewell to
+
+    ranks(2, play, [0, -signal.SIGKILL])
+
+
 def skips(folder: str) -> None:
     """Ranks agree on whether a save is skipped."""
 
@@ -203,7 +223,7 @@ def skips(folder: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    plays = {play.__name__: play for play in (resume, one_fails, not_shared, skips)}
+    plays = {play.__name__: play for play in (resume, one_fails, one_dies, not_shared, skips)}
     for name in sys.argv[2:]:
         os.mkdir(f"{sys.argv[1]}/{name}")
         plays[name](f"{sys.argv[1]}/{name}")

@@ -19,35 +19,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import phalanx
+
 Loop = Callable[[int], None]
-CLOSING: list[Callable[[], object]] = []
-
-
-class Party:
-    """Where a model is wrapped: the group that all contenders share."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.world_size, self.device = dist.get_world_size(), device
-
-    def before_close(self, call: Callable[[], object]) -> None:
-        CLOSING.append(call)
 
 
 class Problem:
     """The same model and data for everybody."""
 
-    def __init__(self, told: dict[str, Any], device: torch.device) -> None:
-        self.width, self.layers, self.device = told["width"], told["layers"], device
+    def __init__(self, told: dict[str, Any], run: phalanx.Run) -> None:
+        self.run, self.device = run, run.device
+        self.width, self.layers = told["width"], told["layers"]
         self.accumulate, self.clip = told["case"]["accumulate"], told["case"]["clip"]
         torch.manual_seed(dist.get_rank())
-        self.x = torch.randn(told["batch"], self.width, device=device)
-        self.y = torch.randn(told["batch"], self.width, device=device)
+        self.x = torch.randn(told["batch"], self.width, device=self.device)
+        self.y = torch.randn(told["batch"], self.width, device=self.device)
         self.loss = nn.functional.mse_loss
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         blocks = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.ReLU())]
         return nn.Sequential(*blocks).to(self.device)
+
+    def let_go(self, model: DistributedDataParallel) -> None:
+        """At the end: no wrapper may be the last to hold the group."""
+
+        def drop() -> None:
+            model.reducer = model.logger = None
+
+        self.run.before_close(drop)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -58,8 +58,7 @@ def raw(problem: Problem) -> Loop:
     own = None if problem.device.type == "cpu" else [problem.device.index]
     model = DistributedDataParallel(problem.model(), device_ids=own, gradient_as_bucket_view=True)
     opt = problem.optimizer(model)
-    CLOSING.append(lambda: setattr(model, "reducer", None))
-    CLOSING.append(lambda: setattr(model, "logger", None))
+    problem.let_go(model)
     x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
 
     def plain(steps: int) -> None:
@@ -86,26 +85,23 @@ def raw(problem: Problem) -> Loop:
     return plain if accumulate == 1 else accumulated
 
 
-def phalanx(problem: Problem) -> Loop:
-    from phalanx.train.stepping import Stepper
-    from phalanx.train.wrap import wrap
-
-    stepper = Stepper()
-    model = wrap(problem.model(), group=Party(problem.device), stepper=stepper, accumulate=problem.accumulate)
+def through_run(problem: Problem) -> Loop:
+    run = problem.run
+    model = run.wrap(problem.model(), accumulate=problem.accumulate)
     opt = problem.optimizer(model)
     x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
 
     def loop(steps: int) -> None:
         for _ in range(steps):
             loss = problem.loss(model(x), y)
-            loss.backward()
-            stepper.step(opt, accumulate=accumulate, clip=clip)
+            run.backward(loss)
+            run.step(opt, accumulate=accumulate, clip=clip, loss=loss)
 
     return loop
 
 
 def accelerate(problem: Problem) -> Loop:
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import Accelerator, DistributedDataParallelKwargs  # type: ignore[import-untyped,unused-ignore]
 
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(
@@ -115,8 +111,7 @@ def accelerate(problem: Problem) -> Loop:
     model, opt = accelerator.prepare(plain, problem.optimizer(plain))
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError("it did not take the process group that is there")
-    CLOSING.append(lambda: setattr(model, "reducer", None))
-    CLOSING.append(lambda: setattr(model, "logger", None))
+    problem.let_go(model)
     x, y, clip = problem.x, problem.y, problem.clip
 
     def loop(steps: int) -> None:
@@ -133,8 +128,8 @@ def accelerate(problem: Problem) -> Loop:
 
 
 def fabric(problem: Problem) -> Loop:
-    from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric import Fabric  # type: ignore[import-not-found,unused-ignore]
+    from lightning.fabric.strategies import DDPStrategy  # type: ignore[import-not-found,unused-ignore]
 
     engine = Fabric(
         accelerator=problem.device.type,
@@ -162,7 +157,7 @@ def fabric(problem: Problem) -> Loop:
 
 
 # The second loop of raw PyTorch shows how much of a difference is none.
-MADE = {"raw": raw, "again": raw, "phalanx": phalanx, "accelerate": accelerate, "fabric": fabric}
+MADE = {"raw": raw, "again": raw, "phalanx": through_run, "accelerate": accelerate, "fabric": fabric}
 
 
 def timed(loop: Loop, steps: int, device: torch.device) -> float:
@@ -176,12 +171,9 @@ def timed(loop: Loop, steps: int, device: torch.device) -> float:
 
 def main() -> None:
     told = json.loads(sys.argv[1])
-    device = torch.device("cpu")
-    if told["device"] == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    problem = Problem(told, device)
+    run = phalanx.init(device="cpu" if told["device"] == "cpu" else None)
+    device = run.device
+    problem = Problem(told, run)
     loops: dict[str, Loop] = {}
     failures: dict[str, str] = {}
     for name in told["contenders"]:
@@ -206,11 +198,8 @@ def main() -> None:
         with open(told["file"], "w") as file:
             json.dump({"samples": samples, "failures": failures}, file)
     loops.clear()
-    for close in CLOSING:
-        close()
     gc.unfreeze()
-    gc.collect()
-    dist.destroy_process_group()
+    run.close()
 
 
 main()

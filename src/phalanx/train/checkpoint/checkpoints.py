@@ -32,7 +32,7 @@ from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.saver import Order, Save
 from phalanx.train.checkpoint.shares import share
 
-_LAST_WORDS = 30.0  # seconds that a close after an error gives a save that is under way
+_LAST_WORDS = 10.0  # seconds that a close after an error gives a save that is under way
 
 
 class Checkpoints:
@@ -220,6 +220,7 @@ class Checkpoints:
 
         One that is not what was written is named and passed over; the one that was asked for by `info` is refused.
         """
+        self.wait()
         names = self._peers.broadcast([info.name] if info is not None else self._folder.names())
         for name in names:
             contents, problems = self._checked(name)
