@@ -20,8 +20,8 @@ def test_ratios_are_those_of_rounds() -> None:
     # The machine was slow in the second round, for both: that is no difference between them.
     found = rows(took(raw=(0.010, 0.030, 0.010), phalanx=(0.011, 0.033, 0.011), accelerate=()))
     assert found == [
-        Row("plain", "raw", 10.0, 1.0, 1.0, 1.0),
-        Row("plain", "phalanx", 11.0, 1.1, 1.1, 1.1),
+        Row("plain", "raw", 10.0, 1.0, 1.0, 1.0, 0.0),
+        Row("plain", "phalanx", 11.0, 1.1, 1.1, 1.1, 0.0),
         Row("plain", "accelerate", None, None, None, None),
     ]
 
@@ -44,6 +44,18 @@ def test_the_promise(phalanx_: float | None, again: float | None, met: bool | No
     (judged,) = targets(rows(measured))
     assert judged.met is met
     assert evidence in judged.evidence
+
+
+def test_what_the_spread_allows_to_say() -> None:
+    def judged(*ratios: float) -> bool | None:
+        (target,) = targets(rows(took(raw=(1.0,) * len(ratios), phalanx=ratios)))
+        return target.met
+
+    wide = (0.8, 0.9, 1.0, 1.1, 1.2)
+    assert judged(*wide) is None
+    assert judged(*(ratio + 0.5 for ratio in wide)) is False
+    assert judged(*(1 + (ratio - 1) / 100 for ratio in wide)) is True
+    assert judged(*wide * 2000) is True
 
 
 @pytest.mark.parametrize(

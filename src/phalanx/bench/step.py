@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -68,6 +69,7 @@ class Row:
     ratio: float | None  # to raw, median of the rounds' own
     low: float | None  # the ratio's quartiles
     high: float | None
+    error: float | None = None  # of the ratio: what it may be off by, in 19 of 20 runs
 
 
 def rows(measured: Sequence[Times]) -> list[Row]:
@@ -84,8 +86,10 @@ def rows(measured: Sequence[Times]) -> list[Row]:
             found.append(Row(times.case, times.contender, middle, None, None, None))
             continue
         low, high = ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]
-        ratio = statistics.median(ratios)
-        found.append(Row(times.case, times.contender, middle, round(ratio, 4), round(low, 4), round(high, 4)))
+        # A median's standard error, twice; the quartiles stand for the spread, for outliers are many.
+        error = 2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(ratios))
+        numbers = (statistics.median(ratios), low, high, error)
+        found.append(Row(times.case, times.contender, middle, *(round(number, 4) for number in numbers)))
     return found
 
 
@@ -98,11 +102,15 @@ def targets(found: Sequence[Row]) -> list[Target]:
             judged.append(Target(what, "not part of this run" if row is None else "not measured", None))
             continue
         again = next((other.ratio for other in found if (other.case, other.contender) == (case, "again")), None)
+        text = f"{row.ratio:.4f} ± {row.error or 0.0:.4f}"
+        surely_over = row.ratio - (row.error or 0.0) > LIMIT
         if again is not None and abs(again - 1) > LIMIT - 1:
-            text = f"{row.ratio:.4f}, but raw PyTorch is {again:.4f} of itself: this machine is too busy to tell"
+            text += f", but raw PyTorch is {again:.4f} of itself: this machine is too busy to tell"
             judged.append(Target(what, text, None))
+        elif (row.error or 0.0) > LIMIT - 1 and not surely_over:
+            judged.append(Target(what, f"{text}: this machine is too busy to tell, or the rounds too few", None))
         else:
-            judged.append(Target(what, f"{row.ratio:.4f}", row.ratio <= LIMIT))
+            judged.append(Target(what, text, row.ratio <= LIMIT))
     return judged
 
 
