@@ -325,7 +325,7 @@ def ip(*words: str, text: str = "") -> str:
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("nft"):
-        pytest.skip("networks of our own need root, iproute2 and nftables")
+        pytest.fail("networks of our own need root, iproute2 and nftables: sudo .ci/packages")
     network = Network()
     try:
         network.make()
