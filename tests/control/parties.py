@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import socket
 import sys
@@ -239,3 +240,9 @@ if __name__ == "__main__":
     soft = hard if sys.argv[1] == "strangers" else 1024
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     asyncio.run({"leader": _lead, "member": _follow, "strangers": _crowd}[sys.argv[1]](*sys.argv[2:]))
+
+
+def port_of(job: Handle) -> int:
+    ready = re.compile(r"port (\d+) files \d+\n")
+    job.wait_for(ready)
+    return int(ready.findall(job.out)[0])

@@ -181,12 +181,12 @@ def test_survey_in_which_gloo_fails_is_told(tmp_path: Path) -> None:
 
 def test_preflight_is_silent_here(tmp_path: Path) -> None:
     for nodes in (1, 4):
-        assert preflight(dict(os.environ), str(tmp_path / "home"), nodes=nodes, ranks=8) == []
+        assert preflight(str(tmp_path / "home"), nodes=nodes, ranks=8) == []
 
 
 def test_preflight_speaks_up(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (finding,) = preflight({}, f"{tmp_path}/file/home", nodes=1)
+    (finding,) = preflight(f"{tmp_path}/file/home", nodes=1)
     assert (finding.check, finding.level) == ("disk", "red")
 
 
@@ -194,7 +194,7 @@ def test_preflight_counts_the_files_of_the_ranks(tmp_path: Path) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
         "from phalanx.doctor.preflight import preflight\n"
-        f"print([(f.check, f.level) for f in preflight({{}}, {str(tmp_path)!r}, nodes=1, ranks=100)])"
+        f"print([(f.check, f.level) for f in preflight({str(tmp_path)!r}, nodes=1, ranks=100)])"
     )
     assert python("-c", code).out == "[('limits', 'red')]\n"
 
@@ -202,7 +202,7 @@ def test_preflight_counts_the_files_of_the_ranks(tmp_path: Path) -> None:
 def test_preflight_is_quick_and_imports_little(tmp_path: Path) -> None:
     def once() -> float:
         began = time.perf_counter()
-        preflight(dict(os.environ), str(tmp_path), nodes=2)
+        preflight(str(tmp_path), nodes=2)
         return time.perf_counter() - began
 
     assert statistics.median(once() for _ in range(7)) < 0.1

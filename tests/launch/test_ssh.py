@@ -11,7 +11,7 @@ import sys
 import msgspec
 import pytest
 
-from phalanx.cli.hosts import _options_of, _promised
+from phalanx.cli.hosts import _options_of
 from phalanx.cli.options import RunOptions, parse_run
 from phalanx.cluster.sources.hosts import parse_hosts
 from phalanx.errors import JoinError
@@ -131,8 +131,8 @@ def test_each_host_gets_its_own_share() -> None:
     assert dataclasses.replace(mine[1], node_id=0, workers=8, stdin=0) == mine[0]
 
 
-def test_promised() -> None:
-    assert [_promised(host) for host in parse_hosts("a:8,b:0-3,7,c")] == [8, 5, None]
+def test_how_many_workers_a_host_was_told_to_take() -> None:
+    assert [host.workers for host in parse_hosts("a:8,b:0-3,7,c")] == [8, 5, None]
 
 
 def test_what_goes_along() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, Task
@@ -73,12 +73,9 @@ def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gath
             f"-g {','.join(map(str, options.slots))} is different for each node, and nobody said which one this is",
             fix=f"phalanx run -n {options.max_nodes} -g {','.join(map(str, options.slots))} -i 0 --master HOST …",
         )
-    return _gathering(
-        options,
-        environ,
-        home,
+    return replace(
+        _shared(options, environ, home, options.max_nodes),
         source="the command line",
-        expected=options.max_nodes,
         member=options.node_id,
         leads=None if options.node_id is None else options.node_id == 0,
         host=options.master_addr,
@@ -103,12 +100,9 @@ def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: T
     port = options.master_port if options.master_addr is not None else None
     if port is None:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)] if task.hosts else 0
-    return _gathering(
-        options,
-        environ,
-        home,
+    return replace(
+        _shared(options, environ, home, task.size),
         source=task.source,
-        expected=task.size,
         member=task.node if by_node else task.rank,
         leads=(task.node, task.local_rank) == (0, 0) if task.node is not None else task.rank == 0,
         host=options.master_addr or (task.hosts[0] if task.hosts else None),
@@ -157,25 +151,26 @@ def _said(task: Task | Allocation) -> str:
 # -- what all of them share
 
 
-def _gathering(
-    options: RunOptions, environ: Mapping[str, str], home: str, *, expected: int, source: str, **rest: object
-) -> Gathering:
+def _shared(options: RunOptions, environ: Mapping[str, str], home: str, expected: int) -> Gathering:
+    """What does not depend on who said that there are several."""
     from phalanx.cluster.software import versions
     from phalanx.control import tokens
 
-    token = tokens.find(environ, file=options.token_file, home=home, open_=options.open)
     promised = options.slots if options.slots is not None and len(options.slots) == expected else ()
     return Gathering(
-        source=source,
+        source="",
         expected=expected,
-        token=token,
+        member=None,
+        leads=None,
+        host=None,
+        port=0,
+        token=tokens.find(environ, file=options.token_file, home=home, open_=options.open),
         run=options.run_id if options.run_id not in (None, "none") else "",
         promised=promised,
         join_timeout=options.join_timeout,
         lost_after=options.lost_after,
         versions=versions(),
         terms=terms(options, expected, promised),
-        **rest,  # type: ignore[arg-type]
     )
 
 

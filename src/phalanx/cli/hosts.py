@@ -70,7 +70,7 @@ def _orders(
 ) -> list[Order]:
     token = tokens.new()  # ssh has let us in already, and keeps it: no file, and no run that another one could join
     run_id = options.run_id or runfolder.make_run_id(options.script)
-    promised = [_promised(host) for host in hosts]
+    promised = [host.workers for host in hosts]
     digest = ""
     if options.kind in ("script", "path") and os.path.isfile(options.script):
         digest = script_digest(options.script)
@@ -144,13 +144,6 @@ def gathering_of(told: Order, options: RunOptions, go: Go | None) -> Gathering:
         versions=versions(),
         terms=terms(options, told.nodes, told.promised),
     )
-
-
-def _promised(host: Host) -> int | None:
-    if host.devices is None:
-        return host.slots
-    spans = [part.partition("-") for part in host.devices.split(",")]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
 
 
 def _meeting_name(told: str | None, hosts: Sequence[Host], near: Sequence[bool]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +44,7 @@ def outlook(options: RunOptions, around: Surroundings, here: int, host: str) -> 
     if options.hosts is not None:
         return Outlook(
             "--hosts over ssh",
-            tuple(Expected(each.name, each.slots or _devices(each.devices)) for each in options.hosts),
+            tuple(Expected(each.name, each.workers) for each in options.hosts),
         )
     if around.allocation is not None:
         allocation = around.allocation
@@ -96,16 +95,3 @@ def _asked(options: RunOptions, otherwise: Sequence[int | None]) -> list[int | N
 
 def _nodes(hosts: Sequence[str], sizes: Sequence[int | None]) -> tuple[Expected, ...]:
     return tuple(Expected(host, size) for host, size in zip(hosts, sizes, strict=True))
-
-
-def _devices(text: str | None) -> int | None:
-    """How many `0-7` or `1,3` names."""
-    if text is None:
-        return None
-    total = 0
-    for part in text.split(","):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if span is None:
-            return None
-        total += int(span[2] or span[1]) - int(span[1]) + 1
-    return total

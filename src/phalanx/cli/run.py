@@ -207,7 +207,7 @@ def _findings(plan: Plan, folder: RunFolder) -> list[str]:
     from phalanx.doctor.preflight import preflight
 
     nodes = plan.gathering.expected if plan.gathering is not None else 1
-    found = preflight(plan.environ, folder.path, nodes=nodes, ranks=len(plan.seats))
+    found = preflight(folder.path, nodes=nodes, ranks=len(plan.seats))
     return [
         "\n  ".join(filter(None, (finding.fact, finding.cause, finding.fix and f"fix: {finding.fix}")))
         for finding in found

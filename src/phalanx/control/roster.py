@@ -129,17 +129,19 @@ def seat(members: Mapping[int, Arrival]) -> dict[int, Seating]:
 
 
 def _as_claimed(members: Mapping[int, Arrival]) -> dict[int, Seating]:
-    hosts: list[str] = []  # in the order of their lowest rank, where the scheduler does not number its nodes
-    for arrival in sorted(members.values(), key=lambda arrival: arrival.claim.rank if arrival.claim else 0):
-        if arrival.host not in hosts:
-            hosts.append(arrival.host)
-    seats = {}
-    for id_, arrival in members.items():
-        claim = arrival.claim
-        assert claim is not None  # noqa: S101
-        node = hosts.index(arrival.host) if claim.node is None else claim.node
-        seats[id_] = Seating(node, (claim.rank,), (claim.local_rank,), claim.local_size)
-    return seats
+    claimed = [(arrival.claim, arrival.host, id_) for id_, arrival in members.items() if arrival.claim is not None]
+    claimed.sort(key=lambda one: one[0].rank)
+    # Where the scheduler does not number its nodes: in the order of their lowest rank.
+    hosts = list(dict.fromkeys(host for _, host, _ in claimed))
+    return {
+        id_: Seating(
+            hosts.index(host) if claim.node is None else claim.node,
+            (claim.rank,),
+            (claim.local_rank,),
+            claim.local_size,
+        )
+        for claim, host, id_ in claimed
+    }
 
 
 def world(seats: Mapping[int, Seating]) -> str:

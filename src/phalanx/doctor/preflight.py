@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from phalanx.doctor import disk, limits, names, sharedmemory
 from phalanx.doctor.finding import Finding
 
@@ -11,7 +9,6 @@ _PATIENCE = 0.05  # for a name server; one that is slow is for the doctor to tel
 
 
 def preflight(
-    environ: Mapping[str, str],  # noqa: ARG001 - of the launch; nothing that is cheap to check depends on it yet
     run_folder_base: str,
     *,
     nodes: int,

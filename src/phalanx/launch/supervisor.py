@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx.contract import events
@@ -24,11 +24,11 @@ from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.signals import Signals
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
-_MOMENT = 0.2
 _SOON = 3.0  # seconds that need no explanation
 _SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
 _PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
@@ -86,9 +86,7 @@ class Supervisor:
         self._lost_zygote = ""  # how it ended, if it did so by itself
         self._kills = memory.read()
         self._leftovers = Leftovers()
-        self._shared: dict[int, float] = {}  # signals that the zygote got too, and when: workers have them then
-        # A scheduler may signal all processes of a job at once, or us alone: it takes a moment to know which.
-        self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
+        self._signals = Signals(plan)
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
@@ -97,7 +95,7 @@ class Supervisor:
         if self._outside is not None:
             self._outside.begin(self)
         code, text = 1, ""
-        with self._signals():
+        with self._signals.taken(end=self._signalled, pass_on=self._pass_on, resized=self._resized):
             try:
                 self.together = await self._come_together()
                 if self.together:
@@ -206,7 +204,7 @@ class Supervisor:
             case "refused" if self._attempt is not None:
                 self._attempt.refused(message["name"], message["why"])
             case "signalled":
-                self._shared[message["signal"]] = time.monotonic()
+                self._signals.reached_zygote(message["signal"])
             case "swept" if self._sweeping is not None:
                 self._sweeping.set()
 
@@ -388,24 +386,6 @@ class Supervisor:
 
     # -- signals
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        handled = {*self._plan.ending.signals, signal.SIGINT}
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
-        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled
-        for number in handled:
-            loop.add_signal_handler(number, self._signalled, number)
-        for number in passed:
-            loop.add_signal_handler(number, self._pass_on, number)
-        loop.add_signal_handler(signal.SIGWINCH, self._resized)
-        try:
-            yield
-        finally:
-            for number in (*handled, *passed, signal.SIGWINCH):
-                loop.remove_signal_handler(number)
-
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
         if not self._showing_rest and self._signal is None:
@@ -458,30 +438,20 @@ class Supervisor:
         elif not again:
             if number == signal.SIGINT and ours:
                 self.note("stopping; Ctrl-C again ends at once")
-            self._presently(self._stop_workers, number)
+            self._signals.presently(self._stop_workers, number)
 
     def _pass_on(self, number: signal.Signals) -> None:
         """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
         self._company.passed(number)
-        self._presently(self.pass_on, number)
-
-    def _presently(self, act: Callable[[signal.Signals], None], number: signal.Signals) -> None:
-        if self._moment:
-            asyncio.get_running_loop().call_later(self._moment, act, number)
-        else:
-            act(number)
-
-    def _have_it(self, number: signal.Signals) -> bool:
-        """Whether whoever signalled us has signalled the workers as well."""
-        return time.monotonic() - self._shared.get(number, float("-inf")) < 10 * _MOMENT
+        self._signals.presently(self.pass_on, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
         if self._attempt is not None:
             reason = f"{number.name} received"
-            self._attempt.stop(number, reason, self._plan.ending.grace, told=self._have_it(number))
+            self._attempt.stop(number, reason, self._plan.ending.grace, told=self._signals.everybodys(number))
 
     def pass_on(self, number: signal.Signals) -> None:
-        if self._have_it(number):
+        if self._signals.everybodys(number):
             self.note(f"{number.name} received, by every process of this job")
             return
         heard = []

@@ -17,6 +17,14 @@ class Host:
     slots: int | None = None  # None: one for every device there
     devices: str | None = None  # exact devices, as --devices takes them: "0-7", "1,3"
 
+    @property
+    def workers(self) -> int | None:
+        """How many it was told to take; None: as many as it has devices."""
+        if self.devices is None:
+            return self.slots
+        spans = [part.partition("-") for part in self.devices.split(",")]
+        return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
+
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """`a:8,b:2` slots, `a:0-7,b:1,3` exact devices, `user@a:4`, `[fd00::1]:8`. ValueError says what is wrong."""
