@@ -19,8 +19,10 @@ def on_the_gpu(x: float) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    assert must_not_fork() == ""
-    print("forked, then CUDA:", spawn(on_the_gpu, 1, args=(2.0,), backend="nccl"))
+    assert must_not_fork() == "", must_not_fork()
+    forked = spawn(on_the_gpu, 1, args=(2.0,), backend="nccl")
+    print("forked, then CUDA:", forked)
+    assert forked == [(2.0, "nccl")]
     torch.ones(1, device="cuda")
     assert "CUDA" in must_not_fork(), must_not_fork()
     try:
@@ -29,5 +31,10 @@ if __name__ == "__main__":
         print("refused:", error)
     else:
         raise AssertionError("a process with CUDA was forked")
-    print("fresh, nccl:", spawn(on_the_gpu, 1, args=(3.0,), backend="nccl"))
-    print("fresh, gloo:", spawn(on_the_gpu, 2, args=(4.0,), backend="gloo"))
+    fresh = spawn(on_the_gpu, 1, args=(3.0,), backend="nccl")
+    print("fresh, nccl:", fresh)
+    assert fresh == [(3.0, "nccl")]
+    both = spawn(on_the_gpu, 2, args=(4.0,), backend="gloo")
+    print("fresh, gloo:", both)
+    assert both == [(4.0, "gloo")] * 2
+    print("all right")

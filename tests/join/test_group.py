@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +19,13 @@ from phalanx.join.identity import Identity
 from phalanx.join.membership import Membership
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence, topology
-from tests.kit.cli import PYTHON, Env, Handle, free_port, phalanx, start, torchrun, until
+from tests.join.ranks import ended, ranks
+from tests.kit.cli import PYTHON, free_port, phalanx, run, start, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EVERYTHING = str(SCRIPTS / "everything.py")
 ENDING = str(SCRIPTS / "ending.py")
-
-
-def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env | None = None) -> list[Handle]:
-    """By hand: `RANK=… WORLD_SIZE=… MASTER_PORT=… python WORDS`, rank 0 last; `each`: more words for each."""
-    base = {
-        "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(count),
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        **(env or {}),
-    }
-    own = each or [()] * count
-    return [
-        start(words=(*PYTHON, *words, *own[rank]), env={**base, "RANK": str(rank)}) for rank in reversed(range(count))
-    ][::-1]
-
-
-def ended(jobs: Sequence[Handle], timeout: float = 60) -> str:
-    """What all of them wrote, once they are at a good end."""
-    codes = [job.wait(timeout) for job in jobs]
-    text = "\n".join(job.both for job in jobs)
-    assert codes == [0] * len(jobs), text
-    assert all(job.err == "" for job in jobs), text  # no warning of torch's, or of ours
-    return text
+MEETING = str(SCRIPTS / "meeting.py")
 
 
 def lines(text: str) -> list[str]:
@@ -66,6 +45,7 @@ def expected(count: int, launcher: str) -> list[str]:
 def test_by_hand(tmp_path: Path) -> None:
     text = ended(ranks(3, EVERYTHING, env={"JOIN_FOLDER": str(tmp_path)}))
     assert lines(text) == expected(3, "hand-set variables")
+    assert text.count("printed once") == 1
 
 
 def test_by_phalanx_run(tmp_path: Path) -> None:
@@ -80,6 +60,23 @@ def test_by_torchrun(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert lines(result.out) == expected(2, "torchrun")
     assert result.err == ""
+
+
+def test_by_accelerate(tmp_path: Path) -> None:
+    # Without a GPU it starts several processes only if told that there are several.
+    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    words = (*PYTHON, "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", str(free_port()))
+    # torchrun, which it calls, leaves a directory of logs.
+    env = {"JOIN_FOLDER": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    result = run((*words, EVERYTHING), timeout=150, env=env)
+    assert result.code == 0, result.err
+    assert lines(result.out) == expected(2, "accelerate launch")
+    assert "destroy_process_group" not in result.err
+
+
+def test_by_a_store_of_the_scripts_own() -> None:
+    text = ended(ranks(2, EVERYTHING, json.dumps({"store_port": free_port()}), env={"MASTER_PORT": None}))
+    assert lines(text) == expected(2, "hand-set variables")
 
 
 def test_by_tcp_and_arguments() -> None:
@@ -102,7 +99,7 @@ def test_by_a_file(tmp_path: Path) -> None:
 def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
     import torch.distributed as dist
 
-    with Group.join(device="cpu") as group:
+    with Group.join(device="cpu", timeout=timedelta(minutes=1)) as group:
         assert not dist.is_initialized()
         assert (group.rank, group.world_size, group.local_rank, group.nodes, group.launcher) == (0, 1, 0, 1, "nobody")
         assert (group.mean(3), group.sum({"a": 1}), group.max(2.5)) == (3.0, {"a": 1.0}, 2.5)
@@ -121,6 +118,10 @@ def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
             group.store.get("b", timeout=0.05)
         with pytest.raises(UsageError, match="not a tensor of shape"):
             group.mean(group.generator.get_state())
+        with pytest.raises(UsageError, match=r"sum takes a number or a dict of them, not 'many'"):
+            group.sum({"a": "many"})
+        with pytest.raises(UsageError, match="not sent between processes"):
+            group.broadcast(object())
 
 
 def test_hooks_before_the_end() -> None:
@@ -152,7 +153,16 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
     [
         ({"method": "tcp://127.0.0.1:1"}, "nobody says which rank this is"),
         ({"method": "file:///x", "store": object()}, "both say where to meet"),
+        ({"store": "tcp"}, "store='tcp' is no store of torch.distributed"),
         ({"timeout": 0}, "leaves no time"),
+        ({"timeout": "5 minutes"}, "leaves no time"),
+        ({"timeout": math.inf}, "leaves no time"),
+        ({"backend": "mpi"}, "this PyTorch was built without mpi"),
+        ({"backend": "infiniband"}, "the backend 'infiniband' is not known"),
+        ({"backend": "gloo,nccl"}, "not known|built without"),
+        ({"backend": "cpu:gloo,cuda:what"}, "not known"),
+        ({"device": "gpu"}, "device='gpu' is no device"),
+        ({"device": "cuda:99"}, "a CUDA device was asked for, but there is none|there is no cuda:99"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
@@ -206,57 +216,23 @@ def test_the_first_one_fails() -> None:
 
 
 def test_the_missing_rank_is_named() -> None:
-    env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port()), "JOIN_TIMEOUT": "6"}
+    env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port()), "JOIN_TIMEOUT": "10"}
     jobs = [start(words=(*PYTHON, ENDING, "nothing"), env={**env, "RANK": rank}) for rank in ("0", "2")]
     for job in jobs:
         assert job.wait() == 1
-        assert "JoinError: 1 of 3 ranks did not come in 6 s: rank 1" in job.err, job.err
+        assert "JoinError: 1 of 3 ranks did not come in 10 s: rank 1" in job.err, job.err
         for rank, other in zip((0, 2), jobs, strict=True):
             assert re.search(rf"here: rank {rank} on \S+( \(\S+\))?, pid {other.pid}\b", job.err), job.err
         assert f"they meet at 127.0.0.1 port {env['MASTER_PORT']}" in job.err
     assert "phalanx: rank 0 waits for rank 1" in jobs[0].err
 
 
-# -- the end
-
-
-@pytest.mark.parametrize("way", ["wrapped", "uneven", "twice", "adopted", "fork"])
-def test_good_ends(way: str) -> None:
-    jobs = ranks(2, ENDING, way)
-    ended(jobs)
-    for rank, job in enumerate(jobs):
-        assert f"end {rank}" in job.out
-
-
-def test_an_exception_ends_all() -> None:
-    jobs = ranks(2, ENDING, "exception")
-    assert [job.wait() for job in jobs] == [1, 1]
-    assert "ValueError: rank 1 has had enough" in jobs[1].err
-    assert "Connection closed by peer" in jobs[0].err
-    assert "destroy_process_group" not in jobs[0].err + jobs[1].err
-
-
-def test_a_failed_rank_does_not_wait_for_what_will_not_come() -> None:
-    jobs = ranks(2, ENDING, "pending")
-    assert jobs[1].wait() == 1
-    assert "ValueError: rank 1 has had enough" in jobs[1].err
-
-
-def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
-    jobs = ranks(2, ENDING, "stuck")
-    for job in jobs:
-        job.wait_for("ready")
-    jobs[0].signal(signal.SIGTERM)
-    assert jobs[0].wait(5) == -signal.SIGTERM
-    assert jobs[0].err == ""
-    jobs[1].signal(signal.SIGINT)
-    assert jobs[1].wait(5) in (1, 130, -signal.SIGINT)
-    assert "KeyboardInterrupt" in jobs[1].err
-
-
-def test_the_first_cause_under_phalanx_run() -> None:
-    job = start("run", "--cpu", "-g", "2", ENDING, "exception")
-    assert job.wait() == 1
-    assert "ValueError: rank 1 has had enough" in job.err
-    assert re.search(r"rank 1\b.*failed|failed.*rank 1", job.err), job.err
-    until(lambda: job.drained(1))
+def test_the_rank_that_keeps_the_store_dies_while_others_are_missing() -> None:
+    env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port())}
+    jobs = [start(words=(*PYTHON, MEETING), env={**env, "RANK": rank}) for rank in ("0", "1")]
+    jobs[0].wait_for("rank 0 waits for rank 2 at 127.0.0.1 port")
+    jobs[0].signal(signal.SIGKILL)
+    assert jobs[1].wait() == 0
+    assert "the store is gone: whoever kept it has ended while rank 1 waited for the others" in jobs[1].out, jobs[
+        1
+    ].both

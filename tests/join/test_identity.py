@@ -24,6 +24,7 @@ TORCHRUN = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 PHALANX = {**TORCHRUN, "PHALANX_RUN": "train-1", "PHALANX_RUN_FOLDER": "/runs/train-1", "PHALANX_TOPOLOGY": "2*2"}
+NONE = (None, None, None)
 HAND = {**MASTER, "RANK": "1", "WORLD_SIZE": "2"}
 
 
@@ -37,6 +38,7 @@ FOUND = [
     (MASTER, "nobody", (0, 1, None, None, None), (None, None, False, True)),  # left in a shell
     (PHALANX, "phalanx run", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
     (TORCHRUN, "torchrun", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
+    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "spawn-7"}, "phalanx.spawn", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
     (
         {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"},
         "accelerate launch",
@@ -101,6 +103,16 @@ FOUND = [
     ({**open_mpi5(1, 2, 1, 2), **MASTER}, "Open MPI", (1, 2, 1, 2, None), ("node1", 4000, False, False)),
     (intel(0, 2, 0, 2), "Intel MPI", (0, 2, 0, 2, None), (None, None, False, True)),
     ({**mpich(1, 2, 1, 2), **MASTER}, "MPICH", (1, 2, 1, 2, None), ("node1", 4000, False, False)),
+    # Its job has no name. All on this machine, or nobody knows where.
+    (mpich(1, 2, 1, 2), "MPICH", (1, 2, 1, 2, None), ("127.0.0.1", 29500, False, False)),
+    (mpich(1, 2, 0, 1), "MPICH", (1, 2, 0, None, None), (None, None, False, False)),
+    # Who does not need it does not ask for it: for a method, or a store.
+    (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+        "hand-set variables",
+        (0, 2, *NONE),
+        ("a", None, False, True),
+    ),
 ]
 
 
@@ -128,13 +140,11 @@ REFUSED = [
     ),
     ({"WORLD_SIZE": "4"}, ("WORLD_SIZE is set, but RANK is not", "set: WORLD_SIZE=4", "WORLD_SIZE=4 MASTER_ADDR")),
     ({"LOCAL_RANK": "1"}, ("LOCAL_RANK is set, but RANK and WORLD_SIZE are not", "phalanx run")),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ("MASTER_PORT is not", "MASTER_ADDR=a MASTER_PORT=29500")),
     ({**HAND, "RANK": "2"}, ("RANK=2 cannot be", "expected from 0 to 1")),
     ({**HAND, "RANK": "one"}, ("RANK='one' is no number",)),
     ({**HAND, "WORLD_SIZE": "0"}, ("WORLD_SIZE=0 cannot be",)),
     ({**HAND, "MASTER_PORT": "70000"}, ("MASTER_PORT=70000 cannot be", "65535")),
     ({**PAIR[1], "WORLD_SIZE": "5"}, ("WORLD_SIZE=5 and Slurm, where it is 2, contradict", "unset WORLD_SIZE")),
-    (mpich(1, 2, 1, 2), ("MPICH does not name its job", "-genv MASTER_ADDR")),
     ({**TORCHRUN, "WORLD_SIZE": ""}, ("torchrun says where this process runs, but WORLD_SIZE is not set",)),
 ]
 
@@ -157,7 +167,8 @@ GIVEN = [
     (HAND, {"rank": 1, "world_size": 2}, ("hand-set variables", 1, 2), False),
     (HAND, {"rank": 0}, ("hand-set variables", 0, 2), True),
     (TORCHRUN, {"rank": 0, "world_size": 2}, ("torchrun", 0, 2), False),
-    (mpich(1, 2, 1, 2), {"rank": 1, "world_size": 2}, ("arguments", 1, 2), False),
+    ({"RANK": "x"}, {"rank": 1, "world_size": 2}, ("arguments", 1, 2), False),
+    (mpich(1, 2, 0, 1), {"rank": 1, "world_size": 2}, ("MPICH", 1, 2), False),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.join.identity import Identity, identify
 from phalanx.join.methods import Method, Place, choose, parse
-from tests.cluster.test_mpi import open_mpi4
+from tests.cluster.test_mpi import mpich, open_mpi4
 from tests.cluster.test_slurm import PAIR
 
 
@@ -64,6 +64,28 @@ MPI = identify(open_mpi4(1, 2, 0, 1, 2))
 def test_places(identity: Identity, method: str | None, given: bool, place: str) -> None:
     found = choose(identity, parse(method), {"PHALANX_HOME": "/home/x"}, given=given)
     assert (found.kind if found == Place("alone") else str(found)) == place
+
+
+HALF = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+NAMELESS = mpich(1, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "seen"),
+    [
+        (HALF, ("MASTER_ADDR is set, but MASTER_PORT is not", "MASTER_ADDR=a MASTER_PORT=29500")),
+        (NAMELESS, ("MPICH does not name its job", "-genv MASTER_ADDR")),
+        ({**NAMELESS, "MASTER_ADDR": "a"}, ("MASTER_PORT is not",)),
+    ],
+)
+def test_nowhere(environ: dict[str, str], seen: tuple[str, ...]) -> None:
+    identity = identify(environ)
+    with pytest.raises(UsageError) as caught:
+        choose(identity, parse(None), environ)
+    for text in seen:
+        assert text in str(caught.value)
+    # But somewhere else, if that is said.
+    assert choose(identity, parse("tcp://node3:5"), environ).host == "node3"
 
 
 def test_env_is_the_default() -> None:

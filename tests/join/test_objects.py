@@ -25,6 +25,7 @@ from phalanx.join.seeds import derive, generator, seed_all
         "text",
         b"\0\xff",
         [1, [2, {"a": None}]],
+        (1, ("a", (None,)), [()]),
         {"a": 1, 2: "b"},
         {},
     ],
@@ -50,6 +51,19 @@ def test_a_view_is_sent_as_it_looks() -> None:
     assert found.tolist() == [[0, 3], [1, 4], [2, 5]]
     found += 1  # is the receiver's own
     assert not found.requires_grad
+
+
+def test_what_a_tensor_only_seems_to_be_is_sent() -> None:
+    tensor = torch.tensor([1 + 2j]).conj()
+    assert torch.equal(objects.decode(objects.encode(tensor)), tensor)
+    assert objects.decode(objects.encode(tensor.imag)).tolist() == [-2]
+
+
+def test_the_state_of_a_module() -> None:
+    state = torch.nn.Linear(2, 1).state_dict()  # an OrderedDict, with more in it than its items
+    found = objects.decode(objects.encode(state))
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def test_everybody() -> None:
 
 
 def test_the_missing_are_named_by_all() -> None:
-    found = attend([person(0, 8), person(5, 8, "b", address="10.0.0.2")], timeout=0.3)
+    found = attend([person(0, 8), person(5, 8, "b", address="10.0.0.2")], timeout=1)
     for error in found:
         assert isinstance(error, JoinError)
-        assert error.what == "6 of 8 ranks did not come in 0.3 s: ranks 1-4, 6-7"
+        assert error.what == "6 of 8 ranks did not come in 1 s: ranks 1-4, 6-7"
         assert error.details == (
             "here: rank 0 on a, pid 100",
             "here: rank 5 on b (10.0.0.2), pid 105",
@@ -65,6 +65,39 @@ def test_rank_0_is_missing_and_the_store_is_not() -> None:
     assert isinstance(error, JoinError)
     assert error.what == "1 of 2 ranks did not come in 1.5 s: rank 0"
     assert said == ["rank 1 waits for rank 0 at node1 port 4000"]
+
+
+def test_nobody_leaves_with_the_store_before_all_have_read_why() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    leaving: list[float] = []
+
+    def come(rank: int) -> None:
+        with pytest.raises(JoinError, match="1 of 3 ranks did not come in 1 s: rank 2"):
+            rollcall.call(store, person(rank, 3), 1, place="a")
+        leaving.append(store.add("heard", 0))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leaving == [2, 2]
+
+
+def test_what_all_have_to_do_together() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    said: list[str] = []
+    with pytest.raises(JoinError) as caught:
+        rollcall.together(store, person(2), 3.2, name="run.leader_group", say=said.append)
+    assert caught.value.what == "run.leader_group was asked for by rank 2, and in 3.2 s not by ranks 0-1, 3"
+    assert said == ["rank 2 waits for ranks 0-1, 3 in run.leader_group, which all ranks make together"]
+    for rank in (0, 1):
+        store.set(f"run.leader_group/{rank}", "")
+    rollcall.together(store, person(3), 20, name="run.leader_group", say=said.append)
 
 
 def test_a_rank_that_is_there_already() -> None:

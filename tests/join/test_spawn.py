@@ -1,12 +1,14 @@
 """phalanx.spawn: results, first causes, and that nothing stays behind. The kit's fixture searches after each test.
 
-torch is imported here once, and not by the keeper of every test; those that run a script do without.
+torch is imported here once, and not by the keeper of every test; scripts that are about something else have none.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,19 +19,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import LaunchError, UsageError
+from phalanx.errors import LaunchError, RankError, UsageError
 from phalanx.join import spawn as module
-from phalanx.join.spawn import RankError, spawn
+from phalanx.join import waiting
+from phalanx.join.spawn import spawn
 from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
 
+NO_TORCH = "import sys; sys.modules['torch'] = None\n"
+
 SLEEPERS = """
-import os, subprocess, time
+import os, signal, subprocess, sys, time
+sys.modules["torch"] = None
 from phalanx.join.spawn import spawn
 
 def wait():
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if {stubborn!r}:
+        signal.signal(signal.SIGTERM, lambda *_: open({stubborn!r}, "w").close())
     print("ready", os.getpid(), child.pid)
-    time.sleep(1000)
+    while True:
+        time.sleep(1000)
 
 if __name__ == "__main__":
     spawn(wait, 2, fresh={fresh})
@@ -52,6 +61,14 @@ def test_results_come_in_the_order_of_ranks() -> None:
 def test_a_lambda_and_what_it_closes_over() -> None:
     offset = {"by": 5}
     assert spawn(lambda a, *, b: a + b + offset["by"] + rank(), 2, args=(1,), kwargs={"b": 10}) == [16, 17]
+
+
+def test_what_the_user_has_set_is_set_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not what says of this process that it is a rank of something else."""
+    for name in ("PHALANX_CHECKPOINTS", "PHALANX_RUN", "PHALANX_TOPOLOGY", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.setenv(name, "x")
+    found = spawn(lambda: {name for name, value in os.environ.items() if value == "x"}, 1)
+    assert found == [{"PHALANX_CHECKPOINTS"}]
 
 
 def test_the_group_forms_inside() -> None:
@@ -137,6 +154,22 @@ def test_an_early_exit(leave: object, words: str) -> None:
         spawn(leave, 2)  # type: ignore[arg-type]
 
 
+def test_who_goes_without_a_word_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_LINGER", 0.2)
+    with pytest.raises(RankError, match="rank 1 of 2: ended with exit code 0 and no result"):
+        spawn(lambda: os._exit(0) if rank() else time.sleep(1000), 2)
+
+
+def test_what_main_has_told_in_words_is_the_cause() -> None:
+    import phalanx
+
+    def train(run: phalanx.Run) -> None:
+        raise UsageError("a learning rate of zero", fix="lr=0.1")
+
+    with pytest.raises(RankError, match="rank 0 of 1: UsageError: a learning rate of zero"):
+        spawn(phalanx.main, 1, args=(train,))
+
+
 def test_a_polite_exit_is_no_failure() -> None:
     assert spawn(lambda: sys.exit(0), 2) == [None, None]
 
@@ -170,8 +203,8 @@ def test_more_output_than_a_pipe_holds(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_timeout_names_who_was_late() -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 had not ended after 1.5 s"):
-        spawn(lambda: time.sleep(1000 * rank()), 2, timeout=1.5)
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 had not ended after 3 s"):
+        spawn(lambda: time.sleep(1000 * rank()), 2, timeout=3)
 
 
 def test_a_rank_may_spawn() -> None:
@@ -249,6 +282,19 @@ def test_a_process_in_a_group_is_not_forked() -> None:
     assert spawn(reason, 1) == ["it is in a process group itself"]
 
 
+def test_more_ranks_than_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 60, hard))
+    try:
+        with pytest.raises(LaunchError, match="100 ranks need more open files") as caught:
+            spawn(rank, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "fix: ulimit -n 6" in str(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 @pytest.mark.parametrize(("fn", "ranks"), [("train", 2), (rank, 0), (rank, "2")])
 def test_what_cannot_be_spawned(fn: object, ranks: object) -> None:
     with pytest.raises(UsageError):
@@ -261,7 +307,7 @@ def test_what_cannot_be_spawned(fn: object, ranks: object) -> None:
 def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        "import os, sys\n"
+        f"{NO_TORCH}import os, sys\n"
         "from phalanx.join.spawn import spawn\n"
         "class Answer:\n"
         "    def __init__(self, rank): self.rank = rank\n"
@@ -274,8 +320,31 @@ def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
     assert (result.code, result.out) == (0, "[0, 3] True\n"), result.err
 
 
+def forked() -> bool:
+    return _forked
+
+
+_forked = False
+
+
+def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it can be seen without a GPU; with one: gpu_check.py."""
+    monkeypatch.setattr(sys.modules[__name__], "_forked", True)
+    assert spawn(forked, 1) == [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert module.must_not_fork() == "CUDA is already up in it"
+    assert spawn(forked, 2) == [False, False]
+    monkeypatch.undo()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert module.must_not_fork().startswith("it is a daemon of multiprocessing")
+    local = 5
+    with pytest.raises(UsageError, match="cannot be sent to fresh ranks") as caught:
+        spawn(lambda: local, 2)
+    assert "they cannot be forks of this process: it is a daemon of multiprocessing" in str(caught.value)
+
+
 def test_fresh_ranks_cannot_import_what_was_typed() -> None:
-    text = "from phalanx.join.spawn import spawn\ndef fn(): return 7\n"
+    text = f"{NO_TORCH}from phalanx.join.spawn import spawn\ndef fn(): return 7\n"
     forked = python("-", input=f"{text}print(spawn(fn, 2))")
     assert forked.out == "[7, 7]\n", forked.err
     fresh = python("-", input=f"import sys; sys.modules['cloudpickle'] = None\n{text}spawn(fn, 2, fresh=True)")
@@ -295,7 +364,7 @@ def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
 def test_an_error_in_a_fresh_rank(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        "from phalanx.join.spawn import spawn\n"
+        f"{NO_TORCH}from phalanx.join.spawn import spawn\n"
         "def fn(): raise KeyError('nothing there')\n"
         "if __name__ == '__main__': spawn(fn, 1, fresh=True)\n"
     )
@@ -315,7 +384,7 @@ def ready(job: Handle) -> list[int]:
 @pytest.fixture(params=[False, True], ids=["forked", "fresh"])
 def sleepers(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     path = tmp_path / "sleepers.py"
-    path.write_text(SLEEPERS.format(fresh=request.param))
+    path.write_text(SLEEPERS.format(fresh=request.param, stubborn=None))
     return str(path)
 
 
@@ -332,7 +401,7 @@ def test_a_caller_that_is_killed_leaves_nothing(sleepers: str, number: signal.Si
 def test_a_keeper_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        "import os, time\nfrom phalanx.join.spawn import spawn\n"
+        f"{NO_TORCH}import os, time\nfrom phalanx.join.spawn import spawn\n"
         "def fn():\n    print('ready', os.getpid(), os.getppid())\n    time.sleep(1000)\n"
         "spawn(fn, 2)\n"
     )
@@ -351,3 +420,17 @@ def test_ctrl_c(sleepers: str) -> None:
     assert job.wait(20) == -signal.SIGINT
     assert "KeyboardInterrupt" in job.out
     assert not any(map(alive, pids))
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """Whoever does not end when asked is not waited for."""
+    path = tmp_path / "script.py"
+    heard = tmp_path / "heard"
+    path.write_text(SLEEPERS.format(fresh=False, stubborn=str(heard)))
+    job = terminal(words=(*PYTHON, str(path)))
+    pids = ready(job)
+    job.send(b"\x03")
+    until(heard.exists, 20, "the first one to be heard")
+    job.send(b"\x03")
+    assert job.wait(20) == -signal.SIGINT
+    until(lambda: not any(map(alive, pids)), 10, "the end of ranks and what they had started")

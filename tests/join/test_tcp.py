@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,8 @@ from phalanx.errors import PhalanxError, PortError
 from phalanx.join import tcp
 from phalanx.join.addresses import own
 from phalanx.join.identity import Identity
-from phalanx.join.methods import Place
+from phalanx.join.methods import Place, parse
 from tests.kit.cli import free_port, python
-from tests.kit.lab import Lab
 
 SCRIPTS = Path(__file__).parent / "scripts"
 KEEPER = Identity("hand-set variables", rank=0, world_size=2, keeper=True)
@@ -39,7 +37,13 @@ def test_a_name_that_does_not_resolve(identity: Identity) -> None:
     error, seconds = refusal(place("no-such-host.invalid"), identity)
     assert "the name no-such-host.invalid does not resolve on" in error.what
     assert "MASTER_ADDR=ADDRESS_OF_RANK_0" in error.fix
-    assert seconds < 5
+    assert seconds < 10
+
+
+def test_what_to_type_is_what_was_typed() -> None:
+    error, _ = refusal(parse("tcp://192.0.2.7:4000").place or place(""), KEEPER)
+    assert 'phalanx.init(method="tcp://' in error.fix
+    assert ':4000"), the same for every rank' in error.fix
 
 
 def test_rank_0_is_not_on_the_address() -> None:
@@ -48,7 +52,7 @@ def test_rank_0_is_not_on_the_address() -> None:
     assert f"rank 0 runs on {socket.gethostname()}, but 192.0.2.7 is another machine's address" in error.what
     mine = [address for _, address in own()]
     assert f"MASTER_ADDR={mine[0] if mine else '127.0.0.1'}" in error.fix
-    assert seconds < 5
+    assert seconds < 10
 
 
 def test_loopback_is_no_address_for_several_nodes() -> None:
@@ -56,7 +60,7 @@ def test_loopback_is_no_address_for_several_nodes() -> None:
         error, seconds = refusal(place("127.0.0.1", free_port()), identity)
         assert "127.0.0.1 stands for the machine itself on every machine, but the ranks are on several" in error.what
         assert "with 1 ranks on this node" in str(error)
-        assert seconds < 1
+        assert seconds < 10
 
 
 def test_a_port_that_is_taken() -> None:
@@ -67,13 +71,13 @@ def test_a_port_that_is_taken() -> None:
     assert f"port {port} cannot be had" in error.what
     assert "something else has it" in error.what
     assert f"MASTER_PORT={port + 1}" in error.fix
-    assert seconds < 5
+    assert seconds < 10
 
 
 def test_the_store_of_a_launcher_that_has_gone() -> None:
     error, seconds = refusal(place("127.0.0.1", free_port()), replace(CALLER, launcher="torchrun", hosted=True))
     assert "the store of torchrun is gone" in error.what
-    assert seconds < 5
+    assert seconds < 10
 
 
 def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +85,10 @@ def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
     error, seconds = refusal(place("127.0.0.1", port), CALLER, timeout=3.3)
     assert error.what == f"rank 0 is missing: nobody has opened 127.0.0.1 port {port} in 3.3 s"
     assert f"this is rank 1 of 2 on {socket.gethostname()}" in str(error)
-    assert 3.3 <= seconds < 5
-    assert f"phalanx: rank 1 waits for rank 0 at 127.0.0.1 port {port}" in capfd.readouterr().err
+    assert 3.3 <= seconds < 20
+    said = capfd.readouterr().err
+    assert f"phalanx: rank 1 waits for rank 0 at 127.0.0.1 port {port}" in said
+    assert "that is this machine itself: is rank 0 on another?" in said
 
 
 def test_a_stranger_and_a_late_rank_0() -> None:
@@ -90,25 +96,3 @@ def test_a_stranger_and_a_late_rank_0() -> None:
     result = python(str(SCRIPTS / "store.py"))
     assert result.code == 0, result.err
     assert result.out.splitlines() == ["a stranger is named", "rank 0 came later", "on the loopback alone"]
-
-
-@pytest.mark.parametrize(
-    ("host", "wrong", "seen"),
-    [
-        ("10.99.0.1", None, "no way leads from node2 to 10.99.0.1"),
-        ("node1", "drop", "node1 does not answer on port 4000"),
-    ],
-)
-def test_no_way_from_another_machine(lab: Lab, host: str, wrong: str | None, seen: str) -> None:
-    if wrong:
-        lab[0].drop(True)
-    text = (
-        "import time; from phalanx.join import tcp; from phalanx.join.identity import Identity\n"
-        "from phalanx.join.methods import Place\n"
-        "start = time.monotonic()\n"
-        f"try: tcp.open_store(Place('tcp', {host!r}, 4000), Identity('Slurm', 1, 2, keeper=False), 60)\n"
-        "except Exception as error: print(error); print('seconds', int(time.monotonic() - start))\n"
-    )
-    result = lab[1].run(words=(sys.executable, "-c", text))
-    assert seen in result.out, result.out + result.err
-    assert int(result.out.split()[-1]) < 5

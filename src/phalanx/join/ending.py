@@ -7,15 +7,18 @@ in C++, where no Python handler would run.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import os
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.join.group import Group
 
 _open: list[Group] = []
-_state = {"failed": False, "watching": False}
+_state: dict[str, Any] = {"failed": False, "watching": False, "hook": None}
 
 
 def watch(group: Group) -> None:
@@ -32,14 +35,21 @@ def forget(group: Group) -> None:
         _open.remove(group)
 
 
+def is_failure(error: BaseException | None) -> bool:
+    """Whether an exception that ends a run is more than a plain `sys.exit()`."""
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
 def _hook() -> None:
     before = sys.excepthook
+    if before is _state["hook"]:
+        return
 
     def after_failure(*error: Any) -> None:
         _state["failed"] = True
         before(*error)
 
-    sys.excepthook = after_failure
+    sys.excepthook = _state["hook"] = after_failure
 
 
 def _at_exit() -> None:
@@ -47,7 +57,20 @@ def _at_exit() -> None:
         return
     keep_groups()
     for group in reversed([*_open]):
+        if group.pid == os.getpid():  # what a fork has of its parent's is not the fork's to close
+            _close(group)
+
+
+def _close(group: Group) -> None:
+    try:
         group.close(failed=_state["failed"])
+    except Exception:
+        # Python would note that it is ignored, and call it a success.
+        traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(1)
 
 
 def keep_groups() -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
-from phalanx.join import ending, objects, seeds, tcp
+from phalanx.join import ending, objects, rollcall, seeds, tcp
 from phalanx.join.membership import Membership, form
 from phalanx.join.store import Store
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Number = Any  # int, float, or a tensor of one element
 
+ROUND = 64  # numbers that go together
 FAREWELL = 5.0  # for the others to leave, before the store that this process keeps ends with it
 
 
@@ -57,8 +60,7 @@ class Group:
         self.closed = False
         self._firsts = 0
         self._hooks: list[Callable[[], Callable[[], object] | None]] = []
-        if membership.owned:
-            ending.watch(self)
+        ending.watch(self)
 
     @classmethod
     def join(
@@ -69,7 +71,7 @@ class Group:
         rank: int | None = None,
         world_size: int | None = None,
         store: Any = None,
-        timeout: float = 300.0,
+        timeout: float | timedelta = 300.0,
         seed: int = 0,
         device: str | torch.device | None = None,
     ) -> Self:
@@ -93,12 +95,12 @@ class Group:
     @cached_property
     def local_group(self) -> Any:
         """The ranks of this node. It is made at first use, which has to be by every rank of the world."""
-        return self.topology.local_group() if self.backend else None
+        return self._made("run.local_group", self.topology.local_group)
 
     @cached_property
     def leader_group(self) -> Any:
         """The first rank of every node. It is made at first use, which has to be by every rank of the world."""
-        return self.topology.leader_group() if self.backend else None
+        return self._made("run.leader_group", self.topology.leader_group)
 
     # -- together
 
@@ -168,32 +170,38 @@ class Group:
         """The object of rank `src`, on every rank: plain data and tensors."""
         if not 0 <= src < self.world_size:
             raise UsageError(f"broadcast(src={src}): there are ranks 0 to {self.world_size - 1}")
-        data = objects.encode(obj) if self.rank == src else b""
+        data, refusal = _encoded(obj) if self.rank == src else (b"", None)
         if self.world_size > 1:
             import torch
             import torch.distributed as dist
 
-            size = torch.tensor([len(data)], dtype=torch.int64, device=self._wire)
+            size = torch.tensor([-1 if refusal else len(data)], dtype=torch.int64, device=self._wire)
             dist.broadcast(size, src)
+            _refuse({src: int(size.item())}, refusal)
             body = _to_tensor(data, int(size.item()), self._wire)
             dist.broadcast(body, src)
             if self.rank == src:
                 return obj
             data = _to_bytes(body)
+        elif refusal:
+            raise refusal
         return objects.decode(data, self.device)  # type: ignore[no-any-return]
 
     def gather(self, obj: T, *, all: bool = False) -> list[T] | None:  # noqa: A002
         """The objects of all ranks, on rank 0, None elsewhere; `all=True`: on every rank."""
-        data = objects.encode(obj)
+        data, refusal = _encoded(obj)
         if self.world_size == 1:
+            if refusal:
+                raise refusal
             return [objects.decode(data, self.device)]
         import torch
         import torch.distributed as dist
 
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self._wire)
+        size = torch.tensor([-1 if refusal else len(data)], dtype=torch.int64, device=self._wire)
         sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size)
         lengths = [int(one.item()) for one in sizes]
+        _refuse(dict(enumerate(lengths)), refusal)
         body = _to_tensor(data, max(lengths), self._wire)
         if all:
             bodies = [torch.empty_like(body) for _ in lengths]
@@ -238,6 +246,7 @@ class Group:
         """Ends the process group. After a failure nobody is waited for. A second time does nothing."""
         if self.closed or os.getpid() != self.pid:
             return
+        failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: run.close()`
         self.closed = True
         ending.forget(self)
         hooks, self._hooks = self._hooks, []
@@ -258,8 +267,8 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.close(failed=kind is not None)
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        self.close(failed=ending.is_failure(error))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size} on {self.device}, by {self.launcher}>"
@@ -279,19 +288,29 @@ class Group:
                 time.sleep(0.005)
                 gone = store.add("gone", 0)
 
+    def _made(self, name: str, make: Callable[..., Any]) -> Any:
+        if not self.backend:
+            return None
+        membership = self.membership
+        store, me = _prefixed(membership.store, "groups"), membership.people[self.rank]
+        rollcall.together(store, me, membership.timeout, name=name, say=tcp.notice)
+        return make(timeout=timedelta(seconds=membership.timeout))
+
     @cached_property
     def _wire(self) -> torch.device:
         """Where small things are exchanged: the CPU where the backend can, for it disturbs no stream."""
         import torch
 
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        # "nccl", "cuda:nccl": for the GPU alone. Any other name alone is for the CPU too.
+        alone = self.backend and "cpu:" not in self.backend and ("nccl" in self.backend or ":" in self.backend)
+        return self.device if alone else torch.device("cpu")
 
     def _reduce(self, x: Any, how: Literal["mean", "sum", "max"]) -> Any:
         if not isinstance(x, Mapping):
-            return self._reduced([x], how, 0, "")[0]
+            return self._reduced([x], how, 0, "a number")[0]
         names = sorted(x)
         # Names are not exchanged, but that they are the same is seen.
-        values = self._reduced([x[name] for name in names], how, zlib.crc32("\0".join(names).encode()), f" {names}")
+        values = self._reduced([x[name] for name in names], how, zlib.crc32("\0".join(names).encode()), f"{names}")
         return dict(zip(names, values, strict=True))
 
     def _reduced(self, values: list[Any], how: str, check: int, names: str) -> list[float]:
@@ -304,34 +323,64 @@ class Group:
                     f"{how} takes one number of each rank, not a tensor of shape {list(value.shape)}",
                     fix=f"run.{how}(x.mean()), or torch.distributed.all_reduce(x) for the tensor itself",
                 )
-        numbers = _stacked(values, self._wire)
+        numbers = _stacked(values, self._wire, how)
         if not self.backend:
             return [float(number) for number in numbers.tolist()]
         # Largest and smallest at once: max of the check, and of its negative.
-        whole = torch.cat([numbers, torch.tensor([check, -check], dtype=torch.float64, device=self._wire)])
+        whole = torch.zeros(_room(len(values)), dtype=torch.float64, device=self._wire)
+        whole[: len(values)] = numbers
+        whole[-2:] = torch.tensor([check, -check], dtype=torch.float64)
         dist.all_reduce(whole, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
         *found, high, low = whole.tolist()
+        del found[len(values) :]
         expected = check if how == "max" else check * self.world_size
         if (high, low) != (expected, -expected):
-            raise UsageError(f"{how} of a dict: the ranks have different names in it; rank {self.rank} has{names}")
+            raise UsageError(f"{how} of a dict: the ranks have different names in it; rank {self.rank} has {names}")
         return [number / self.world_size for number in found] if how == "mean" else found
 
 
-def _plain(value: Any) -> float:
-    return float(value.detach() if hasattr(value, "detach") else value)
+def _encoded(obj: Any) -> tuple[bytes, UsageError | None]:
+    """What cannot be sent is no reason to leave the others waiting for it."""
+    try:
+        return objects.encode(obj), None
+    except UsageError as error:
+        return b"", error
 
 
-def _stacked(values: list[Any], wire: torch.device) -> torch.Tensor:
+def _refuse(sizes: Mapping[int, int], mine: UsageError | None) -> None:
+    """On every rank alike where one has something that cannot be sent."""
+    if mine is not None:
+        raise mine
+    for rank, size in sizes.items():
+        if size < 0:
+            raise UsageError(f"rank {rank} has something that cannot be sent; its own message says why")
+
+
+def _plain(value: Any, how: str) -> float:
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"{how} takes a number or a dict of them, not {value!r}", fix=f"run.{how}(float(x)), run.gather(x)"
+        ) from None
+
+
+def _stacked(values: list[Any], wire: torch.device, how: str) -> torch.Tensor:
     """As float64 on the wire; what is on an accelerator comes in one copy."""
     import torch
 
     far = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and value.device != wire]
     numbers = torch.tensor(
-        [0.0 if place in far else _plain(value) for place, value in enumerate(values)], dtype=torch.float64
+        [0.0 if place in far else _plain(value, how) for place, value in enumerate(values)], dtype=torch.float64
     ).to(wire)
     if far:
         numbers[far] = torch.stack([values[place].detach().reshape(()).double() for place in far]).to(wire)
     return numbers
+
+
+def _room(count: int) -> int:
+    """For so many numbers and the check. The same for dicts that differ in length, which torch would not survive."""
+    return -(-(count + 2) // ROUND) * ROUND
 
 
 def _prefixed(store: Any, name: str) -> Any:
@@ -373,6 +422,8 @@ def _destroy(failed: bool) -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     ending.keep_groups()
-    if "nccl" in str(dist.get_backend_config()):
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        if "nccl" in str(dist.get_backend_config()):
             _abort_process_group()
+        else:
+            dist.destroy_process_group()

@@ -30,7 +30,7 @@ class Identity:
     local_rank: int | None = None
     local_world_size: int | None = None
     node_rank: int | None = None
-    address: str | None = None  # where the store is
+    address: str | None = None  # where the store is; None, or no port: whoever asks for it says what is missing
     port: int | None = None
     assumed: bool = False  # nobody gave that address: all ranks are taken to be on one machine
     hosted: bool = False  # the launcher holds the store: no rank does
@@ -53,6 +53,7 @@ class Identity:
 
 NOBODY = "nobody"
 PHALANX = "phalanx run"
+SPAWN = "phalanx.spawn"
 TORCHRUN = "torchrun"
 ACCELERATE = "accelerate launch"
 HAND = "hand-set variables"
@@ -80,10 +81,13 @@ def _read(environ: Mapping[str, str]) -> Identity:
 
 
 def _elastic(environ: Mapping[str, str]) -> Identity | None:
-    """`phalanx run`, torchrun, and what calls torchrun: accelerate launch."""
-    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
+    """`phalanx run`, torchrun, what speaks as they do (phalanx.spawn), and what calls them (accelerate launch)."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None or "RANK" not in environ:
         return None
-    launcher = PHALANX if RUN in environ else ACCELERATE if _accelerate(environ) else TORCHRUN
+    launcher = ACCELERATE if _accelerate(environ) else TORCHRUN
+    if RUN in environ or run_id.startswith("spawn-"):
+        launcher = PHALANX if RUN in environ else SPAWN
     said = Variables(launcher, environ, fix=f"start the script anew with {launcher}, or by hand: {_by_hand()}")
     size = said.number("WORLD_SIZE", least=1)
     rank = said.number("RANK", below=size)
@@ -100,7 +104,7 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         hosted=hosted,
         keeper=rank == 0 and not hosted,
         # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died.
-        attempt=f"{environ['TORCHELASTIC_RUN_ID']}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        attempt=f"{run_id}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
         folder=environ.get(RUN_FOLDER) or None,
     )
@@ -121,8 +125,8 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
                 fix=f"unset {name}, or set both RANK and WORLD_SIZE",
             )
     said = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
-    address, port, assumed = said.text("MASTER_ADDR"), None, False
-    keeper = task.rank == 0
+    address, port = said.text("MASTER_ADDR"), None
+    assumed, keeper = False, task.rank == 0
     if said.text("MASTER_PORT"):
         port = said.number("MASTER_PORT", least=1, below=1 << 16)
     elif task.job:
@@ -131,12 +135,8 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
         address = task.hosts[0]
         # Rank 0 need not be on the first node of the list: Slurm deals ranks out as it was told.
         keeper = (task.node, task.local_rank) == (0, 0)
-    elif address is None and not task.job and task.size > 1:
-        raise UsageError(
-            f"{task.source} does not name its job, so its tasks cannot find each other by themselves",
-            details=[f"{task.source} says: {_listed(task.said)}"],
-            fix="mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT 29500 … python …",
-        )
+    elif address is None and not task.job and task.local_size == task.size:
+        address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
     return Identity(
         task.source,
         task.rank,
@@ -247,24 +247,17 @@ def _check(rank: int, world_size: int) -> None:
 
 class Master(TypedDict):
     address: str
-    port: int
+    port: int | None
     assumed: bool
 
 
 def _master(said: Variables) -> Master:
     """MASTER_ADDR and MASTER_PORT as set by hand; neither: all ranks are on this machine."""
-    address, port = said.text("MASTER_ADDR"), said.text("MASTER_PORT")
-    if address is not None and port is None:
-        raise UsageError(
-            "MASTER_ADDR is set, but MASTER_PORT is not",
-            details=[f"set: {_listed(said.said)}", "missing: MASTER_PORT, the same in every rank"],
-            fix=f"MASTER_ADDR={address} MASTER_PORT={DEFAULT_PORT} python …{OR_RUN}",
-        )
-    return {
-        "address": address or LOOPBACK,
-        "port": DEFAULT_PORT if port is None else said.number("MASTER_PORT", least=1, below=1 << 16),
-        "assumed": address is None,
-    }
+    address = said.text("MASTER_ADDR")
+    port = said.number("MASTER_PORT", least=1, below=1 << 16) if said.text("MASTER_PORT") else None
+    if address is None:
+        return {"address": LOOPBACK, "port": port or DEFAULT_PORT, "assumed": True}
+    return {"address": address, "port": port, "assumed": False}
 
 
 def _accelerate(environ: Mapping[str, str]) -> bool:

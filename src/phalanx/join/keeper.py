@@ -22,7 +22,15 @@ from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
 
-from phalanx.contract.variables import INTERFACES, THREADS, Membership, worker_environment
+from phalanx.contract.variables import (
+    INTERFACES,
+    RUN,
+    RUN_FOLDER,
+    THREADS,
+    TOPOLOGY,
+    Membership,
+    worker_environment,
+)
 from phalanx.join import kernel
 
 ADDRESS = "127.0.0.1"
@@ -59,8 +67,11 @@ def keep(crew: Crew, call: Call) -> None:
     if os.getppid() != crew.caller:
         return
     kernel.adopt_orphans()
-    with contextlib.suppress(ImportError):  # a function that does not need it may still run
+    hosts = True
+    try:
         import torch.distributed  # noqa: F401
+    except ImportError:  # a function that does not need it may still run
+        hosts = False
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     processes: dict[int, BaseProcess] = {}
@@ -74,7 +85,7 @@ def keep(crew: Crew, call: Call) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    store = _host(crew) if "torch" in sys.modules else None
+    store = _host(crew) if hosts else None
     _watch(crew, processes, (crew.control, caller, woken))
     pids = {process.pid for process in processes.values() if process.pid}
     pids |= kernel.end_descendants(PATIENCE, GRACE)
@@ -159,7 +170,8 @@ def _run(crew: Crew, rank: int, call: Call, keeper: int, ours: tuple[int, ...]) 
         answer = _packed(value)
     except SystemExit as error:
         failed = error.code not in (None, 0)
-        answer = _failure(error) if failed else _packed(None)
+        # `phalanx.main` has told its error already, and leaves by an exit that has it as its cause.
+        answer = _failure(error.__cause__ or error) if failed else _packed(None)
     except BaseException as error:
         failed = True
         answer = _failure(error)
@@ -199,8 +211,9 @@ def _writer(fd: int) -> TextIO:
 
 def _environment(crew: Crew, rank: int) -> dict[str, str]:
     """As under `phalanx run` on one node, with a store that is there already."""
-    for name in [name for name in os.environ if name.startswith(("PHALANX_", "TORCHELASTIC_"))]:
-        del os.environ[name]
+    for name in [*os.environ]:
+        if name in (RUN, RUN_FOLDER, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
     member = Membership(
         rank=rank,
         world_size=crew.ranks,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import JoinError, UsageError
 from phalanx.join import addresses, device, ending, methods, rollcall, tcp
+from phalanx.join.device import check_backend
 from phalanx.join.identity import PHALANX, Identity, identify
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence
@@ -20,6 +21,8 @@ from phalanx.join.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+
+LONGEST = 1e9  # seconds: what torch can count
 
 _files: dict[str, Any] = {}  # stores, by their paths
 _formed = 0  # so that a second formation in the same process does not read what the first has left in the store
@@ -52,17 +55,24 @@ def form(
     rank: int | None,
     world_size: int | None,
     store: Any,
-    timeout: float,
+    timeout: float | timedelta,
     device: str | torch.device | None,
 ) -> Membership:
     import torch.distributed as dist
 
-    if timeout <= 0:
-        raise UsageError(f"timeout={timeout:g} leaves no time to meet", fix="phalanx.init(timeout=300)")
-    if dist.is_available() and dist.is_initialized():
-        return _adopt(device, timeout)
+    timeout = _seconds(timeout)
     if method is not None and store is not None:
         raise UsageError("method and store both say where to meet", fix="leave one of them out")
+    if store is not None and not isinstance(store, dist.Store):
+        raise UsageError(
+            f"store={store!r} is no store of torch.distributed",
+            details=["expected a TCPStore, a FileStore, or another that all ranks share"],
+            fix="leave store out: phalanx.init()",
+        )
+    check_backend(backend)
+    if dist.is_initialized():
+        _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
+        return _adopt(device, timeout)
     environ = os.environ
     told = methods.parse(method)
     identity = identify(
@@ -86,6 +96,15 @@ def form(
     return _found(
         backend, device, identity, people, store=where, place=place, keeper=keeper, timeout=timeout, group=asked
     )
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < LONGEST:
+        raise UsageError(
+            f"timeout={timeout!r} leaves no time to meet", details=["expected seconds"], fix="phalanx.init(timeout=300)"
+        )
+    return seconds
 
 
 def _keeps(identity: Identity, place: Place) -> bool:
@@ -152,7 +171,12 @@ def _meet(
     _formed += 1
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), str(_formed)]), bare)
     me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"))
-    return store, rollcall.call(store, me, timeout, place=str(place), say=tcp.notice)
+    words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
+    return store, rollcall.call(store, me, timeout, place=words, say=tcp.notice)
+
+
+def _confined(place: Place) -> bool:
+    return place.kind == "tcp" and (place.host == "localhost" or addresses.is_loopback(place.host))
 
 
 def _address(place: Place) -> str:
@@ -216,13 +240,40 @@ def _found(
     )
 
 
+def _refuse_another(
+    backend: str | None, *, method: str | None, rank: int | None, world_size: int | None, store: Any
+) -> None:
+    """There is a process group: what was asked for beside must be what it is."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend_config()}
+    asked: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if backend is not None:
+        asked["backend"] = str(BackendConfig(dist.Backend(backend)))
+    wrong = [
+        f"{name}={value!r} was given" for name, value in (("method", method), ("store", store)) if value is not None
+    ]
+    wrong += [
+        f"{name}={value} was given, where it is {there[name]}"
+        for name, value in asked.items()
+        if value is not None and value != there[name]
+    ]
+    if wrong:
+        raise UsageError(
+            f"this process is in a process group already: rank {there['rank']} of {there['world_size']}",
+            details=wrong,
+            fix="phalanx.init() takes that group; for another, first run.close() or dist.destroy_process_group()",
+        )
+
+
 def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
     """A process group that the script, or a library, has made already. It stays theirs."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     identity = identify(os.environ, rank=dist.get_rank(), world_size=dist.get_world_size())
-    place = Place("given")
+    place = Place("given", said_by="the store of the process group")
     store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
     where = rollcall.topology(people, identity.rank, identity.topology)
     local_rank = rollcall.local_rank(people, where)

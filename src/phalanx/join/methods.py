@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from phalanx.contract.variables import HOME
 from phalanx.errors import UsageError
-from phalanx.join.identity import Identity
+from phalanx.join.identity import DEFAULT_PORT, OR_RUN, Identity
 
 EXPECTED = "expected env://, tcp://HOST:PORT or file:///SHARED/PATH"
 
@@ -23,11 +23,12 @@ class Place:
     port: int = 0
     path: str = ""
     said_by: str = ""  # how a user would write it: "MASTER_ADDR=node1"
+    by_method: bool = False
 
     def __str__(self) -> str:
         if self.kind == "tcp":
             return f"{self.host} port {self.port}" + (f" ({self.said_by})" if self.said_by else "")
-        return f"the file {self.path}" if self.kind == "file" else "the store that was given"
+        return f"the file {self.path}" if self.kind == "file" else self.said_by or "the store that was given"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def parse(text: str | None) -> Method:
                 details=["expected tcp://HOST:PORT, with the host of rank 0 and a free port of it"],
                 fix='phalanx.init(method="tcp://HOST:29500", …)',
             )
-        return Method(Place("tcp", host, port, said_by=f"method={text}"), rank, size)
+        return Method(Place("tcp", host, port, said_by=f"method={text}", by_method=True), rank, size)
     if url.scheme == "file":
         path = unquote(url.path)
         meant = os.path.abspath(f"/{url.netloc}{path}").rstrip("/") or "/path"
@@ -97,6 +98,18 @@ def choose(identity: Identity, method: Method, environ: Mapping[str, str], *, gi
         else:
             said = f"the first node of {identity.launcher}"
         return Place("tcp", identity.address, identity.port, said_by=said)
+    if identity.address is not None:
+        raise UsageError(
+            "MASTER_ADDR is set, but MASTER_PORT is not",
+            details=[f"set: MASTER_ADDR={identity.address}", "missing: MASTER_PORT, the same in every rank"],
+            fix=f"MASTER_ADDR={identity.address} MASTER_PORT={DEFAULT_PORT} python …{OR_RUN}",
+        )
+    if not identity.job:
+        raise UsageError(
+            f"{identity.launcher} does not name its job, so its tasks cannot find each other by themselves",
+            details=[f"this is rank {identity.rank} of {identity.world_size}, and MASTER_ADDR is not set"],
+            fix=f"mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT {DEFAULT_PORT} … python …",
+        )
     # MPI launchers do not say where rank 0 is, but a home on a shared disk is common where they are.
     return Place("file", path=os.path.join(home(environ), "meetings", f"{identity.job}.store"))
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 TENSOR = 1
+TUPLE = 2
 PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict and tensors"
 
 
@@ -28,12 +29,14 @@ def encode(obj: Any) -> bytes:
 def decode(data: bytes | memoryview, device: torch.device | None = None) -> Any:
     """`device`: for tensors that were on an accelerator where they came from."""
 
-    def tensor(code: int, body: memoryview) -> Any:
+    def extended(code: int, body: memoryview) -> Any:
+        if code == TUPLE:
+            return tuple(msgspec.msgpack.decode(body, ext_hook=extended))
         if code != TENSOR:
             raise ValueError(f"an unknown kind of object: {code}")
         return _tensor(body, device)
 
-    return msgspec.msgpack.decode(data, ext_hook=tensor)
+    return msgspec.msgpack.decode(data, ext_hook=extended)
 
 
 def _plain(obj: Any, where: str) -> Any:
@@ -41,8 +44,9 @@ def _plain(obj: Any, where: str) -> Any:
     if obj is None or kind in (bool, int, float, str, bytes):
         return obj
     if kind in (list, tuple):
-        return [_plain(item, f"{where}[{place}]") for place, item in enumerate(obj)]
-    if kind is dict:
+        items = [_plain(item, f"{where}[{place}]") for place, item in enumerate(obj)]
+        return items if kind is list else msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(items))
+    if isinstance(obj, dict):  # what a module's state_dict is, too
         for key in obj:
             if type(key) not in (str, int, bool, float, bytes):
                 raise UsageError(
@@ -69,11 +73,13 @@ def _ext(tensor: torch.Tensor, where: str) -> msgspec.msgpack.Ext:
 
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UsageError(f"{where} is a sparse or quantized tensor, which is not sent", fix="send tensor.to_dense()")
-    data = tensor.detach().to("cpu").contiguous()
+    data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     head = msgspec.msgpack.encode(
         [str(data.dtype).removeprefix("torch."), list(data.shape), tensor.device.type != "cpu"]
     )
-    body = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    # One element alone is contiguous whatever its stride is, and is no bytes then.
+    flat = data.view(-1).as_strided((data.numel(),), (1,))
+    body = flat.view(torch.uint8).numpy().tobytes() if data.numel() else b""
     return msgspec.msgpack.Ext(TENSOR, struct.pack("<I", len(head)) + head + body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from phalanx.join.topology import Topology
 
 NOTICE = 3.0
 SHOWN = 16  # ranks that a message names one by one
+HEARD = 3.0  # for all that are here to read why it came to nothing, before the store ends with one of them
 
 
 class Presence(msgspec.Struct, frozen=True, array_like=True):
@@ -68,10 +70,17 @@ def call(
     store: Any, me: Presence, timeout: float, *, place: str, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Presence, ...]:
     """Everybody, in order of rank. `place`: where the store is, in words."""
-    _come_in(store, me, place)
-    if me.world_size == 1:
-        return (me,)
-    return _count(store, me, timeout, place, say) if me.rank == 0 else _listen(store, me, timeout, place, say)
+    try:
+        _come_in(store, me, place)
+        if me.world_size == 1:
+            return (me,)
+        return _count(store, me, timeout, place, say) if me.rank == 0 else _listen(store, me, timeout, place, say)
+    except RuntimeError as error:  # torch's
+        raise JoinError(
+            f"the store is gone: whoever kept it has ended while rank {me.rank} waited for the others",
+            details=[f"it was at {place}", f"torch says: {str(error).partition(chr(10))[0]}"],
+            fix="see what rank 0 says, which keeps the store where no launcher does",
+        ) from None
 
 
 def _come_in(store: Any, me: Presence, place: str) -> None:
@@ -101,10 +110,9 @@ def _count(store: Any, me: Presence, timeout: float, place: str, say: Callable[[
     def waiting() -> None:
         say(f"rank 0 waits for {_ranks(_missing(store, me.world_size))} at {place}")
 
-    if not _await(store, keys, timeout, waiting):
-        error = _absent(store, me, timeout, place)
-        store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix]))
-        raise error
+    # Whoever comes at the last moment is here.
+    if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
+        raise _refused(store, me, _absent(store, me, missing, timeout, place))
     people = tuple(_person.decode(value) for value in _values(store, keys))
     if odd := [person for person in people if person.world_size != me.world_size]:
         error = JoinError(
@@ -112,11 +120,28 @@ def _count(store: Any, me: Presence, timeout: float, place: str, say: Callable[[
             details=[f"rank 0: WORLD_SIZE={me.world_size}", *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd)],
             fix="the same WORLD_SIZE for every rank",
         )
-        store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix]))
-        raise error
+        raise _refused(store, me, error)
     store.set("everybody", msgspec.msgpack.encode(people))
     store.set("verdict", msgspec.msgpack.encode(None))
     return people
+
+
+def _refused(store: Any, me: Presence, error: JoinError) -> JoinError:
+    """Rank 0's verdict, told to all that are here."""
+    here = me.world_size - len(_missing(store, me.world_size))
+    store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix, here]))
+    _hear(store, here)
+    return error
+
+
+def _hear(store: Any, here: int) -> None:
+    """Whoever keeps the store must not be gone before the others have read."""
+    end = time.monotonic() + HEARD
+    with contextlib.suppress(Exception):
+        heard = store.add("heard", 1)
+        while heard < here and time.monotonic() < end:
+            time.sleep(0.01)
+            heard = store.add("heard", 0)
 
 
 def _listen(store: Any, me: Presence, timeout: float, place: str, say: Callable[[str], None]) -> tuple[Presence, ...]:
@@ -126,10 +151,12 @@ def _listen(store: Any, me: Presence, timeout: float, place: str, say: Callable[
 
     # A little longer than rank 0, whose word on who is missing is the same for all.
     if not _await(store, ["verdict"], timeout + 2, waiting):
-        raise _absent(store, me, timeout, place)
+        # Rank 0 may have come, and ended before it had counted.
+        raise _absent(store, me, _missing(store, me.world_size) or [0], timeout, place)
     verdict = msgspec.msgpack.decode(store.get("verdict"))
     if verdict is not None:
-        what, details, fix = verdict
+        what, details, fix, here = verdict
+        _hear(store, here)
         raise JoinError(what, details=details, fix=fix)
     people = _people.decode(store.get("everybody"))
     if len(people) != me.world_size:
@@ -141,8 +168,26 @@ def _listen(store: Any, me: Presence, timeout: float, place: str, say: Callable[
     return people
 
 
-def _absent(store: Any, me: Presence, timeout: float, place: str) -> JoinError:
-    missing = _missing(store, me.world_size)
+def together(store: Any, me: Presence, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
+    """Before what all ranks have to do: who does not come is named, while torch would wait in silence."""
+    store.set(f"{name}/{me.rank}", "")
+    keys = [f"{name}/{rank}" for rank in range(me.world_size)]
+
+    def missing() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+    def waiting() -> None:
+        say(f"rank {me.rank} waits for {_ranks(missing())} in {name}, which all ranks make together")
+
+    if not _await(store, keys, timeout, waiting) and (absent := missing()):
+        raise JoinError(
+            f"{name} was asked for by rank {me.rank}, and in {timeout:g} s not by {_ranks(absent)}",
+            details=["all ranks of the world make it together, whether they will be in it or not"],
+            fix=f"group = {name}   on every rank, outside of any condition",
+        )
+
+
+def _absent(store: Any, me: Presence, missing: list[int], timeout: float, place: str) -> JoinError:
     present = [rank for rank in range(me.world_size) if rank not in set(missing)]
     people = [_person.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
     more = f"here: {len(present) - SHOWN} more" if len(present) > SHOWN else ""

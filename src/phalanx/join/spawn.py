@@ -11,7 +11,9 @@ trustworthy as the function.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
+import multiprocessing
 import os
 import pickle
 import socket
@@ -26,9 +28,7 @@ from typing import Any, TypeVar
 from phalanx.errors import LaunchError, UsageError
 from phalanx.join import keeper
 from phalanx.join.keeper import Call, Crew
-from phalanx.join.waiting import Ends, RankError, Wait
-
-__all__ = ["RankError", "spawn"]
+from phalanx.join.waiting import Ends, Wait
 
 Result = TypeVar("Result")
 
@@ -83,6 +83,8 @@ def must_not_fork() -> str:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return "it is in a process group itself"
+    if multiprocessing.current_process().daemon:
+        return "it is a daemon of multiprocessing, such as a DataLoader's worker, which may have no children"
     return ""
 
 
@@ -117,8 +119,13 @@ class _Pipes:
             stop, control = self._pipe(theirs_reads=True)
             told, status = self._pipe()
             pairs = [[self._pipe() for _ in range(3)] for _ in range(ranks)]
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                least = 6 * ranks + len(os.listdir("/proc/self/fd")) + 10
+                raise LaunchError(
+                    f"{ranks} ranks need more open files than this process may have", fix=f"ulimit -n {least}"
+                ) from None
             raise
         self.mine = Ends(control, told, tuple((pair[0][0], pair[1][0], pair[2][0]) for pair in pairs))
         self.crew = Crew(

@@ -49,8 +49,10 @@ class Store:
             pause = min(pause * 1.4, 0.02)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Sets it where it is `expected`; "": where it is not set. Returns what it is then."""
-        return bytes(self.torch_store.compare_set(key, expected, value))
+        """Sets it where it is `expected`; "": where it is not set. Returns what it is then; b"": still not set."""
+        found = bytes(self.torch_store.compare_set(key, expected, value))
+        # Of a key that is not set torch says that it is what was expected.
+        return b"" if found == expected.encode() != value.encode() else found
 
     def delete(self, key: str) -> bool:
         return bool(self.torch_store.delete_key(key))

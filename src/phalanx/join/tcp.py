@@ -86,14 +86,10 @@ def _listen(place: Place, local: str | None) -> socket.socket:
         return PortError(
             f"port {place.port} cannot be had on {socket.gethostname()}, where the ranks are to meet: {reason}",
             details=[f"they meet at {place}"],
-            fix=f"another port, the same for every rank: MASTER_PORT={_another(place.port)}",
+            fix=_set_port(place),
         )
 
     return _patiently(bind, refused)
-
-
-def _another(port: int) -> int:
-    return port + 1 if port < 65535 else port - 1
 
 
 def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
@@ -102,9 +98,10 @@ def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
     for address in found:
         with contextlib.suppress(OSError), socket.create_connection((address, port), CALL) as calling:
             calling.sendall(word)
-            if select.select([listener], [], [], 1.0)[0]:
+            # Other ranks may be calling already.
+            while select.select([listener], [], [], 1.0)[0]:
                 taken, _ = listener.accept()
-                with taken:
+                with taken, contextlib.suppress(OSError):
                     taken.settimeout(1.0)
                     if taken.recv(16) == word:
                         return True
@@ -121,10 +118,16 @@ def _call(place: Place, identity: Identity, timeout: float) -> Any:
         kind, reason, address = _try(place)
         now = time.monotonic()
         if kind == "":
-            return _torch_store(address, place, identity, timeout)
-        if kind == "loopback" and (identity.node_rank or 0) > 0 and not identity.hosted:
+            try:
+                return _torch_store(address, place, identity, timeout)
+            except JoinError:
+                if time.monotonic() - start > PATIENCE:  # else it may be that of a job that is just ending
+                    raise
+        elif kind == "loopback" and (identity.other_nodes or identity.node_rank) and not identity.hosted:
             raise _loopback(place, identity)
-        if kind in ("refused", "loopback"):
+        elif kind == "own" and identity.local_world_size == 1 and not identity.hosted and now - start > PATIENCE:
+            raise _not_here(place, identity)
+        elif kind in ("refused", "loopback", "own"):
             wrong_since = None
             if identity.hosted and now - start > PATIENCE:
                 raise JoinError(
@@ -168,8 +171,9 @@ def _try(place: Place) -> tuple[str, str, str]:
             kind, reason = ("unreachable" if error.errno in NO_WAY else "failed"), _words(error)
         if not worst[0] or kind == "refused":
             worst = (kind, f"{address}: {reason}" if address != place.host else reason, "")
-    if worst[0] == "refused" and all(map(addresses.is_loopback, found)):
-        return "loopback", worst[1] + ", which is this machine itself", ""
+    if worst[0] == "refused" and all(map(addresses.is_own, found)):
+        kind = "loopback" if all(map(addresses.is_loopback, found)) else "own"
+        return kind, f"{worst[1]}; that is this machine itself: is rank 0 on another?", ""
     return worst
 
 
@@ -210,7 +214,7 @@ def _torch_store(
     raise JoinError(
         f"what listens on {address} port {place.port} is not the store of this job: {reason}",
         details=[f"rank {identity.rank} was told to meet the others at {place}"],
-        fix=f"another port, the same for every rank: MASTER_PORT={_another(place.port)}",
+        fix=_set_port(place),
     )
 
 
@@ -232,8 +236,21 @@ def _words(error: OSError) -> str:
 # -- what is said
 
 
-def _set_address(address: str = "ADDRESS_OF_RANK_0") -> str:
+def _set_address(place: Place, address: str = "ADDRESS_OF_RANK_0") -> str:
+    if place.by_method:
+        return f"{_method(address, place.port)}, the same for every rank"
     return f"MASTER_ADDR={address}, the same for every rank"
+
+
+def _set_port(place: Place) -> str:
+    port = place.port + 1 if place.port < 65535 else place.port - 1
+    if place.by_method:
+        return f"another port, the same for every rank: {_method(place.host, port)}"
+    return f"another port, the same for every rank: MASTER_PORT={port}"
+
+
+def _method(host: str, port: int) -> str:
+    return f'phalanx.init(method="tcp://{f"[{host}]" if ":" in host else host}:{port}")'
 
 
 def _wrong(kind: str, place: Place, reason: str, identity: Identity) -> JoinError:
@@ -247,7 +264,7 @@ def _wrong(kind: str, place: Place, reason: str, identity: Identity) -> JoinErro
     if kind == "silent":
         details.append(f"the machine is down, the address is another's, or a firewall drops port {place.port}")
     return JoinError(
-        words.get(kind, f"{place.host} port {place.port} cannot be called"), details=details, fix=_set_address()
+        words.get(kind, f"{place.host} port {place.port} cannot be called"), details=details, fix=_set_address(place)
     )
 
 
@@ -255,7 +272,7 @@ def _unresolved(place: Place, error: OSError) -> JoinError:
     return JoinError(
         f"the name {place.host} does not resolve on {socket.gethostname()}",
         details=[f"the ranks are to meet at {place}", f"the name service says: {_words(error)}"],
-        fix=f"{_set_address()}, or add {place.host} to /etc/hosts or DNS",
+        fix=f"{_set_address(place)}, or add {place.host} to /etc/hosts or DNS",
     )
 
 
@@ -269,7 +286,7 @@ def _loopback(place: Place, identity: Identity) -> JoinError:
             + (f", node {identity.node_rank}" if identity.node_rank is not None else "")
             + (f", with {identity.local_world_size} ranks on this node" if identity.local_world_size else ""),
         ],
-        fix=_set_address(known[0]) if known else _set_address(),
+        fix=_set_address(place, known[0]) if known else _set_address(place),
     )
 
 
@@ -282,7 +299,15 @@ def _elsewhere(place: Place, found: list[str], identity: Identity) -> JoinError:
             f"the ranks are to meet at {place}" + (f", which is {shown}" if shown != place.host else ""),
             f"addresses of {socket.gethostname()}: {', '.join(mine) or 'the loopback alone'}",
         ],
-        fix=_set_address(mine[0]) if mine else _set_address("127.0.0.1"),
+        fix=_set_address(place, mine[0] if mine else "127.0.0.1"),
+    )
+
+
+def _not_here(place: Place, identity: Identity) -> JoinError:
+    return JoinError(
+        f"{place.host} is {socket.gethostname()}, where rank {identity.rank} is alone: rank 0 is on another machine",
+        details=[f"the ranks are to meet at {place}"],
+        fix=_set_address(place),
     )
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, RankError
+from phalanx.join import kernel
 
 # What a healthy rank says when another one has gone: a consequence, never the first cause.
 _PEER_LOST = re.compile(
@@ -24,19 +25,8 @@ _PEER_LOST = re.compile(
     r"|pair closure"
 )
 _LAST_WORDS = 10.0  # for a keeper that was told to stop
-_LINGER = 5.0  # for a rank that has told its error and does not end
+_LINGER = 5.0  # for a rank that has failed, or has gone without a result, and does not end or end the others
 _LONGEST = 1 << 16  # of a line, before what there is of it is shown
-
-
-class RankError(LaunchError):
-    """A rank failed: `rank`, its `traceback` as text; the exception itself, where it could be sent, is the cause."""
-
-    def __init__(
-        self, what: str, *, rank: int, traceback: str = "", details: Sequence[str] = (), fix: str = ""
-    ) -> None:
-        super().__init__(what, details=[*traceback.rstrip().splitlines(), *details], fix=fix)
-        self.rank = rank
-        self.traceback = traceback
 
 
 @dataclass(frozen=True)
@@ -79,6 +69,7 @@ class Wait:
             (rank, stream): _Lines(f"[{rank:>{digits}}] ") for rank in range(self._world) for stream in (0, 1)
         }
         self._stopped = False
+        self._failing = False  # a rank has failed, and the rest are about to be ended
         self._late: list[int] = []
 
     def results(self) -> list[Any]:
@@ -126,14 +117,16 @@ class Wait:
         self._store(data, what)
         rank, stream = what
         if stream == 2 and not data and self._failed_by_itself(rank):
+            self._failing = True
             self._deadline = min(self._deadline, time.monotonic() + _LINGER)
         return bool(data)
 
     def _failed_by_itself(self, rank: int) -> bool:
-        return "error" in (self._ranks[rank].told() or {})
+        """Asked of a rank that will say nothing more."""
+        return "error" in (self._ranks[rank].told() or {"error": "it said nothing"})
 
     def _overdue(self) -> None:
-        if not any(map(self._failed_by_itself, range(len(self._ranks)))):
+        if not self._failing:
             done = {int(json.loads(line).get("rank", -1)) for line in self._status.splitlines()}
             self._late = [rank for rank in range(len(self._ranks)) if rank not in done]
         self._deadline = float("inf")
@@ -176,14 +169,22 @@ class Wait:
         try:
             ready.register(ended, selectors.EVENT_READ)
             if not ready.select(_LAST_WORDS):
-                os.kill(self._pid, signal.SIGKILL)  # its ranks die with it
+                self._kill()
         except KeyboardInterrupt:  # pressed twice
-            os.kill(self._pid, signal.SIGKILL)
+            self._kill()
             raise
         finally:
             ready.close()
             os.close(ended)
             os.waitpid(self._pid, 0)
+
+    def _kill(self) -> None:
+        """The keeper at once. Its ranks die with it, but not what these had started."""
+        below = kernel.descendants(self._pid)
+        os.kill(self._pid, signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _judge(self) -> list[Any]:
         for line in self._status.splitlines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,24 +11,40 @@ import time
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import UsageError
 from phalanx.join.group import Group
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
 
 way = sys.argv[1]
 if way == "adopted":
     dist.init_process_group("gloo")
 group = Group.join(timeout=float(os.environ.get("JOIN_TIMEOUT", "60")))
 group.barrier()
-sys.stdout.write(f"ready {group.rank} {os.getpid()}\n")
-sys.stdout.flush()
-if way == "exception":
+say(f"ready {group.rank} {os.getpid()}")
+if way in ("exception", "within", "exit"):
     if group.rank == 1:
-        raise ValueError("rank 1 has had enough")
+        with group if way == "within" else contextlib.nullcontext():
+            if way == "exit":
+                sys.exit(3)
+            raise ValueError("rank 1 has had enough")
     dist.all_reduce(torch.ones(1))
-elif way == "pending":
-    # An operation is under way that will never be answered, as the one who fails leaves.
+elif way in ("pending", "pending finally", "pending exit"):
+    # An operation is under way that will never be answered, as this one leaves.
     if group.rank == 1:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        raise ValueError("rank 1 has had enough")
+        if way == "pending exit":
+            sys.exit(3)
+        try:
+            raise ValueError("rank 1 has had enough")
+        finally:
+            if way == "pending finally":
+                del work
+                group.close()
     signal.pause()
 elif way == "wrapped":
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -42,10 +59,25 @@ elif way == "uneven":
     if group.rank == 1:
         time.sleep(float(os.environ.get("JOIN_LATE", "1")))
         group.store.set("late", "yes")
-elif way == "twice":
+    say(f"end {group.rank}")
+    sys.exit(0)
+elif way == "anew":
     group.close()
-    group = Group.join()
-    assert group.sum(1) == group.world_size
+    with contextlib.suppress(ValueError), Group.join() as group:
+        assert group.sum(1) == group.world_size
+        raise ValueError("of no consequence")
+    assert group.closed
+    assert not dist.is_initialized()
+    group = Group.join("gloo")
+    other = Group.join("gloo", rank=group.rank, world_size=2)  # the same group once more
+    assert (other.rank, other.sum(1), other.gather(1, all=True)) == (group.rank, 2, [1, 1])
+    for wrong in ({"backend": "cpu:gloo"}, {"rank": 1 - group.rank}, {"world_size": 3}, {"method": "tcp://a:1"}):
+        with contextlib.suppress(UsageError):
+            Group.join(**wrong)
+            raise AssertionError(f"{wrong} was not refused")
+    other.close()
+    assert group.sum(1) == 2
+    group.close()
 elif way == "adopted":
     assert group.sum(1) == group.world_size
     group.close()
@@ -54,8 +86,9 @@ elif way == "adopted":
 elif way == "destroyed":
     dist.destroy_process_group()
 elif way == "fork":
+    group.before_close(lambda: say(f"closed {group.rank}"))
     if os.fork() == 0:
         sys.exit(0)
     os.wait()
     assert group.sum(1) == group.world_size
-sys.stdout.write(f"end {group.rank}\n")
+say(f"end {group.rank}")

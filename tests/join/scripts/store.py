@@ -1,4 +1,4 @@
-"""A port that something else has, and one that rank 0 opens late."""
+"""A port that something else has, one whose owner is just ending, and one that rank 0 opens late."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ with socket.create_server(("127.0.0.1", 0)) as stranger:
         tcp.open_store(Place("tcp", "127.0.0.1", port), caller, 60)
     print("a stranger is named")
 
-tcp.ANSWER = 20.0
-with socket.create_server(("127.0.0.1", 0)) as free:
-    place = Place("tcp", "127.0.0.1", free.getsockname()[1])
+tcp.ANSWER = tcp.PATIENCE = 20.0
 found: list[Any] = []
-calling = threading.Thread(target=lambda: found.append(tcp.open_store(place, caller, 30)))
-calling.start()
+with socket.create_server(("127.0.0.1", 0)) as ending:
+    place = Place("tcp", "127.0.0.1", ending.getsockname()[1])
+    calling = threading.Thread(target=lambda: found.append(tcp.open_store(place, caller, 30)))
+    calling.start()
+    for _ in range(2):  # it looks whether somebody is there, and calls
+        ending.accept()[0].close()
 kept = tcp.open_store(place, Identity("hand-set variables", rank=0, world_size=2), 30)
 calling.join(30)
 kept.set("key", "value")
