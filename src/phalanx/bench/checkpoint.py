@@ -1,6 +1,14 @@
 """How long does training stand still for a checkpoint?
 
 Beside one copy of the state in memory, which is the least it can be: the state must not change while it is written.
+The copy is torch's own, tensor by tensor, with as many threads, into memory that is already there: the very copy that
+a save has to make, so that what is over one is the price of everything else. Each rank copies all that it has. Of
+what all ranks have alike, phalanx lets each copy and write a part, so with several ranks it can be less than one copy.
+
+The first save is shown by itself: memory for the copy is taken then, and kept. While a checkpoint is written, a loop
+of forward and backward goes on; how much slower its steps are than undisturbed ones is what the writing costs beside
+the stall. Ways take turns, and a copy is made next to every save, so that whatever else this machine does hits all
+alike; a stall is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -8,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -16,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -27,57 +36,67 @@ from phalanx.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
+    from phalanx.join.group import Group
+
 LIMIT = 1.5  # copies
 COPY, OURS, SAVE, ASYNC = "one copy in memory", "phalanx", "torch.save", "dcp.async_save"
+_PEERS = 2  # rounds that others than we take part in: theirs are so much longer that fewer will do
 _SIDE = 1024  # of a layer's square of weights
 _NEEDED = 6  # times the state: itself, the copy, two buffers, what DCP stages, what is on its way to the disk
 
 
 @dataclass(frozen=True)
 class Stall:
-    """One save: for how long the loop stood still, and until when the checkpoint was written."""
+    """One save: for how long the loop stood still, until when it was written, how slow steps were meanwhile."""
 
     way: str
+    ranks: int
     mebibytes: int
     round: int
     stall: float
     written: float
     first: bool  # memory is taken then, and not given back
+    step: float | None = None  # one while it was written; None where there was none
+    alone: float | None = None  # one that nothing disturbed
 
 
 @dataclass(frozen=True)
 class Row:
-    """All rounds of one way at one size; medians, of all but the first save."""
+    """All rounds of one way in one case; medians, of all but the first save."""
 
     way: str
+    ranks: int
     mebibytes: int
     stall: float
     first: float
     written: float
     copies: float | None
-
-
-Way = Callable[[], Callable[[], None]]  # the part that stalls; what it returns waits for the rest
+    slower: float | None
 
 
 def rows(stalls: Sequence[Stall]) -> list[Row]:
     found = []
-    for size in sorted({stall.mebibytes for stall in stalls}):
-        copy = _median([stall for stall in stalls if (stall.way, stall.mebibytes) == (COPY, size)])
-        for way in dict.fromkeys(stall.way for stall in stalls):
-            mine = [stall for stall in stalls if (stall.way, stall.mebibytes) == (way, size)]
-            later = [stall for stall in mine if not stall.first]
-            stall = _median(mine)
-            if stall is None:
-                continue
+    for ranks, size in sorted({(stall.ranks, stall.mebibytes) for stall in stalls}):
+        case = [stall for stall in stalls if (stall.ranks, stall.mebibytes) == (ranks, size)]
+        copy = _median([stall for stall in case if stall.way == COPY])
+        for way in dict.fromkeys(stall.way for stall in case):
+            mine = [stall for stall in case if stall.way == way]
+            later = [stall for stall in mine if not stall.first] or mine
+            stall = statistics.median(one.stall for one in later)
+            beside = [(one.step, one.alone) for one in later if one.step is not None and one.alone is not None]
+            slower = (
+                statistics.median(b for b, _ in beside) / statistics.median(a for _, a in beside) if beside else None
+            )
             found.append(
                 Row(
                     way,
+                    ranks,
                     size,
                     stall,
                     first=next((one.stall for one in mine if one.first), stall),
-                    written=statistics.median(one.written for one in later or mine),
+                    written=statistics.median(one.written for one in later),
                     copies=None if copy is None else round(stall / copy, 3),
+                    slower=round(slower, 3) if slower is not None else None,
                 )
             )
     return found
@@ -93,35 +112,92 @@ def target(found: Sequence[Row]) -> Target:
     ours = [row for row in found if row.way == OURS and row.copies is not None]
     if not ours:
         return Target(what, "not part of this run", None)
-    evidence = ", ".join(f"{row.copies:.2f} at {row.mebibytes} MiB" for row in ours)
+    evidence = ", ".join(f"{row.copies:.2f} at {_case(row)}" for row in ours)
     return Target(what, evidence, all(row.copies is not None and row.copies <= LIMIT for row in ours))
+
+
+def _case(row: Row) -> str:
+    return f"{row.mebibytes} MiB on {row.ranks} rank{'s' * (row.ranks > 1)}"
 
 
 # -- the ways
 
 
-def measure(mebibytes: int, rounds: int, threads: int, folder: str) -> Iterator[Stall]:
-    """Ways take turns, so that whatever else the machine does hits all alike. Round 0 is the first save."""
+class Pending(NamedTuple):
+    """What a save leaves to be done beside the training."""
+
+    done: Callable[[], bool] = lambda: True
+    wait: Callable[[], object] = lambda: None
+
+
+Way = Callable[[], Pending]  # the part that stalls
+
+
+def measure(ranks: int, mebibytes: int, rounds: int, threads: int, folder: str) -> list[Stall]:
+    # Once, for all ranks are forks; the second is what an optimizer imports.
+    import torch
+    import torch._dynamo  # noqa: F401
+
+    from phalanx.join.spawn import spawn
+
+    told: list[list[Stall]] = spawn(
+        _rank, ranks, (mebibytes, rounds, threads, folder), backend="gloo", timeout=60.0 * (rounds + 1)
+    )
+    return told[0]
+
+
+def _rank(mebibytes: int, rounds: int, threads: int, folder: str) -> list[Stall]:
+    """What rank 0 returns is of the slowest. Round 0 is the first save."""
     import torch
 
+    from phalanx.join.group import Group
+
     torch.set_num_threads(threads)
+    group = Group.join(device="cpu")
     model, optimizer = _training(mebibytes)
+    step = _step(model)
+    found = []
     with ExitStack() as stack:
-        ways: dict[str, Way] = {
-            COPY: _copy(model, optimizer),
-            OURS: stack.enter_context(_ours(model, optimizer, f"{folder}/phalanx")),
-            SAVE: _torch_save(model, optimizer, f"{folder}/torch.pt"),
-            ASYNC: stack.enter_context(_async_save(model, optimizer, f"{folder}/dcp")),
+        copy = _copy(model, optimizer)
+        ours = stack.enter_context(_ours(model, optimizer, f"{folder}/phalanx", group))
+        others = {
+            SAVE: _torch_save(model, optimizer, f"{folder}/torch.pt", group),
+            ASYNC: _async_save(model, optimizer, f"{folder}/dcp"),
         }
         for number in range(rounds + 1):
+            alone = statistics.median(_timed(step) for _ in range(5))
+            ways: dict[str, Way] = {COPY: copy, OURS: ours, **(others if number <= _PEERS else {})}
             for name, way in ways.items():
-                os.sync()
-                began = time.perf_counter()
-                wait = way()
-                stalled = time.perf_counter()
-                wait()
-                written = time.perf_counter()
-                yield Stall(name, mebibytes, number, stalled - began, written - began, number == 0)
+                stall, written, beside = _saved(way, step, group)
+                one = Stall(name, group.world_size, mebibytes, number, stall, written, number == 0, beside, alone)
+                found.append(one)
+                turn = f"round {number} of {rounds}" if number else "first"
+                where = f"{mebibytes} MiB on {group.world_size}"
+                group.print(f"{turn:<16}{where:>14}   {name:<20}{1000 * stall:9.1f} ms", file=sys.stderr)
+    group.close()
+    return found
+
+
+def _saved(way: Way, step: Callable[[], None], group: Group) -> tuple[float, float, float | None]:
+    os.sync()
+    group.barrier()
+    began = time.perf_counter()
+    pending = way()
+    stalled = time.perf_counter()
+    steps = []
+    while not pending.done():
+        seconds = _timed(step)
+        if not pending.done():  # all of it was beside the writing
+            steps.append(seconds)
+    pending.wait()
+    times = group.max({"stall": stalled - began, "written": time.perf_counter() - began})
+    return times["stall"], times["written"], statistics.median(steps) if steps else None
+
+
+def _timed(step: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
 
 
 def _training(mebibytes: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -136,6 +212,19 @@ def _training(mebibytes: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
+
+
+def _step(model: torch.nn.Module) -> Callable[[], None]:
+    """Forward and backward of a few layers: some milliseconds, whatever the size of the state."""
+    import torch
+
+    part = model[:4]
+    batch = torch.randn(32, _SIDE)
+
+    def step() -> None:
+        part(batch).sum().backward()
+
+    return step
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -153,70 +242,68 @@ def _copy(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Way:
     sources = [*_tensors(model.state_dict()), *_tensors(optimizer.state_dict()["state"])]
     copies = [torch.zeros_like(source) for source in sources]
 
-    def copy() -> Callable[[], None]:
+    def copy() -> Pending:
         for source, target in zip(sources, copies, strict=True):
             target.copy_(source)
-        return _nothing
+        return Pending()
 
     return copy
 
 
 @contextmanager
-def _ours(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Iterator[Way]:
+def _ours(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str, group: Group) -> Iterator[Way]:
     from phalanx.train.checkpoint import Checkpoints
 
     steps = iter(range(1, 1 << 30))
-    with Checkpoints(folder, keep_last=1) as checkpoints:
+    with Checkpoints(folder, group, keep_last=1) as checkpoints:
+        checkpoints.open()
 
-        def save() -> Callable[[], None]:
+        def save() -> Pending:
             checkpoints.save(next(steps), {"model": model, "opt": optimizer}, metrics={"loss": 1.0})
-            return checkpoints.wait
+            # Not waited for: what is left to agree on is a part of the next save's stall, as it is in a training.
+            return Pending(lambda: not checkpoints.under_way)
 
         yield save
 
 
-def _torch_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str) -> Way:
+def _torch_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str, group: Group) -> Way:
+    """Rank 0 writes, the others wait for it. Neither staged nor checksummed nor fsynced, as everybody does it."""
     import torch
 
-    def save() -> Callable[[], None]:
-        torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, path)
-        return _nothing
+    def save() -> Pending:
+        if group.is_main:
+            torch.save({"model": model.state_dict(), "opt": optimizer.state_dict()}, path)
+        group.barrier()
+        return Pending()
 
     return save
 
 
-@contextmanager
-def _async_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Iterator[Way]:
-    import shutil
-
+def _async_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Way:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     steps = iter(range(1, 1 << 30))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own = dist.new_group(backend="gloo")  # its thread would disturb the collectives of the training
 
-    def save() -> Callable[[], None]:
+    def save() -> Pending:
         place = f"{folder}-{next(steps)}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             future = dcp.async_save(
-                {"model": model.state_dict(), "opt": optimizer.state_dict()["state"]}, checkpoint_id=place
+                {"model": model.state_dict(), "opt": optimizer.state_dict()["state"]},
+                checkpoint_id=place,
+                process_group=own,
             )
 
         def wait() -> None:
             future.result()
-            shutil.rmtree(place)
+            dist.barrier(own)
+            shutil.rmtree(place, ignore_errors=True)
 
-        return wait
+        return Pending(future.done, wait)
 
-    try:
-        yield save
-    finally:
-        dist.destroy_process_group()
-
-
-def _nothing() -> None:
-    pass
+    return save
 
 
 # -- what it says
@@ -230,14 +317,15 @@ def _show(found: Sequence[Row]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120)
     title = "Training stands still for a checkpoint: medians"
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("state")
-    table.add_column("way")
-    for name in ("ms still", "copies", "ms still, first", "ms until written"):
+    for name in ("ranks", "state", "way"):
+        table.add_column(name)
+    for name in ("ms still", "copies", "ms still, first", "ms until written", "steps meanwhile"):
         table.add_column(name, justify="right")
     for row in found:
         copies = "-" if row.copies is None else f"{row.copies:.2f}"
+        slower = "-" if row.slower is None else f"{row.slower:.2f} x"
         times = [f"{1000 * seconds:.1f}" for seconds in (row.stall, row.first, row.written)]
-        table.add_row(f"{row.mebibytes} MiB", row.way, times[0], copies, *times[1:])
+        table.add_row(str(row.ranks), f"{row.mebibytes} MiB", row.way, times[0], copies, *times[1:], slower)
     console.print(table)
     judged = target(found)
     verdict = {True: "met", False: "missed", None: "not measured"}[judged.met]
@@ -249,23 +337,24 @@ def _show(found: Sequence[Row]) -> None:
 
 def main(argv: list[str], inherited: Mapping[str, str]) -> int:  # noqa: ARG001
     options = _parser().parse_args(argv)
-    sizes = _sizes(options.sizes)
-    for name in ("rounds", "threads"):
-        if (number := getattr(options, name)) < 1:
-            raise OptionError(f"--{name} {number}: at least one is needed", fix=f"--{name} 1")
+    crews = _numbers("ranks", options.ranks)
+    sizes = _numbers("sizes", options.sizes)
+    _check_room(options.sizes, sizes[-1] * crews[-1], crews[-1])
+    for name, least in (("rounds", 1), ("threads", 0)):
+        if (number := getattr(options, name)) < least:
+            raise OptionError(f"--{name} {number}: at least {least} is needed", fix=f"--{name} {least}")
     before = machine.machine()
     stalls = []
     for size in sizes:
-        with tempfile.TemporaryDirectory(prefix="phalanx-bench-", dir=options.folder or None) as folder:
-            for stall in measure(size, options.rounds, options.threads, folder):
-                stalls.append(stall)
-                turn = "first" if stall.first else f"round {stall.round} of {options.rounds}"
-                sys.stderr.write(f"{turn:<16}{size:>6} MiB   {stall.way:<20}{1000 * stall.stall:9.1f} ms\n")
+        for ranks in crews:
+            threads = options.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+            with tempfile.TemporaryDirectory(prefix="phalanx-bench-", dir=options.folder or None) as folder:
+                stalls += measure(ranks, size, options.rounds, threads, folder)
     found = rows(stalls)
     data = {
         "benchmark": "checkpoint",
         "machine": {**asdict(before), "load_after": os.getloadavg()},
-        "settings": {"sizes": sizes, "rounds": options.rounds, "threads": options.threads},
+        "settings": {"sizes": sizes, "ranks": crews, "rounds": options.rounds, "threads": options.threads},
         "samples": [asdict(stall) for stall in stalls],
         "rows": [asdict(row) for row in found],
         "targets": [asdict(target(found))],
@@ -281,28 +370,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx bench checkpoint",
         description="For how long training stands still for a checkpoint of a model with AdamW: phalanx, torch.save "
-        "and dcp.async_save, beside one copy of the same state in memory.",
+        "and dcp.async_save, beside one copy of the same state in memory, made by the same threads into memory that is "
+        "already there.",
     )
     parser.add_argument("--sizes", default="64,512", metavar="MIB,MIB", help="of the state, in MiB (64,512)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="medians are of so many rounds (7)")
-    # As a rank has that shares its machine with others; with more, each copy waits for the slowest of them.
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch that copy (1)")
+    parser.add_argument("--ranks", default="1,2", metavar="N,N", help="ranks on this machine (1,2)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="medians are of so many rounds (5)")
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="of a rank that copy (0: the cores, divided by the ranks)"
+    )
     parser.add_argument("--folder", default="", metavar="DIR", help="where to write (the folder for temporary files)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there as JSON")
     return parser
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
         numbers = ()
     if not numbers or numbers[0] < 1:
-        raise OptionError(f'--sizes "{text}" is not a list of numbers from 1 on', fix="--sizes 64,512")
-    room = psutil.virtual_memory().available // (_NEEDED << 20)
-    if numbers[-1] > room:
-        raise OptionError(
-            f"--sizes {text}: {numbers[-1]} MiB of state need {_NEEDED} times that in memory; there is room for {room}",
-            fix=f"--sizes {max(1, room // 2)}",
-        )
+        raise OptionError(f'--{name} "{text}" is not a list of numbers from 1 on', fix=f"--{name} 1,2")
     return numbers
+
+
+def _check_room(sizes: str, wanted: int, ranks: int) -> None:
+    room = psutil.virtual_memory().available // (_NEEDED << 20)
+    if wanted > room:
+        raise OptionError(
+            f"--sizes {sizes}: {ranks} ranks need {_NEEDED} times that in memory each; there is room for {room} MiB",
+            fix=f"--sizes {max(1, room // ranks // 2)}",
+        )

@@ -1,4 +1,4 @@
-"""Savers that are killed: `checkpoint_killed.py FOLDER points|moments`. torch is imported once, each saver is a fork.
+"""Savers that are killed: `checkpoint_killed.py FOLDER points|moments|ranks`. Forks: torch is imported once.
 
 The state of step k is all k. After every death the newest checkpoint must load, be one state through and through, and
 be no older than the last one that was said to be committed.
@@ -17,9 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from checkpoint_ranks import Gloo
 from torch import nn
 
-from phalanx.train.checkpoint import Checkpoints
+from phalanx.train.checkpoint import Checkpoints, checkpoints
 
 
 class Position:
@@ -73,8 +75,8 @@ def check(folder: str, at_least: int) -> None:
         kept = things()
         fill(kept, -1)
         told: list[str] = []
-        checkpoints = Checkpoints(folder, say=told.append)
-        info = checkpoints.load(kept)
+        found = Checkpoints(folder, say=told.append)
+        info = found.load(kept)
         step = info.step if info else 0
         assert not told, told
         assert step >= at_least, f"step {step} is left, {at_least} was committed"
@@ -82,18 +84,38 @@ def check(folder: str, at_least: int) -> None:
             values = [*kept["model"].parameters(), *kept["head"].parameters()]
             assert all(bool((value == step).all()) for value in values)
             assert (kept["data"].consumed, info.extra) == (step, {"step": step})
-        checkpoints.close()
+        found.close()
 
     assert ended(forked(play)) == 0
 
 
+def kill_before(number: int) -> None:
+    """This process, before the call of that number that changes the disk."""
+    calls = 0
+    for module, name in (
+        *((os, name) for name in ("rename", "fsync", "write", "unlink", "rmdir", "open", "mkdir", "makedirs")),
+        *((os, name) for name in ("ftruncate", "pwrite")),
+        (shutil, "rmtree"),
+    ):
+        real = getattr(module, name)
+
+        def counted(*args: Any, real: Any = real, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+
+        setattr(module, name, counted)
+
+
 def save(folder: str, steps: range, told: int) -> None:
     kept = things()
-    with Checkpoints(folder, keep_last=2, keep_best=1) as checkpoints:
+    with Checkpoints(folder, keep_last=2, keep_best=1) as saver:
         for step in steps:
             fill(kept, step)
-            checkpoints.save(step, kept, {"step": step}, {"loss": 1 / step})
-            checkpoints.wait()
+            saver.save(step, kept, {"step": step}, {"loss": 1 / step})
+            saver.wait()
             os.write(told, step.to_bytes(4, "big"))
 
 
@@ -119,21 +141,7 @@ def points(folder: str) -> None:
         read, write = os.pipe()
 
         def play(place: str = place, number: int = number, write: int = write) -> None:
-            calls = 0
-            for module, name in (
-                *((os, name) for name in ("rename", "fsync", "write", "unlink", "rmdir", "open", "mkdir", "makedirs")),
-                (shutil, "rmtree"),
-            ):
-                real = getattr(module, name)
-
-                def counted(*args: Any, real: Any = real, **more: Any) -> Any:
-                    nonlocal calls
-                    calls += 1
-                    if calls == number:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*args, **more)
-
-                setattr(module, name, counted)
+            kill_before(number)
             save(place, range(4, 6), write)
 
         pid = forked(play)
@@ -173,6 +181,57 @@ def moments(folder: str) -> None:
     print(f"{last} steps")
 
 
+def ranks(folder: str) -> None:
+    """Two ranks whose saves overlap. One is killed at a point; the other is killed too, or finds out by itself."""
+    before = f"{folder}/before"
+    read, write = os.pipe()
+    assert ended(forked(lambda: save(before, range(1, 4), write))) == 0
+    os.close(write)
+    assert committed(read) == 3
+    tried = 0
+    for victim, stride in ((0, 5), (1, 2)):
+        for number in range(1, 1000, stride):
+            place = f"{folder}/{victim}-{number}"
+            shutil.copytree(before, place)
+            read, write = os.pipe()
+
+            def play(
+                rank: int, place: str = place, told: int = write, point: int = number, victim: int = victim
+            ) -> None:
+                store = dist.FileStore(f"{place}.store", 2)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+                checkpoints._LAST_WORDS = 0.2
+                if rank == victim:
+                    kill_before(point)
+                kept = things()
+                try:
+                    with Checkpoints(place, Gloo(), keep_last=2, keep_best=1) as saver:
+                        for step in range(4, 7):
+                            fill(kept, step)
+                            saver.save(step, kept, {"step": step}, {"loss": 1 / step})
+                        saver.wait()
+                        if rank == 0:
+                            os.write(told, (6).to_bytes(4, "big"))
+                except RuntimeError:  # of gloo: the other is gone
+                    os._exit(3)
+
+            pids = [forked(lambda rank=rank: play(rank)) for rank in range(2)]
+            os.close(write)
+            code = ended(pids[victim])
+            if code != 0 and number % 2:
+                os.kill(pids[1 - victim], signal.SIGKILL)
+            other = ended(pids[1 - victim])
+            check(place, max(3, committed(read)))
+            shutil.rmtree(place)
+            tried += 1
+            if code == 0:
+                assert other == 0
+                break
+            assert code == -signal.SIGKILL, code
+            assert other in (0, 3, -signal.SIGKILL), other
+    print(f"{tried} points")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"points": points, "moments": moments}[sys.argv[2]](sys.argv[1])
+    {"points": points, "moments": moments, "ranks": ranks}[sys.argv[2]](sys.argv[1])

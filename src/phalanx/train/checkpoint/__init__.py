@@ -6,9 +6,9 @@ code when it is read, and have neither checksums nor a commit. Here tensors lie 
 everything else in JSON.
 """
 
+from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.checkpoints import Checkpoints
 from phalanx.train.checkpoint.export import export
-from phalanx.train.checkpoint.fault import CheckpointError
 from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.peers import Alone, Peers
 

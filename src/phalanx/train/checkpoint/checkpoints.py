@@ -15,15 +15,18 @@ import dataclasses
 import os
 import shutil
 import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from phalanx.errors import OptionError
+from phalanx.errors import CheckpointError, OptionError
 from phalanx.train.checkpoint import loading, randomness, state
 from phalanx.train.checkpoint.buffer import Buffer
-from phalanx.train.checkpoint.fault import CheckpointError
 from phalanx.train.checkpoint.folder import Folder, Info
 from phalanx.train.checkpoint.keeping import Keeping
 from phalanx.train.checkpoint.manifest import Values
@@ -32,7 +35,13 @@ from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.saver import Order, Save
 from phalanx.train.checkpoint.shares import share
 
-_LAST_WORDS = 10.0  # seconds that a close after an error gives a save that is under way
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_LAST_WORDS = 10.0  # seconds that a close after an error gives what is under way
+_NICE = 10  # the training goes first where cores are few
 
 
 class Checkpoints:
@@ -50,6 +59,7 @@ class Checkpoints:
         busy: Literal["wait", "skip"] = "wait",
         buffers: int = 2,
         patience: float = 600.0,
+        generators: Sequence[torch.Generator] = (),
         say: Callable[[str], None] | None = None,
     ) -> None:
         if busy not in ("wait", "skip"):
@@ -63,19 +73,43 @@ class Checkpoints:
         self._keeping = Keeping(keep_last, keep_best, best, mode)
         self._busy = busy
         self._patience = patience
+        self._generators = generators  # of this rank, beside those that torch, Python and NumPy have
         self._say = say if say is not None else _say
         self._free = [Buffer() for _ in range(buffers)]
         self._saves: deque[Save] = deque()
         # A thread that is there already: to start one takes longer than to copy a small state. It is joined at the
         # exit of Python, so a script that ends without a word still leaves what it had begun to save.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._pid = os.getpid()
         self._token = ""
         self._number = 0
+        self._failure: CheckpointError | None = None  # of the newest save that has ended
+        self._unranked = False  # it was said that there is no metric to find the best by
         self.bad: dict[str, list[str]] = {}  # checkpoints that a load found not to be what was written, and why
 
     @property
     def folder(self) -> str:
         return self._folder.path
+
+    def open(self) -> None:
+        """Rank 0 takes the folder, and all see that it is the same one. Not called: the first save does it."""
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                "these checkpoints are of the process that this one was forked from", fix="make a Checkpoints here"
+            )
+        if self._token:
+            return
+        token = self._by_main(self._folder.lock)
+        seen = self._peers.gather(self._folder.token() == token, all=True)
+        if not all(seen):
+            self._folder.close()
+            blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+            raise CheckpointError(
+                f"the folder for checkpoints is not the same for all ranks: {self._folder.path}",
+                details=[f"what rank 0 writes there is not seen by rank {', '.join(blind[:8])}"],
+                fix="choose a folder on a disk that all nodes share",
+            )
+        self._token = token
 
     # -- saving
 
@@ -86,13 +120,17 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Copy the state and let it be written. False if it was skipped. Raises what went wrong with an earlier one."""
-        self._open()
+        """Copy the state and let it be written. False if it was skipped.
+
+        A save that fails is told, and does not end the training: the next one is tried again. If it is the newest, and
+        nothing made up for it, `wait` and `close` raise why.
+        """
+        self.open()
         self._settle()
         if not self._free:
             if self._busy == "skip":
                 return False
-            self._finish(self._saves.popleft())
+            self._finish()
         found = state.taken(kept)
         aside: Tensors = {}
         more = packed(dict(extra or {}), "extra", aside)
@@ -101,8 +139,9 @@ class Checkpoints:
                 f"extra holds tensors: {', '.join(aside)}", fix="put numbers there, or keep the tensors"
             )
         numbers: dict[str, float | None] = {name: float(value) for name, value in (metrics or {}).items()}
+        self._look_for_best(numbers)
         chunks = share(found.tensors, self._peers.rank, self._peers.world_size, frozenset(found.own))
-        buffer = self._free.pop()
+        buffer = self._free[-1]
         self._number += 1
         order = Order(
             self._folder,
@@ -111,34 +150,45 @@ class Checkpoints:
             self._peers.world_size,
             Values(step, found.plain, more),
             numbers,
-            randomness.taken(),
+            randomness.taken(self._generators),
             self._keeping,
             frozenset(self.bad),
             self._patience,
         )
         save = Save(order, buffer, buffer.take(chunks))
-        save.start(self._writer)
         self._saves.append(save)
+        self._free.pop()
+        save.start(self._writer)
         return True
 
+    @property
+    def under_way(self) -> int:
+        """How many saves this rank still writes. Asks no other."""
+        return sum(save.under_way for save in self._saves)
+
     def wait(self) -> None:
-        """Until everything that was saved is on the disk. Raises what went wrong."""
+        """Until everything that was saved is on the disk. Raises why the newest is not."""
         while self._saves:
-            self._finish(self._saves.popleft())
+            self._finish(tell=len(self._saves) > 1)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self, *, broken: bool = False) -> None:
         """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer."""
+        if os.getpid() != self._pid:
+            return  # in a fork there is no writer
         try:
             if not broken:
                 self.wait()
         finally:
+            limit = time.monotonic() + _LAST_WORDS
             for save in self._saves:
-                save.join(_LAST_WORDS)
+                save.join(max(0.0, limit - time.monotonic()))
                 save.give_up.set()
-                save.join()
-                self._free.append(save.buffer)
-            self._saves.clear()
             self._writer.shutdown()
+            self._free += [save.buffer for save in self._saves]
+            self._saves.clear()
             for buffer in self._free:
                 buffer.close()
             self._folder.close()
@@ -150,61 +200,55 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(broken=kind is not None)
 
-    def _open(self) -> None:
-        """Once, before the first save: rank 0 takes the folder, all see that it is the same one."""
-        if self._token:
-            return
-        answer: dict[str, Any] = {}
-        if self._peers.rank == 0:
-            try:
-                answer = {"token": self._folder.lock()}
-                self._folder.sweep(answer["token"])
-            except CheckpointError as error:
-                answer = {"what": error.what, "fix": error.fix}
-        answer = self._peers.broadcast(answer)
-        if "token" not in answer:
-            raise CheckpointError(answer["what"], fix=answer["fix"])
-        seen = self._peers.gather(self._folder.token() == answer["token"], all=True)
-        if not all(seen):
-            blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
-            raise CheckpointError(
-                f"the folder for checkpoints is not the same for all ranks: {self._folder.path}",
-                details=[f"what rank 0 writes there is not seen by rank {', '.join(blind[:8])}"],
-                fix="choose a folder on a disk that all nodes share",
-            )
-        self._token = answer["token"]
-
     def _settle(self) -> None:
         """Finish the saves that are done everywhere: one small exchange, for all ranks must see the same."""
         if not self._saves:
             return
-        done = 0
-        for save in self._saves:
-            if save.under_way:
-                break
-            done += 1
-        for _ in range(min(self._peers.gather(done, all=True))):
-            self._finish(self._saves.popleft())
+        done = [[save.failure, save.outcome] for save in takewhile(lambda save: not save.under_way, self._saves)]
+        told = self._peers.gather(done, all=True)
+        for place, save in enumerate(self._saves):
+            if any(one[place][0] for one in told if len(one) > place):
+                save.give_up.set()  # where the disk is full, not even that may have been written there
+        for ended in zip(*told, strict=False):  # as many as are done everywhere
+            self._conclude([failure for failure, _ in ended], ended[0][1])
 
-    def _finish(self, save: Save) -> None:
+    def _finish(self, *, tell: bool = True) -> None:
+        """Wait for the oldest. It stays in line until all ranks have answered, for one of them may be dead."""
+        save = self._saves[0]
         save.written.wait()
         failures = self._peers.gather(save.failure, all=True)
         if any(failures):
             save.give_up.set()
         save.join()
-        outcome = self._peers.broadcast(save.outcome)
+        self._conclude(failures, self._peers.broadcast(save.outcome), tell=tell)
+
+    def _conclude(self, failures: Sequence[str], outcome: str, *, tell: bool = True) -> None:
+        save = self._saves.popleft()
         self._free.append(save.buffer)
+        self._failure = None
         if not outcome:
             return
         if self._peers.rank == 0:
             # Nobody writes there any more.
             shutil.rmtree(save.order.staging, ignore_errors=True)
         told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
-        raise CheckpointError(
+        self._failure = CheckpointError(
             f"the checkpoint of step {save.order.values.step} was not written",
             details=[f"in {self._folder.path}", *(told[:8] or [outcome])],
             fix="see to the disk; what was saved before it is untouched",
         )
+        if tell and self._peers.rank == 0:
+            self._say(f"phalanx: {self._failure}")
+
+    def _look_for_best(self, metrics: Mapping[str, float | None]) -> None:
+        if self._keeping.best and self._keeping.metric not in metrics and not self._unranked:
+            self._unranked = True
+            if self._peers.rank == 0:
+                known = ", ".join(metrics) or "none"
+                self._say(
+                    f'phalanx: a checkpoint without the metric "{self._keeping.metric}" is never among the best '
+                    f"{self._keeping.best}; metrics given: {known}"
+                )
 
     # -- finding and loading
 
@@ -220,12 +264,19 @@ class Checkpoints:
 
         One that is not what was written is named and passed over; the one that was asked for by `info` is refused.
         """
-        self.wait()
-        names = self._peers.broadcast([info.name] if info is not None else self._folder.names())
+        while self._saves:
+            self._finish()
+        names = [info.name] if info is not None else self._by_main(self._folder.names)
         for name in names:
             contents, problems = self._checked(name)
             if contents is not None and not problems:
-                return self._restore(kept, name, contents, random)
+                problems = self._restore(kept, contents, random)
+                if not problems:
+                    extra = unpacked(contents.values.extra, {})
+                    return dataclasses.replace(contents.info, extra=extra)
+            if info is None and self._by_main(partial(self._is_gone, name)):
+                # Removed while it was read, by a run that goes on saving: there is a newer one.
+                return self.load(kept, random=random)
             self.bad[name] = problems
             if info is not None:
                 raise CheckpointError(f"the checkpoint {info.path} is not what was written", details=problems)
@@ -245,27 +296,60 @@ class Checkpoints:
         """Every rank reads its share of the files; all come to the same answer."""
         contents = None
         problems: list[str] = []
-        path = os.path.join(self._folder.path, name)
         try:
-            contents = loading.contents(path, self._folder.manifest(name))
+            contents = loading.contents(self._folder.info(name), self._folder.manifest(name))
             mine = contents.tables[self._peers.rank :: self._peers.world_size]
-            problems = loading.differences(path, mine)
+            problems = loading.differences(contents.path, mine)
         except CheckpointError as error:
             problems = [error.what]
         except OSError as error:
             problems = [f"{name}: {error.strerror}: {error.filename}"]
-        told = [problem for found in self._peers.gather(problems, all=True) for problem in found]
-        return contents, list(dict.fromkeys(told))
+        return contents, self._all_problems(problems)
 
-    def _restore(self, kept: Mapping[str, object], name: str, contents: loading.Contents, random: bool) -> Info:
-        values = contents.values
-        targets = state.targets(kept, values.plain, contents.shapes)
-        loading.read(contents, targets)
-        state.restore(kept, values.plain, targets)
-        if random and self._peers.rank < len(contents.tables):
-            randomness.restore(contents.tables[self._peers.rank].random)
-        return dataclasses.replace(self._folder.info(name), extra=unpacked(values.extra, {}))
+    def _restore(self, kept: Mapping[str, object], contents: loading.Contents, random: bool) -> list[str]:
+        """In place. What does not fit is raised, what cannot be read is returned: the same on all ranks."""
+        plain = contents.values.plain
+        targets = state.targets(kept, plain, contents.shapes)
+        problems: list[str] = []
+        try:
+            loading.read(contents, targets)
+        except CheckpointError as error:
+            problems = [error.what]
+        except OSError as error:
+            problems = [f"{contents.info.name}: {error.strerror}: {error.filename}"]
+        problems = self._all_problems(problems)
+        if not problems:
+            state.restore(kept, plain, targets)
+            if random:
+                randomness.restore([table.random for table in contents.tables], self._peers.rank, self._generators)
+        return problems
+
+    def _all_problems(self, mine: list[str]) -> list[str]:
+        return list(dict.fromkeys(problem for found in self._peers.gather(mine, all=True) for problem in found))
+
+    def _is_gone(self, name: str) -> bool:
+        return not os.path.isdir(os.path.join(self._folder.path, name))
+
+    def _by_main(self, call: Callable[[], T]) -> T:
+        """What rank 0 gets, or why it does not, on every rank."""
+        told: dict[str, Any] = {}
+        if self._peers.rank == 0:
+            try:
+                told = {"got": call()}
+            except CheckpointError as error:
+                told = {"what": error.what, "fix": error.fix}
+        told = self._peers.broadcast(told)
+        if "what" in told:
+            raise CheckpointError(told["what"], fix=told["fix"])
+        return told["got"]  # type: ignore[no-any-return]
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _step_back() -> None:
+    """The writer's thread alone: on Linux each has a priority of its own, and anybody may lower it."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

@@ -21,13 +21,14 @@ import secrets
 import shutil
 from dataclasses import dataclass, field
 
+from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import seal
-from phalanx.train.checkpoint.fault import CheckpointError
 from phalanx.train.checkpoint.manifest import FORMAT, MANIFEST, Entry, Manifest
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\Z")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
+_held: set[tuple[int, str]] = set()  # folders whose locks processes have: this one, and those it was forked from
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
-        self._lock: int | None = None
+        self._lock: int = -1
+        self._mine = (0, "")
 
     # -- reading
 
@@ -61,7 +63,11 @@ class Folder:
             found = [name for name in os.listdir(self.path) if _NAME.match(name)]
         except FileNotFoundError:
             return []
-        return sorted(found, key=_order, reverse=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of checkpoints cannot be read: {self.path}: {error.strerror}", fix="choose another folder"
+            ) from None
+        return sorted(found, key=order, reverse=True)
 
     def manifest(self, name: str) -> Manifest:
         """Of the checkpoint, whose files are all there and as long as they were. CheckpointError says what is wrong."""
@@ -102,11 +108,28 @@ class Folder:
         """
         try:
             os.makedirs(self.path, exist_ok=True)
-            fd = os.open(os.path.join(self.path, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._take()
+            # What the dead left goes first: it may be what fills the disk.
+            self.sweep()
+            token = secrets.token_hex(8)
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, token.encode(), 0)
+            os.fsync(self._lock)  # a network disk shows it to others only then
         except OSError as error:
+            self.close()
             raise CheckpointError(
                 f"no checkpoint can be written to {self.path}: {error.strerror}", fix="choose another folder"
             ) from None
+        return token
+
+    def _take(self) -> None:
+        # The kernel does not keep a process from taking a lock twice, and gives it up with the first that is closed.
+        self._mine = (os.getpid(), os.path.realpath(self.path))
+        if self._mine in _held:
+            raise CheckpointError(
+                f"checkpoints are already written to {self.path} by this process", fix="close the other Checkpoints"
+            )
+        fd = os.open(os.path.join(self.path, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -118,16 +141,13 @@ class Folder:
                     fix="give each run a folder of its own, or end the other",
                 ) from None
         self._lock = fd
-        token = secrets.token_hex(8)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, token.encode(), 0)
-        return token
+        _held.add(self._mine)
 
     def token(self) -> str:
         """Of whoever writes here."""
         try:
             # Read through a descriptor of ours: to close any other of this file would give the lock up.
-            if self._lock is not None:
+            if self._lock >= 0:
                 return os.pread(self._lock, 64, 0).decode()
             with open(os.path.join(self.path, ".lock")) as file:
                 return file.read()
@@ -140,7 +160,7 @@ class Folder:
     def commit(self, staging: str, step: int) -> str:
         """One rename makes it a checkpoint. Returns its name."""
         name = f"step-{step:012d}"
-        taken = [_order(other)[1] for other in self.names() if _order(other)[0] == step]
+        taken = [order(other)[1] for other in self.names() if order(other)[0] == step]
         if taken:
             # Another of this step is there, good or bad: it is not touched.
             name = f"{name}.{max(taken) + 1}"
@@ -154,23 +174,24 @@ class Folder:
         os.rename(os.path.join(self.path, name), hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
-    def sweep(self, token: str) -> list[str]:
-        """Remove what dead writers left: everything but what carries the token of the living one."""
-        gone = []
+    def sweep(self) -> None:
+        """Remove what dead writers left. Whoever has the lock and has not begun to write knows that all are."""
         for name in os.listdir(self.path):
-            dead = name.startswith(_WRITING) and f"-{token}-" not in name
-            if dead or name.startswith(_REMOVING):
+            if name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
-                gone.append(name)
-        return gone
 
     def close(self) -> None:
-        if self._lock is not None:
+        if self._lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._lock)
-            self._lock = None
+            self._lock = -1
+            _held.discard(self._mine)
+
+    def __del__(self) -> None:
+        self.close()
 
 
-def _order(name: str) -> tuple[int, int]:
+def order(name: str) -> tuple[int, int]:
+    """Of names by age."""
     found = _NAME.match(name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import OptionError
-from phalanx.train.checkpoint.folder import Info
+from phalanx.train.checkpoint.folder import Info, order
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class Keeping:
 
     def surplus(self, good: Sequence[Info], bad: Collection[str] = ()) -> list[str]:
         """Names to remove. A bad one does not count, and goes when it is older than all that are kept as the last."""
-        newest = sorted(good, key=lambda info: (info.step, info.name), reverse=True)
-        last = newest[: self.last]
+        newest = sorted(good, key=lambda info: order(info.name), reverse=True)
+        # Of a step that was saved twice the newer counts.
+        last = [info for place, info in enumerate(newest) if place == 0 or newest[place - 1].step != info.step]
+        last = last[: self.last]
         kept = {info.name for info in last} | {info.name for info in self._ranked(newest)[: self.best]}
         gone = [info.name for info in newest if info.name not in kept]
         if len(last) == self.last:
-            gone += [name for name in bad if name < last[-1].name]
+            gone += [name for name in bad if order(name) < order(last[-1].name)]
         return gone
 
     def _ranked(self, newest: Sequence[Info]) -> list[Info]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import seal, tensorfile
-from phalanx.train.checkpoint.fault import CheckpointError
+from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import STATE, Manifest, Piece, Table, Values, table_file
 from phalanx.train.checkpoint.plain import Tensors
 from phalanx.train.checkpoint.state import Shape
@@ -29,27 +29,31 @@ from phalanx.train.checkpoint.state import Shape
 class Contents:
     """All of a checkpoint but its tensors."""
 
-    path: str
+    info: Info
     values: Values
     tables: list[Table]
 
     @property
+    def path(self) -> str:
+        return self.info.path
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         return {
-            piece.name: Shape(_dtype(piece, table), tuple(piece.shape))
+            piece.name: Shape(tensorfile.dtype_of(piece.dtype), tuple(piece.shape))
             for table in self.tables
             for piece in table.pieces
         }
 
 
-def contents(path: str, manifest: Manifest) -> Contents:
+def contents(info: Info, manifest: Manifest) -> Contents:
     """Read and compared with what the manifest says of each file."""
-    name = os.path.basename(path)
+    name = info.name
     read = {}
     for entry in manifest.files:
         if entry.checksum is None:
             continue
-        with open(os.path.join(path, entry.name), "rb") as file:
+        with open(os.path.join(info.path, entry.name), "rb") as file:
             data = file.read()
         if seal.checksum(data) != entry.checksum:
             found = f"checksum is {seal.checksum(data):08x}, {entry.checksum:08x} was written"
@@ -61,7 +65,7 @@ def contents(path: str, manifest: Manifest) -> Contents:
     tables = [
         seal.opened(read[table_file(rank)], Table, f"{name}/{table_file(rank)}") for rank in range(manifest.world_size)
     ]
-    return Contents(path, seal.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
+    return Contents(info, seal.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
 
 
 def differences(path: str, tables: Sequence[Table]) -> list[str]:
@@ -70,16 +74,18 @@ def differences(path: str, tables: Sequence[Table]) -> list[str]:
     for table in tables:
         where = f"{os.path.basename(path)}/{table.file}"
         try:
-            with _Mapped(os.path.join(path, table.file), table) as mapped:
-                if mapped.checksum(0, table.header) != table.header_checksum:
+            with _File(path, table) as file:
+                if file.checksum(0, table.header) != table.header_checksum:
                     found.append(f"{where}: the header is not what was written")
                 found += [
                     f"{where}: {piece.name}: checksum is {seen:08x}, {piece.checksum:08x} was written"
                     for piece in table.pieces
-                    if (seen := mapped.checksum(piece.begin, piece.end)) != piece.checksum
+                    if (seen := file.checksum(piece.begin, piece.end)) != piece.checksum
                 ]
-        except (CheckpointError, OSError) as error:
-            found.append(f"{where}: {getattr(error, 'strerror', None) or error}")
+        except OSError as error:
+            found.append(f"{where}: {error.strerror}")
+        except CheckpointError as error:
+            found.append(error.what)
     return found
 
 
@@ -98,18 +104,11 @@ def read(contents: Contents, targets: Tensors) -> None:
         by_file.setdefault(table.file, []).append((piece, item))
     with torch.no_grad():
         for name, items in by_file.items():
-            with _Mapped(os.path.join(contents.path, name), owners[name]) as mapped:
+            with _File(contents.path, owners[name]) as file:
                 for piece, item in items:
-                    _copy(mapped, piece, item, planner)
-
-
-def _copy(mapped: _Mapped, piece: Piece, item: ReadItem, planner: DefaultLoadPlanner) -> None:
-    box = mapped.tensor(piece)
-    for axis, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        box = box.narrow(axis, begin, length)
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(box)
-    planner.commit_tensor(item, target)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(file.box(piece, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
 
 
 def _metadata(tables: Sequence[Table]) -> Metadata:
@@ -120,46 +119,63 @@ def _metadata(tables: Sequence[Table]) -> Metadata:
         for piece in table.pieces:
             tensor = found.setdefault(
                 piece.name,
-                TensorStorageMetadata(TensorProperties(dtype=_dtype(piece, table)), torch.Size(piece.shape), []),
+                TensorStorageMetadata(
+                    TensorProperties(dtype=tensorfile.dtype_of(piece.dtype)), torch.Size(piece.shape), []
+                ),
             )
             places[MetadataIndex(piece.name, piece.offsets)] = table.file
             tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
     return Metadata(found, storage_data=places)
 
 
-def _dtype(piece: Piece, table: Table) -> torch.dtype:
-    if piece.dtype not in tensorfile.DTYPES:
-        raise CheckpointError(f"{table.file}: {piece.name} is of {piece.dtype}, which this phalanx does not know")
-    return tensorfile.DTYPES[piece.dtype]
-
-
-class _Mapped:
-    """A file of tensors in memory, page by page as it is looked at."""
+class _File:
+    """A file of tensors. Read, not mapped: a page that the disk cannot give is then an error, and not a SIGBUS."""
 
     def __init__(self, path: str, table: Table) -> None:
-        self._table = table
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != table.size:
-                raise CheckpointError(f"has {size:,} bytes, {table.size:,} were written")
-            # Private pages: torch wants memory that could be written.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._bytes: torch.Tensor | None = None
+        self._name = f"{os.path.basename(path)}/{table.file}"
+        self._file = open(os.path.join(path, table.file), "rb", buffering=0)  # noqa: SIM115
+        self._scratch = memoryview(bytearray(seal.PIECE))
+        size = os.fstat(self._file.fileno()).st_size
+        if size != table.size:
+            self._file.close()
+            raise CheckpointError(f"{self._name}: has {size:,} bytes, {table.size:,} were written")
 
-    def __enter__(self) -> _Mapped:
+    def __enter__(self) -> _File:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bytes is None:
-            self._map.close()
-        self._bytes = None  # unmapped with the last tensor on it
+        self._file.close()
 
     def checksum(self, begin: int, end: int) -> int:
-        with memoryview(self._map) as view, view[begin:end] as part:
-            return seal.checksum(part)
+        found = 0
+        for place in range(begin, end, seal.PIECE):
+            part = self._scratch[: min(seal.PIECE, end - place)]
+            self._fill(part, place)
+            found = seal.checksum(part, found)
+        return found
 
-    def tensor(self, piece: Piece) -> torch.Tensor:
-        if self._bytes is None:
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        raw = self._bytes[piece.begin : piece.end]
-        return raw.view(_dtype(piece, self._table)).view(piece.sizes)
+    def box(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """A box out of a piece. Its rows are read and no others: of a sharded tensor a rank needs some."""
+        dtype = tensorfile.dtype_of(piece.dtype)
+        sizes, begin, end = list(piece.sizes), piece.begin, piece.end
+        if sizes and sizes[0]:
+            row = (end - begin) // sizes[0]
+            sizes[0] = lengths[0]
+            begin += offsets[0] * row
+            end = begin + lengths[0] * row
+        if begin == end:
+            return torch.empty(sizes, dtype=dtype)
+        data = bytearray(end - begin)
+        self._fill(memoryview(data), begin)
+        box = torch.frombuffer(data, dtype=dtype).view(sizes)
+        for axis in range(1, len(sizes)):
+            box = box.narrow(axis, offsets[axis], lengths[axis])
+        return box
+
+    def _fill(self, memory: memoryview, place: int) -> None:
+        self._file.seek(place)
+        while len(memory):
+            got = self._file.readinto(memory[: seal.PIECE])
+            if not got:
+                raise CheckpointError(f"{self._name}: ends before its time")
+            memory = memory[got:]

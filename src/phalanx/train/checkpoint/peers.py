@@ -12,7 +12,6 @@ class Peers(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def barrier(self) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
     def gather(self, obj: Any, *, all: bool = False) -> Any: ...  # noqa: A002  (a list of all ranks' values)
 
@@ -22,9 +21,6 @@ class Alone:
 
     rank = 0
     world_size = 1
-
-    def barrier(self) -> None:
-        pass
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:  # noqa: ARG002
         return obj

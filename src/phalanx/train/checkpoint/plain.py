@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint.fault import CheckpointError
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint.tensorfile import dtype_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,6 +18,15 @@ Tensors = dict[str, torch.Tensor]
 def packed(value: Any, path: str, tensors: Tensors) -> Any:
     """The value as JSON. Tensors in it go into `tensors`, under their path."""
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            kind = "on the meta device" if value.is_meta else f"{value.layout}, {value.dtype}"
+            raise CheckpointError(
+                f"{path} is a tensor that cannot be kept: {kind}",
+                details=["kept are dense tensors that have values"],
+                fix="leave it out of state_dict(), or make it dense: tensor.to_dense()",
+            )
+        while path in tensors:  # {1: …, "1": …}
+            path += "'"
         tensors[path] = value
         return {"$tensor": path}
     if hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -77,19 +87,12 @@ def tensor_names(value: Any) -> set[str]:
     return set()
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{name} is no dtype of torch {torch.__version__}")
-    return found
-
-
 _TAGS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$set": set,
     "$float": float,
     "$int": int,
     "$bytes": base64.b64decode,
-    "$dtype": _dtype,
+    "$dtype": dtype_of,
     "$device": torch.device,
 }

@@ -5,37 +5,58 @@ from __future__ import annotations
 import base64
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from phalanx.join import seeds
 
-def taken() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(words), gauss]}
+
+def taken(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """As it is now; cheap, for training waits. `packed` makes JSON of it."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
+        state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.get_state()
-        if name == "MT19937":
-            state["numpy"] = [[int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+        state["numpy"] = numpy.get_state()
+    state["generators"] = [generator.get_state() for generator in generators]
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
-    """What was taken; a generator that was not there then stays as it is."""
-    if "torch" in state:
-        torch.set_rng_state(_tensor(state["torch"]))
-    if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    version, words, gauss = state["python"]
+    found = {"torch": _text(state["torch"]), "python": [version, list(words), gauss]}
+    if "cuda" in state:
+        found["cuda"] = _text(state["cuda"])
+    if "numpy" in state and state["numpy"][0] == "MT19937":
+        _, keys, position, has_gauss, cached = state["numpy"]
+        found["numpy"] = [keys.tolist(), int(position), int(has_gauss), float(cached)]
+    found["generators"] = [_text(one) for one in state["generators"]]
+    return found
+
+
+def restore(saved: Sequence[dict[str, Any]], rank: int, generators: Sequence[torch.Generator] = ()) -> None:
+    """Every rank its own. One that was not there then begins with numbers that no other has, and had before."""
+    if rank >= len(saved):
+        seed = seeds.derive(0, rank, *(state["torch"] for state in saved))
+        seeds.seed_all(seed)
+        for place, generator in enumerate(generators):
+            generator.manual_seed(seeds.derive(seed, place))
+        return
+    state = saved[rank]
+    torch.set_rng_state(_tensor(state["torch"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
     numpy = sys.modules.get("numpy.random")
     if "numpy" in state and numpy is not None:
         keys, position, has_gauss, cached = state["numpy"]
         numpy.set_state(("MT19937", keys, position, has_gauss, cached))
+    for generator, one in zip(generators, state["generators"], strict=False):
+        generator.set_state(_tensor(one))
 
 
 def _text(state: torch.Tensor) -> str:

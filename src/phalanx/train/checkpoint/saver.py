@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from phalanx.train.checkpoint import seal, tensorfile
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint import randomness, seal, tensorfile
 from phalanx.train.checkpoint.buffer import Buffer, Placed
-from phalanx.train.checkpoint.fault import CheckpointError
 from phalanx.train.checkpoint.folder import Folder, Info
 from phalanx.train.checkpoint.keeping import Keeping
 from phalanx.train.checkpoint.manifest import (
@@ -37,6 +37,7 @@ from phalanx.train.checkpoint.manifest import (
     tensor_file,
 )
 from phalanx.train.checkpoint.plain import tensor_names
+from phalanx.train.checkpoint.shares import Chunk
 from phalanx.version import __version__
 
 
@@ -50,7 +51,7 @@ class Order:
     world_size: int
     values: Values
     metrics: dict[str, float | None]
-    random: dict[str, Any]
+    random: dict[str, Any]  # of this rank, not packed yet
     keeping: Keeping
     bad: frozenset[str]  # checkpoints that are known not to be good
     patience: float  # seconds for the slowest rank, from when rank 0 has written
@@ -66,7 +67,6 @@ class Save:
         self.give_up = threading.Event()
         self.failure = ""  # this rank's own
         self.outcome = ""  # rank 0's: why there is no checkpoint
-        self.seconds = 0.0
         self._placed = placed
         self._ended = threading.Event()
 
@@ -87,7 +87,6 @@ class Save:
             self._ended.set()
 
     def _write(self) -> None:
-        began = time.monotonic()
         order = self.order
         try:
             _write_share(order, self.buffer, self._placed)
@@ -109,7 +108,6 @@ class Save:
             except Exception as error:
                 self.outcome = self.failure or _reason(error)
                 shutil.rmtree(order.staging, ignore_errors=True)
-        self.seconds = time.monotonic() - began
 
 
 def _reason(error: Exception) -> str:
@@ -119,44 +117,41 @@ def _reason(error: Exception) -> str:
 
 
 def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None:
+    buffer.ready()
     os.makedirs(order.staging, exist_ok=True)
     file = tensor_file(order.rank)
     names = _unique([item.chunk.name for item in placed])
-    header = tensorfile.header(
-        {
-            name: (tensorfile.dtype_name(item.chunk.part.dtype, name), item.chunk.part.shape, item.begin, item.end)
-            for name, item in zip(names, placed, strict=True)
-        },
-        {"format": "pt", "step": str(order.values.step), "rank": str(order.rank)},
-    )
-    pieces = []
+    entries = tensorfile.entries(zip(names, (item.chunk.part for item in placed), strict=True))
+    notes = {"format": "pt", "step": str(order.values.step), "rank": str(order.rank)}
+    header = tensorfile.header(entries, notes)
+    pieces: list[Piece] = []
+    end = len(header)
     fd = os.open(f"{order.staging}/{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         seal.write_all(fd, memoryview(header))
         for item in placed:
             data = buffer.view(item.begin, item.end)
-            pieces.append(_piece(item, len(header), seal.checksum(data)))
+            begin, end = end, end + len(data)
+            pieces.append(_piece(item.chunk, begin, end, seal.checksum(data)))
             seal.write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
-    size = len(header) + (placed[-1].end if placed else 0)
-    table = Table(order.rank, file, size, len(header), seal.checksum(header), pieces, order.random)
+    table = Table(order.rank, file, end, len(header), seal.checksum(header), pieces, randomness.packed(order.random))
     if order.rank == 0:
         seal.write_durably(f"{order.staging}/{STATE}", seal.sealed(order.values))
     seal.write_durably(f"{order.staging}/{table_file(order.rank)}", seal.sealed(table))
 
 
-def _piece(item: Placed, header: int, checksum: int) -> Piece:
-    chunk = item.chunk
+def _piece(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
     return Piece(
         chunk.name,
-        tensorfile.NAMES[chunk.part.dtype],
+        tensorfile.dtype_name(chunk.part.dtype),
         list(chunk.shape),
         list(chunk.offsets),
         list(chunk.part.shape),
-        header + item.begin,
-        header + item.end,
+        begin,
+        end,
         checksum,
     )
 
@@ -215,7 +210,9 @@ def _commit(order: Order, tables: dict[str, bytes]) -> None:
     manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
     seal.write_durably(f"{order.staging}/{MANIFEST}", seal.sealed(manifest))
     order.folder.commit(order.staging, step)
-    _prune(order)
+    # One that cannot be removed is not worth a training run.
+    with contextlib.suppress(OSError, CheckpointError):
+        _prune(order)
 
 
 def _check_whole(order: Order, tables: Sequence[Table]) -> None:
@@ -252,6 +249,5 @@ def _prune(order: Order) -> None:
         else:
             good.append(info)
     for name in order.keeping.surplus(good, bad):
-        # One that cannot be removed is not worth a training run.
         with contextlib.suppress(OSError):
             order.folder.remove(name)

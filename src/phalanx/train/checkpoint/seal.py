@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from typing import Any, TypeVar
 
 import msgspec
 
-from phalanx.train.checkpoint.fault import CheckpointError
+from phalanx.errors import CheckpointError
 
 T = TypeVar("T")
 PIECE = 8 << 20  # bytes a call: long enough to be fast, short enough to let others have the interpreter
@@ -72,5 +73,9 @@ def sync_folder(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        # Some file systems write names through at once and know no such call for a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)

@@ -9,7 +9,7 @@ be, which counts as one afterwards, and knows one model an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from phalanx.train.checkpoint.fault import CheckpointError
-from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint.plain import Tensors, packed, tensor_names, unpacked
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 @dataclass
@@ -79,6 +80,9 @@ class Shape:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
 
 def targets(kept: Mapping[str, object], plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
     """Memory for every tensor that is needed: a model's own, new memory for the rest. Refuses what does not fit."""
@@ -91,14 +95,14 @@ def targets(kept: Mapping[str, object], plain: Mapping[str, Any], saved: Mapping
                 fix="keep it under the name it was saved by, or load without it",
             )
         if isinstance(thing, nn.Module):
-            found.update(_model_targets(name, thing, saved))
+            found.update(_model_targets(name, thing, plain[name], saved))
         elif isinstance(thing, torch.optim.Optimizer):
             found.update(_optimizer_targets(name, thing, kept, saved))
         else:
             prefix = f"{name}."
             for key, shape in saved.items():
                 if key == name or key.startswith(prefix):
-                    found[key] = torch.empty(shape.shape, dtype=shape.dtype)
+                    found[key] = shape.empty()
     return found
 
 
@@ -119,24 +123,29 @@ def restore(kept: Mapping[str, object], plain: Mapping[str, Any], tensors: Tenso
             _stateful(name, thing).load_state_dict(value)
 
 
-def _model_targets(name: str, model: nn.Module, saved: Mapping[str, Shape]) -> Tensors:
-    have = {f"{name}.{plain_name(key)}": value for key, value in unwrapped(model).state_dict().items()}
-    tensors = {key: value for key, value in have.items() if isinstance(value, torch.Tensor)}
-    there = {key for key in saved if key.startswith(f"{name}.")}
-    details = [f"the model has {key}, the checkpoint has not" for key in tensors if key not in there]
-    details += [f"the checkpoint has {key}, the model has not" for key in sorted(there - set(have))]
-    details += [
-        f"{key} is {tuple(value.shape)} in the model, {saved[key].shape} in the checkpoint"
-        for key, value in tensors.items()
-        if key in saved and tuple(value.shape) != saved[key].shape
-    ]
+def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
+    have = {plain_name(key): value for key, value in unwrapped(model).state_dict().items()}
+    details = [f"the model has {name}.{key}, the checkpoint has not" for key in have if key not in plain]
+    details += [f"the checkpoint has {name}.{key}, the model has not" for key in sorted(set(plain) - set(have))]
+    found: Tensors = {}
+    for key in (key for key in have if key in plain):
+        value, full = have[key], f"{name}.{key}"
+        if not isinstance(value, torch.Tensor) or key.endswith(_EXTRA_STATE):
+            # Whatever the module wants to be told, of whatever shape.
+            found.update({one: saved[one].empty() for one in tensor_names(plain[key])})
+        elif full not in saved:
+            details.append(f"{full} is a tensor in the model, and none in the checkpoint")
+        elif tuple(value.shape) != saved[full].shape:
+            details.append(f"{full} is {tuple(value.shape)} in the model, {saved[full].shape} in the checkpoint")
+        else:
+            found[full] = value
     if details:
         raise CheckpointError(
             f'the checkpoint does not fit the model kept as "{name}"',
             details=details[:6] + [f"and {len(details) - 6} more"] * (len(details) > 6),
             fix="build the model as it was when the checkpoint was written, or start in an empty folder",
         )
-    return tensors
+    return found
 
 
 def _optimizer_targets(
@@ -147,13 +156,20 @@ def _optimizer_targets(
     for key, shape in saved.items():
         if not key.startswith(f"{name}."):
             continue
-        # Names of parameters have dots, those of a parameter's state have none.
-        parameter = parameters.get(key[: key.rfind(".") + 1])
+        parameter = next((parameters[part] for part in _beginnings(key) if part in parameters), None)
         if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape.shape:
             found[key] = torch.zeros_like(parameter.detach(), dtype=shape.dtype)
         else:
-            found[key] = torch.empty(shape.shape, dtype=shape.dtype)
+            found[key] = shape.empty()
     return found
+
+
+def _beginnings(key: str) -> Iterator[str]:
+    """Up to each dot, the longest first: names of parameters have dots, and their state may be a list of tensors."""
+    end = key.rfind(".")
+    while end > 0:
+        yield key[: end + 1]
+        end = key.rfind(".", 0, end)
 
 
 def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ Written here, not by the library, because the bytes are in one buffer already an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from phalanx.train.checkpoint.fault import CheckpointError
+from phalanx.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64,
@@ -32,14 +32,35 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+Entry = tuple[str, Sequence[int], int, int]  # dtype's name, shape, where in the data it begins and ends
 
-def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    if dtype not in NAMES:
-        raise CheckpointError(
-            f"{tensor} is of {dtype}, which has no place in a safetensors file",
-            details=[f"those that have: {', '.join(str(known).removeprefix('torch.') for known in NAMES)}"],
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors calls it, or as torch does, where the format has no such thing."""
+    return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name} is no dtype of torch {torch.__version__}")
+    return found
+
+
+def entries(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Entry]:
+    """Of tensors that lie in this order. What the format has no word for (complex128) is bytes to it."""
+    found: dict[str, Entry] = {}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        known = tensor.dtype in NAMES
+        found[name] = (
+            NAMES.get(tensor.dtype, "U8"),
+            list(tensor.shape) if known else [tensor.nbytes],
+            begin,
+            end,
         )
-    return NAMES[dtype]
+    return found
 
 
 def order(sizes: Sequence[int]) -> list[int]:
@@ -47,11 +68,10 @@ def order(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda place: -sizes[place])
 
 
-def header(entries: Mapping[str, tuple[str, Sequence[int], int, int]], notes: Mapping[str, str]) -> bytes:
-    """Of tensors, each with its dtype's name, shape, and where in the data it begins and ends."""
+def header(entries: Mapping[str, Entry], notes: Mapping[str, str]) -> bytes:
     table: dict[str, object] = {"__metadata__": dict(notes)}
     for name, (dtype, shape, begin, end) in entries.items():
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)  # the data of a mapped file are then aligned
+    text += b" " * (-(8 + len(text)) % 64)  # the data of a mapped file are then aligned
     return len(text).to_bytes(8, "little") + text
