@@ -12,19 +12,18 @@ never committed come again: what a DataLoader has prefetched is nobody's busines
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx.errors import UsageError
+from phalanx.train import chance
 from phalanx.train.order import Last, Order, Position, Step, check_last, count_steps, deal, steps
-from phalanx.train.shards import Deal, Dealt, Shards, Stream, can_shard, find_stateful_loader, is_stateful
+from phalanx.train.shards import Deal, Dealt, Parted, Shards, Stream, can_shard, find_stateful_loader, is_stateful
 
 VERSION = 1
 _AHEAD = 4096  # places that are looked up at once: one by one, they would cost more than a small step allows
@@ -46,18 +45,22 @@ class Loader:
     weights  one number a rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays.
     last     what becomes of the samples at the end that fill no global batch. All ranks take the same number of steps.
              "drop"    nobody gets them.
-             "pad"     batches keep their size, filled up with samples that must not count: use `sample_weights`.
+             "pad"     batches keep their size, filled up with samples that must not count: take
+                       `(losses * loader.sample_weights).sum()` for the mean loss.
              "uneven"  smaller batches; a rank that would have nothing gets one sample at a scale of 0.
     total    adds up an int over all ranks; asked only for a data set with `shard(index, count)`. Without it, a gloo
              group of all ranks is made, at the first batch.
     All other options are those of torch's DataLoader.
 
     So that the mean of all ranks' gradients is the mean over samples, multiply each batch's mean loss by `scale`, which
-    is 1 where all ranks have as many. With "pad", take `(losses * loader.sample_weights).sum()` instead.
+    is 1 where all ranks have as many; `run.backward` does.
 
     An iterable data set is read as `phalanx.train.shards` describes. One that has `state_dict` and `load_state_dict` is
-    resumed by them where torchdata is installed (`pip install phalanx[data]`); else what was consumed is read again and
-    passed over.
+    resumed by them where torchdata is installed (`pip install phalanx[data]`); else, and for other ranks or workers
+    than before, what was consumed is read again and passed over.
+
+    Random numbers (Python's, NumPy's, torch's) that a data set draws depend on seed, epoch and place, not on how often
+    the run was resumed. One with an index and num_workers=0 draws from the training's, which checkpoints keep.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Loader:
         self.batches = deal(_global_batch(batch_size, global_batch, group.world_size), group.world_size, weights)
         self._own_generator = generator is None
         self._generator = generator or torch.Generator()
+        self._device = getattr(group, "device", None)
+        self._workers = num_workers
         _refuse_foreign(options)
         self._feed = self._choose(
             {
@@ -101,17 +106,25 @@ class Loader:
             },
             total or _Total(group.world_size),
         )
-        self._workers = num_workers
         self._committed = self._taken = (Position(), 0)  # and the steps of this epoch
         self._finished = False
         self._resume: dict[str, Any] | None = None
+        self._parted: Parted | None = None
+        self._reading: _Indexed | Stream | Shards = self._feed
+        self._times = 0
         self._dealt: Dealt | None = None
 
     def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> _Indexed | Stream | Shards:
         part = Deal(self.batches, self.rank, self.last)
         if not _is_iterable(self.dataset):
             self._refuse_nothing(len(self.dataset))
-            return _Indexed(self.dataset, _Indices(len(self.dataset), self.seed, self.shuffle, part), options)
+            dataset = self.dataset
+            if type(dataset) is TensorDataset and options["collate_fn"] is None:
+                dataset, options = _Tensors(dataset), {**options, "collate_fn": _as_it_is}
+            # Whoever seeds the workers in a way of their own knows why.
+            seeded = self._workers > 0 and self._own_generator and options.get("worker_init_fn") is None
+            indices = _Indices(len(self.dataset), self.seed, self.shuffle, part, seeded)
+            return _Indexed(_Seeded(dataset) if seeded else dataset, indices, options)
         if self.shuffle:
             raise UsageError(
                 f"{_name(self.dataset)} is iterable, and cannot be shuffled: it has no index",
@@ -130,9 +143,9 @@ class Loader:
                 stacklevel=4,
             )
         return (
-            Shards(self.dataset, part, options, total)
+            Shards(self.dataset, part, options, self.seed, total)
             if can_shard(self.dataset)
-            else Stream(self.dataset, part, options)
+            else Stream(self.dataset, part, options, self.seed)
         )
 
     def _refuse_nothing(self, length: int) -> None:
@@ -178,14 +191,21 @@ class Loader:
         position, done = self._committed
         if self._own_generator:
             # Not torch's own generator: a DataLoader draws from it whenever it starts, and a resumed one starts again.
-            self._generator.manual_seed(_number(self.seed, position.epoch, position.consumed, self.rank))
-        if self._feed.kind != "indexed" and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(position.epoch)
+            self._generator.manual_seed(chance.number(self.seed, position.epoch, position.consumed, self.rank))
         resume, self._resume = self._resume, None
-        return self._hand_out(self._feed.open(position, done, resume))
+        self._reading = self._feed
+        if self._parted is not None and isinstance(self._feed, Shards):
+            self._reading = self._feed.rest(self._parted)
+        self._times += 1
+        return self._hand_out(self._reading.open(position, done, resume), self._times)
 
-    def _hand_out(self, batches: Iterator[Dealt]) -> Iterator[Any]:
+    def _hand_out(self, batches: Iterator[Dealt], time: int) -> Iterator[Any]:
         for dealt in batches:
+            if time != self._times:
+                raise UsageError(
+                    "this loader is read twice at a time: both would get the same samples, or one the other's",
+                    fix="end one loop over it before the next begins, or make a second loader",
+                )
             self._dealt = dealt
             self._taken = (dealt.next, self._taken[1] + 1)
             yield dealt.batch
@@ -203,7 +223,7 @@ class Loader:
     def _begin(self, position: Position, done: int = 0) -> None:
         self._committed = self._taken = (position, done)
         self._finished = False
-        self._resume = None
+        self._resume = self._parted = None
 
     # The batch in hand
 
@@ -223,14 +243,15 @@ class Loader:
 
     @property
     def sample_weights(self) -> Any:
-        """A weight for every sample of the batch, 0 for padding; their sum is `scale`."""
+        """A weight for every sample of the batch: `(losses * sample_weights).sum()` is the mean of those that count."""
         if self._dealt is None:
-            return torch.zeros(0)
-        weights = torch.zeros(self._dealt.size)
-        weights[: self._dealt.count] = self.world_size / self._dealt.total
+            return torch.zeros(0, device=self._device)
+        weights = torch.zeros(self._dealt.size, device=self._device)
+        if self._dealt.count:
+            weights[: self._dealt.count] = 1 / self._dealt.count
         return weights
 
-    # State: plain values, as JSON has them
+    # State: plain values
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last committed step left off. The same on every rank but for `workers`, which may be left out."""
@@ -246,6 +267,8 @@ class Loader:
             "length": self._length(),
             "batches": list(self.batches),
             "num_workers": self._workers,
+            "last": self.last,
+            "parted": self._parted and {**vars(self._parted), "batches": list(self._parted.batches)},
             "workers": self._workers_state(),
         }
 
@@ -257,42 +280,37 @@ class Loader:
             return {"rank": self.rank, "state": self._resume}
         if self._taken != self._committed or not self._committed[1] or self._finished:
             return None  # the workers are further than what counts
-        state = self._feed.snapshot()
-        if state is None:
-            return None
-        try:
-            return {"rank": self.rank, "state": json.loads(json.dumps(state))}
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"the state of {_name(self.dataset)} cannot be kept: {error}",
-                fix="have its state_dict() return numbers, strings, lists and dicts",
-            ) from None
+        state = self._reading.snapshot()
+        return state and {"rank": self.rank, "state": copy.deepcopy(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the last committed step of `state`, at this loader's number of ranks and batch sizes."""
         if state.get("version") != VERSION:
-            raise UsageError(f"this is not the state of a loader, or of another version of phalanx: {sorted(state)}")
-        mine = {"kind": self._feed.kind, "length": self._length(), "shuffle": self.shuffle, "seed": self.seed}
-        wrong = [f"{name}: {state[name]} then, {mine[name]} now" for name in mine if state[name] != mine[name]]
+            raise UsageError(
+                f"this is not the state of a loader, or of another version of phalanx: {sorted(state)}",
+                fix="give what state_dict() of a loader returned, or leave the loader out of what is resumed",
+            )
+        now = {"kind": self._feed.kind, "length": self._length(), "shuffle": self.shuffle, "seed": self.seed}
+        wrong = [f"{name}: {state[name]} then, {now[name]} now" for name in now if state[name] != now[name]]
         if wrong:
             raise UsageError(
                 "the data is not what it was when this state was saved, so what has been consumed cannot be told",
                 details=wrong,
                 fix="give the same data set, seed and shuffle, or leave the loader out of what is resumed",
             )
-        same = state["batches"] == list(self.batches) and state["num_workers"] == self._workers
-        if self._feed.kind == "shards" and state["steps"] and not same:
-            raise UsageError(
-                f"{_name(self.dataset)} is dealt by shard(index, count), and to others than before, in mid-epoch",
-                details=[
-                    f"batches of all ranks: {state['batches']} then, {list(self.batches)} now",
-                    f"num_workers: {state['num_workers']} then, {self._workers} now",
-                ],
-                fix="resume with the same ranks and workers; or take out shard(), and any number of ranks goes on",
-            )
+        mine = {"batches": list(self.batches), "num_workers": self._workers, "last": self.last}
+        same = all(state[name] == mine[name] for name in mine)
         self._begin(Position(state["epoch"], state["consumed"]), state["steps"])
-        workers = state.get("workers")
-        if workers and same and workers["rank"] == self.rank and find_stateful_loader() is not None:
+        parted = state["parted"]
+        if parted is None and self._feed.kind == "shards" and state["steps"] and not same:
+            parted = {"workers": max(1, state["num_workers"])}
+            parted |= {name: state[name] for name in ("batches", "last", "steps", "consumed")}
+        if parted is not None:
+            self._parted = Parted(**{**parted, "batches": tuple(parted["batches"])})
+        workers = state["workers"]
+        # All ranks read a stream alike, and a checkpoint has rank 0's.
+        fits = same and workers is not None and (self._feed.kind == "stream" or workers["rank"] == self.rank)
+        if fits and find_stateful_loader() is not None:
             self._resume = workers["state"]
 
 
@@ -322,32 +340,77 @@ class _Indexed:
 class _Indices:
     """The indices of this rank's batches from `position` on: a batch sampler."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool, part: Deal) -> None:
+    def __init__(self, length: int, seed: int, shuffle: bool, part: Deal, seeded: bool) -> None:
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
         self.part = part
+        self.seeded = seeded  # each batch begins with a seed, for `_Seeded`
         self.position = Position()
 
     def steps(self) -> Iterator[Step]:
         return steps(self.position, self.length, self.part.batches, self.part.last)
 
     def __iter__(self) -> Iterator[list[int]]:
+        batches = self._batches()
+        if not self.seeded:
+            return batches
+        numbers = (chance.number(self.seed, *step.position, self.part.rank) for step in self.steps())
+        return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
+
+    def _batches(self) -> Iterator[list[int]]:
         order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
-        portions = (step.portion(self.part.rank).places for step in self.steps())
-        while ahead := list(islice(portions, -(-_AHEAD // self.part.batch))):
-            indices = iter(look_up(order, [place for places in ahead for place in places]))
-            yield from (list(islice(indices, len(places))) for places in ahead)
+        whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
+        start = self.position.consumed + sum(self.part.batches[:rank])
+        full = (self.length - self.position.consumed) // whole
+        ahead = max(1, _AHEAD // batch)
+        for first in range(0, full, ahead):
+            step = torch.arange(first, min(first + ahead, full))
+            yield from look_up(order, start + whole * step[:, None] + torch.arange(batch)).tolist()
+        last = Position(self.position.epoch, self.position.consumed + full * whole)
+        for tail in steps(last, self.length, self.part.batches, self.part.last):
+            yield look_up(order, torch.tensor(tail.portion(rank).places)).tolist()
 
 
-def look_up(order: Order, places: list[int]) -> list[int]:
-    """`[order[place] for place in places]`, computed for all at once."""
+class _Tensors:
+    """A TensorDataset, of which a batch is taken at once: sample by sample it takes ten times as long."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        places = torch.tensor(indices)
+        return [tensor[places] for tensor in self._tensors]
+
+
+def _as_it_is(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+class _Seeded:
+    """The data set as a worker sees it: what it draws for a batch does not depend on the batches before."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._many = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, batch: list[int]) -> list[Any]:
+        seed, *indices = batch
+        chance.seed(seed)
+        if self._many is not None:
+            return list(self._many(indices))
+        return [self._dataset[index] for index in indices]
+
+
+def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
+    """`order[place]` for each of them, computed for all at once."""
     if not order.shuffle:
         return places
-    found = order.permute(torch.tensor(places, dtype=torch.int64))
-    while (outside := found >= order.length).any():
-        found[outside] = order.permute(found[outside])
-    return list(found.tolist())
+    found = order.permute(places)
+    outside = found >= order.length  # few, if any
+    if outside.any():
+        found[outside] = torch.tensor([order.inside(place) for place in found[outside].tolist()])
+    return found
 
 
 class _Total:
@@ -370,10 +433,12 @@ class _Total:
 
 
 def _global_batch(batch_size: int | None, global_batch: int | None, world_size: int) -> int:
-    given = [f"{name}={value}" for name, value in (("batch_size", batch_size), ("global_batch", global_batch)) if value]
-    if len(given) != 1 or (batch_size or global_batch or 0) < 1:
+    given = {"batch_size": batch_size, "global_batch": global_batch}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1 or not all(isinstance(value, int) and value > 0 for value in given.values()):
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
-            f"how much is a batch? {', '.join(given) or 'neither batch_size nor global_batch'} was given",
+            f"how much is a batch? {said or 'neither batch_size nor global_batch'} was given",
             fix="batch_size=… (samples of one rank) or global_batch=… (of all ranks together)",
         )
     return global_batch or (batch_size or 0) * world_size
@@ -385,6 +450,11 @@ def _refuse_foreign(options: dict[str, Any]) -> None:
         raise UsageError(
             f"{', '.join(sorted(ours))}: this loader decides itself who gets which samples",
             fix='shuffle=…, weights=… and last="drop", "pad" or "uneven"',
+        )
+    if options.get("in_order") is False:
+        raise UsageError(
+            "in_order=False: batches out of their order could not be told apart, nor which samples are consumed",
+            fix="leave in_order out",
         )
 
 
@@ -412,8 +482,3 @@ def _name(dataset: Any) -> str:
 def _pins(group: Ranks) -> bool:
     device = getattr(group, "device", None)
     return bool(torch.cuda.is_available()) if device is None else str(device).startswith("cuda")
-
-
-def _number(*parts: int) -> int:
-    text = " ".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

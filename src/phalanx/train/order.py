@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from phalanx.errors import UsageError
 
@@ -53,13 +53,16 @@ class Order:
             raise IndexError(f"place {place} of an order of {self.length}")
         if not self.shuffle:
             return place
-        place = self.permute(place)
-        while place >= self.length:
-            place = self.permute(place)
-        return place
+        return self.inside(self.permute(place))
 
     def __iter__(self) -> Iterator[int]:
         return map(self.__getitem__, range(self.length))
+
+    def inside(self, place: int) -> int:
+        """Walk on, if the walk has led out of the order."""
+        while place >= self.length:
+            place = self.permute(place)
+        return place
 
     def permute(self, place: Places) -> Places:
         """One walk over the rectangle, for a place or for many: a tensor of 64-bit integers computes as one does."""
@@ -68,15 +71,22 @@ class Order:
         left, right = place // columns, place % columns
         for key in self._keys:
             mixed = right ^ key
-            mixed = ((mixed ^ mixed >> 16) * 0x7FEB352D) & _WORD
-            mixed = ((mixed ^ mixed >> 15) * 0x846CA68B) & _WORD
-            left, right = right, (left + (mixed ^ mixed >> 16)) % rows
+            # In place, which for a tensor of many places is what saves the time.
+            mixed ^= mixed >> 16
+            mixed *= 0x7FEB352D
+            mixed &= _WORD
+            mixed ^= mixed >> 15
+            mixed *= 0x846CA68B
+            mixed &= _WORD
+            mixed ^= mixed >> 16
+            mixed += left
+            mixed %= rows
+            left, right = right, mixed
             rows, columns = columns, rows
         return left * columns + right
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """How far the training has come: `consumed` places of the epoch's order are done with; at its end, all of them."""
 
     epoch: int = 0
@@ -91,8 +101,7 @@ class Portion:
     count: int  # how many of them count
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What all ranks take together: `counts` samples each, filled up to `sizes` by padding."""
 
     position: Position
