@@ -16,8 +16,9 @@ total = ranks.sum().item()
 right: list[str] = []
 
 
-def check(name: str, seen: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(seen, expected), f"{name} on rank {rank}: {seen.tolist()}, expected {expected.tolist()}"
+def check(name: str, seen: object, expected: object) -> None:
+    seen, expected = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (seen, expected))
+    assert seen == expected, f"{name} on rank {rank}: {seen}, expected {expected}"
     right.append(name)
 
 
@@ -96,6 +97,23 @@ counts = [r + 1 for r in range(world)]
 x = torch.empty(sum(counts))
 dist.all_to_all_single(x, sent, output_split_sizes=counts, input_split_sizes=[rank + 1] * world)
 check("all_to_all_single(uneven)", x, ranks.repeat_interleave(torch.tensor(counts)))
+
+# Python objects. They are pickled, and whoever unpickles runs what the sender says: among friends only.
+everybody = [{"from": r} for r in range(world)]
+things = [{"from": rank}]
+dist.broadcast_object_list(things, src=1)
+check("broadcast_object_list", things, [{"from": 1}])
+
+things = [None]
+dist.scatter_object_list(things, [f"for {r}" for r in range(world)] if rank == 0 else None, src=0)
+check("scatter_object_list", things, [f"for {rank}"])
+
+things = [None] * world
+dist.gather_object({"from": rank}, things if rank == 0 else None, dst=0)
+check("gather_object", things, everybody if rank == 0 else [None] * world)
+
+dist.all_gather_object(things, {"from": rank})
+check("all_gather_object", things, everybody)
 
 # Nobody goes on before all are here.
 dist.barrier()

@@ -2,12 +2,14 @@
 
 import os
 import threading
+import warnings
 
 import torch
 from torch import nn
 from torch.distributed import rpc
 from torch.futures import Future
 
+warnings.filterwarnings("ignore", module=r"torch\.distributed")  # about torch's own affairs
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TRUTH = torch.tensor([3.0, -2.0, 0.5])
 STEPS = 60

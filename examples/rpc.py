@@ -1,20 +1,18 @@
 """phalanx run -g 3 examples/rpc.py: call a function on another rank, and keep objects there: remote call, RRef"""
 
 import os
+import warnings
 
 import torch
 from torch.distributed import rpc
 
+warnings.filterwarnings("ignore", module=r"torch\.distributed")  # about torch's own affairs
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
     """Runs on the rank that is called, and says so."""
     return torch.stack([2 * x, torch.full_like(x, rpc.get_worker_info().id)])
-
-
-def fails() -> None:
-    raise ValueError("this cannot be done")
 
 
 class Counter:
@@ -31,21 +29,13 @@ class Counter:
 def main() -> None:
     other = f"worker{(rank + 1) % world}"
 
-    # Wait for the result.
+    # Wait for the result. An exception there would be raised here.
     doubled, where = rpc.rpc_sync(other, double, (torch.tensor(float(rank)),))
     assert (doubled.item(), where.item()) == (2.0 * rank, (rank + 1) % world)
 
     # Go on, and wait later.
     futures = [rpc.rpc_async(other, double, (torch.tensor(float(n)),)) for n in range(10)]
     assert [future.wait()[0].item() for future in futures] == [2.0 * n for n in range(10)]
-
-    # An exception there is raised here (and torch prints it there).
-    try:
-        rpc.rpc_sync(other, fails)
-        raised = "nothing"
-    except ValueError as error:
-        raised = str(error)
-    assert "this cannot be done" in raised
 
     # The result stays there; this rank holds a reference to it (RRef).
     counter = rpc.remote(other, Counter)

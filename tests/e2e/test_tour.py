@@ -23,6 +23,7 @@ def test_the_whole_tour_in_a_pipe() -> None:
     assert result.err == ""
     assert f"{len(SCENES)} of {len(SCENES)} as the picture says" in result.out
     assert "\x1b" not in result.out
+    assert "Colours" not in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     for scene in SCENES:
         assert re.search(rf"^{scene.name}  {re.escape(scene.title)}$", result.out, re.MULTILINE)
@@ -41,12 +42,22 @@ def test_one_scene_line_by_line() -> None:
     ]
 
 
+def test_where_arrows_cannot_be_written() -> None:
+    result = phalanx("tour", "reduce", "--ranks", "2", env={"PYTHONIOENCODING": "ascii"})
+    assert result.code == 0, result.err
+    assert [line.split() for line in result.out.splitlines()[4:6]] == [
+        ["rank", "0", "0", "1", "->", "10", "12"],
+        ["rank", "1", "10", "11", "->", ".", "."],
+    ]
+
+
 def test_in_a_terminal_a_number_has_the_colour_of_its_rank() -> None:
     job = terminal("tour", "broadcast", "--ranks", "2")
     assert job.wait() == 0
     row = next(line for line in job.out.splitlines() if "→" in line)
     assert "\x1b[36m   0\x1b[0m" in row  # rank 0's own
     assert "\x1b[32m  10\x1b[0m" in row  # rank 1's
+    assert "Colours:" in job.out
 
 
 def test_the_most_ranks_still_fit() -> None:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.demo import scenes
 from phalanx.demo.scenes import Cell, Row, Scene
@@ -61,7 +61,7 @@ def _tour(chosen: Sequence[Scene], world: int) -> int:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_legend(world))
+    console.print(_legend(console, world))
     names = [scene.name for scene in chosen]
     code, text = _perform([str(world), *names])
     if code:
@@ -107,34 +107,50 @@ def _ms(seconds: float) -> int:
 # -- the picture
 
 
-def _legend(world: int) -> Text:
+class Marks(NamedTuple):
+    arrow: str = "→"
+    nothing: str = "·"
+
+
+def _marks(console: Console) -> Marks:
+    """What this terminal or pipe can show."""
+    try:
+        "".join(Marks()).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return Marks("->", ".")
+    return Marks()
+
+
+def _legend(console: Console, world: int) -> Text:
     from rich.text import Text
 
-    text = Text("What came from rank 1 begins with 1. Colours: ")
-    for rank in range(world):
-        text.append(f"{rank} ", style=f"bold {COLOURS[rank]}")
-    text.append(", of several: ")
-    text.append(" 42", style="bold reverse")
+    text = Text(f"What came from rank 1 begins with 1; {_marks(console).nothing} is nothing, or nothing to rely on.")
+    if console.color_system is not None:
+        text.append("\nColours:")
+        for rank in range(world):
+            text.append(f" {rank}", style=f"bold {COLOURS[rank]}")
+        text.append(", of several ")
+        text.append(" 42", style="bold reverse")
     return text
 
 
 def _show(console: Console, scene: Scene, code: str, before: list[list[Any]], after: list[list[Any]]) -> None:
     from rich.text import Text
 
-    world = len(before)
+    world, marks = len(before), _marks(console)
     console.print()
     console.print(Text.assemble((scene.name, "bold"), f"  {scene.title}"))
     for line in code.splitlines():
         console.print(Text(f"    {line}", style="italic"))
-    lefts = [_row(before[rank], scene.before(rank, world), scene, rank) for rank in range(world)]
-    rights = [_row(after[rank], scenes.expected(scene, rank, world), scene, rank) for rank in range(world)]
+    lefts = [_row(before[rank], scene.before(rank, world), marks, scene, rank) for rank in range(world)]
+    rights = [_row(after[rank], scenes.expected(scene, rank, world), marks, scene, rank) for rank in range(world)]
     wide = max(len(left) for left in lefts)
     for rank, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         gap = " " * (wide - len(left))
-        console.print(Text.assemble("  rank ", (str(rank), COLOURS[rank]), " ", left, gap, "  →  ", right))
+        console.print(Text.assemble("  rank ", (str(rank), COLOURS[rank]), " ", left, gap, f"  {marks.arrow}  ", right))
 
 
-def _row(values: Sequence[Any], row: Row, scene: Scene, rank: int) -> Text:
+def _row(values: Sequence[Any], row: Row, marks: Marks, scene: Scene, rank: int) -> Text:
     """What a rank really held; the colours are the picture's."""
     from rich.text import Text
 
@@ -142,11 +158,11 @@ def _row(values: Sequence[Any], row: Row, scene: Scene, rank: int) -> Text:
     if scene.unit:
         return text.append(f"{values[0]:4} {scene.unit}", style=COLOURS[rank])
     if not values:
-        return text.append("   ·")
+        return text.append(f"   {marks.nothing}")
     for place, value in enumerate(values):
         cell = row[place] if place < len(row) else Cell("?")
         if cell is None:
-            text.append("   ·")  # torch leaves open what is there
+            text.append(f"   {marks.nothing}")  # torch leaves open what is there
         elif cell.origin is None:
             text.append(" ")
             text.append(f"{value:>3}", style="bold reverse")

@@ -109,6 +109,12 @@ def scatter_objects(t: Any, rank: int, world: int) -> Any:
 
 
 def gather_objects(t: Any, rank: int, world: int) -> Any:
+    objects = [None] * world if rank == 0 else None
+    dist.gather_object(t[0], objects, dst=0)
+    return objects or []
+
+
+def all_gather_objects(t: Any, rank: int, world: int) -> Any:
     objects = [None] * world
     dist.all_gather_object(objects, t[0])
     return objects
