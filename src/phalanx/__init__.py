@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
+    from phalanx.errors import RankError
     from phalanx.join.spawn import spawn
     from phalanx.join.topology import Topology
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
 
-__all__ = ["Run", "__version__", "init", "main", "spawn", "topology"]
+__all__ = ["RankError", "Run", "__version__", "init", "main", "spawn", "topology"]
 
 # Found at first use: the launcher imports this package too, and has no time for torch.
 _WHERE = {
+    "RankError": "phalanx.errors",
     "Run": "phalanx.train.run",
     "init": "phalanx.train.main",
     "main": "phalanx.train.main",

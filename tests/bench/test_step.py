@@ -75,7 +75,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
 
 def test_a_small_real_run(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    small = ("--rounds", "3", "--width", "8", "--layers", "1", "--batch", "4", "--cases", "accumulated")
+    small = ("--rounds", "3", "--width", "8", "--layers", "1", "--batch", "4", "--cases", "data")
     done = phalanx("bench", "step", *small, "--json", str(file))
     # Whether 1% is kept is not to be seen in three rounds of so small a step; that all loops ran is.
     assert done.code in (0, 1), done.err

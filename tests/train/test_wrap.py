@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,9 @@ def test_a_loss_that_was_not_scaled_is_told(how: str) -> None:
 def test_an_optimizer_made_before_fsdp_goes_on_with_its_state() -> None:
     for rank in seen():
         assert rank["made_before"]["fsdp"] == pytest.approx(rank["made_before"]["ddp"], rel=1e-4)
+        # What was there before sharding is gone, or nothing would have been saved by it.
+        assert not rank["made_before"]["fsdp holds the whole"]
+        assert rank["made_before"]["ddp holds the whole"]
 
 
 def test_rank_0_has_the_model() -> None:
@@ -221,6 +225,53 @@ def test_two_optimizers_step_after_one_backward() -> None:
         plain(x).square().mean().backward()
         opt.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_each_model_has_its_own_window() -> None:
+    stepper = Stepper()
+    first, second = Net(), Net()
+    wrapped = [
+        wrap(first, group=Nobody(), stepper=stepper, accumulate=2),
+        wrap(second, group=Nobody(), stepper=stepper),
+    ]
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+    done = []
+    for _ in range(4):
+        sum(net(torch.ones(1, 3)).sum() for net in wrapped).backward()
+        done.append([stepper.step(opt).done for opt in opts])
+    assert done == [[False, True], [True, True]] * 2
+
+
+def test_two_optimizers_unscale_by_the_scale_of_their_backward() -> None:
+    """The one overflows, which makes the scale smaller: not before the other has used it."""
+    model = Net()
+    wrapped = wrap(model, group=Nobody(), precision="fp16")
+    wrapped.scaler.load_state_dict({**wrapped.scaler.state_dict(), "scale": 8.0})
+    opts = [torch.optim.SGD([parameter], lr=1.0) for parameter in model.parameters()]
+    before = model.layer.bias.detach().clone()
+    wrapped(torch.ones(1, 3))
+    wrapped.backward(model.layer.weight.sum() * 1e38 + model.layer.bias.sum())
+    assert [wrapped.step(opt).skipped for opt in opts] == [True, False]
+    torch.testing.assert_close(model.layer.bias.detach(), before - 1.0)
+    assert wrapped.stepper.state_dict()["scaler"]["scale"] == 4.0
+
+
+def test_a_copy_is_one_of_the_model() -> None:
+    model = Net()
+    average = torch.optim.swa_utils.AveragedModel(wrap(model, group=Nobody()))
+    assert type(average.module) is Net
+    assert average.module.layer.weight is not model.layer.weight
+
+
+def test_what_has_taken_the_place_of_a_parameter_is_left_alone() -> None:
+    """By identity, not by its address in memory, which another has when the first is gone."""
+    model = Net()
+    wrapped = wrap(model, group=Nobody())
+    gone, now, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    wrapped.__dict__["_became"] = {id(other): (weakref.ref(gone), now)}
+    opt = torch.optim.SGD([other], lr=0.1)
+    wrapped.adopt(opt)
+    assert opt.param_groups[0]["params"][0] is other
 
 
 def test_a_scheduler_goes_with_updates() -> None:

@@ -44,10 +44,17 @@ class Case:
     name: str
     accumulate: int = 1
     clip: float | None = None
+    reads: bool = False  # batches of a data set, each its own; else one batch again and again
 
 
 CASES = {
-    case.name: case for case in (Case("plain"), Case("clipped", clip=1.0), Case("accumulated", accumulate=4, clip=1.0))
+    case.name: case
+    for case in (
+        Case("plain"),
+        Case("clipped", clip=1.0),
+        Case("accumulated", accumulate=4, clip=1.0),
+        Case("data", accumulate=4, clip=1.0, reads=True),
+    )
 }
 
 

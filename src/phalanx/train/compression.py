@@ -12,7 +12,10 @@ NAMES = ("fp16", "bf16", "powersgd")
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """`compress=PowerSGD(rank=4)`: matrices of that rank, after `start` steps in full, errors fed back."""
+    """`compress=PowerSGD(rank=4)`: matrices of that rank, after `start` steps in full, errors fed back.
+
+    What is to be fed back is in no checkpoint: a resumed training begins with `start` steps in full again.
+    """
 
     rank: int = 2
     start: int = 1000

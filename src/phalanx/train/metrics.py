@@ -1,4 +1,4 @@
-"""What a training measured: `metrics.jsonl`, a committed step a line, and TensorBoard's files where it is installed.
+"""What a training measured: `metrics.jsonl`, a committed step a line, and TensorBoard's files in `tensorboard/`.
 
 {"step": 120, "epoch": 1, "time": 1731650000.123, "loss": 0.3021, "accuracy": 0.91}
 
@@ -8,25 +8,33 @@ A resumed run cuts off what is after the step that it resumes from, so that ever
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, BinaryIO
 
+import torch
+
+from phalanx.errors import UsageError
+from phalanx.train.board import Board
+
 NAME = "metrics.jsonl"
-PREVIOUS = "metrics.previous.jsonl"
-FLUSH_EVERY = 2.0
+PREVIOUS = "metrics.{}.jsonl"  # of trainings that began here before
+FLUSH_EVERY = 1.0
+MOST = 1000  # lines that wait
+OURS = frozenset(("step", "epoch", "time"))
 _BLOCK = 1 << 16
 
 
 class Metrics:
     """`metrics = Metrics(folder, resumed_at=run_was_at)` on rank 0, then `write` a step, and `close`.
 
-    Lines wait in memory and are written every two seconds: a value that is a tensor on a GPU is waited for then, and
-    not in the training's step. `tensorboard`: None if it is installed, True to be told (`note`) that it is not.
+    Lines wait in memory and are written every second: what is on a GPU is waited for then, once, and not in the
+    training's step. A disk that is full ends the metrics, which is said, and not the training.
     """
 
     def __init__(
@@ -34,50 +42,53 @@ class Metrics:
         folder: str,
         *,
         resumed_at: int = 0,
-        tensorboard: bool | None = None,
+        tensorboard: bool = True,
+        say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        os.makedirs(folder, exist_ok=True)
         self.path = os.path.join(folder, NAME)
-        self.note = ""
-        _prepare(self.path, resumed_at)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self._waiting: list[tuple[int, int, float, dict[str, Any]]] = []
+        self._say = say if say is not None else _say
+        self._waiting: list[tuple[int, int, float, Mapping[str, Any]]] = []
         self._clock = clock
         self._due = clock() + FLUSH_EVERY
-        self._board = self._open_board(folder, resumed_at) if tensorboard is not False else None
-        if tensorboard and self._board is None:
-            self.note = "TensorBoard's files are not written: it is not installed; pip install 'phalanx[tensorboard]'"
+        self._file: BinaryIO | None = None
+        self._board: Board | None = None
+        with self._or_none():
+            os.makedirs(folder, exist_ok=True)
+            _prepare(self.path, resumed_at)
+            self._file = open(self.path, "ab")  # noqa: SIM115
+            if tensorboard:
+                self._board = Board(os.path.join(folder, "tensorboard"), resumed_at + 1)
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Of a committed step: numbers, or tensors of one element."""
-        self._waiting.append((step, epoch, time.time(), {name: _held(value) for name, value in values.items()}))
-        if self._clock() >= self._due:
+        """Of a committed step, as `held` returned them."""
+        if self._file is None:
+            return
+        self._waiting.append((step, epoch, time.time(), values))
+        if len(self._waiting) >= MOST or self._clock() >= self._due:
             self.flush()
 
     def flush(self) -> None:
         """What was written so far can be read by others. Not fsynced: a power cut may take the last lines."""
         waiting, self._waiting = self._waiting, []
-        for step, epoch, when, values in waiting:
-            numbers = {name: float(value) for name, value in values.items()}
-            self._file.write(encode(step, epoch, when, numbers))
-            if self._board is not None:
-                for name, number in numbers.items():
-                    self._board.add_scalar(name, number, step, walltime=when)
-        self._file.flush()
-        if self._board is not None and waiting:
-            self._board.flush()
         self._due = self._clock() + FLUSH_EVERY
+        if self._file is None or not waiting:
+            return
+        rows = read(values for *_, values in waiting)
+        lines = [encode(step, epoch, when, row) for (step, epoch, when, _), row in zip(waiting, rows, strict=True)]
+        with self._or_none():
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+            if self._board is not None:
+                for (step, _, when, _), row in zip(waiting, rows, strict=True):
+                    self._board.write(step, when, row)
+                self._board.flush()
 
     def close(self) -> None:
-        if self._file.closed:
-            return
         try:
             self.flush()
         finally:
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
+            self._end()
 
     def __enter__(self) -> Metrics:
         return self
@@ -85,32 +96,85 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open_board(self, folder: str, resumed_at: int) -> Any:
-        if importlib.util.find_spec("tensorboard") is None:
-            return None
-        from torch.utils.tensorboard import SummaryWriter
+    @contextlib.contextmanager
+    def _or_none(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            self._end()
+            self._say(f"metrics are not written any more: {error}")
 
-        # What an earlier process wrote for later steps is not shown.
-        return SummaryWriter(os.path.join(folder, "tensorboard"), purge_step=resumed_at + 1 if resumed_at else None)
+    def _end(self) -> None:
+        for file in (self._file, self._board):
+            if file is not None:
+                with contextlib.suppress(OSError):  # what could not be written is tried once more
+                    file.close()
+        self._file = self._board = None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"phalanx: {text}\n")
+
+
+# -- values
+
+
+def held(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As they are now, to be read later: a training may change a tensor in place.
+
+    A number of what is on the CPU, and of what is not a copy beside it: nobody waits for a GPU here.
+    """
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = _number(name, value) if value.is_cpu or value.numel() != 1 else value.detach().clone()
+        else:
+            found[name] = value if type(value) is float else _number(name, value)
+    if not OURS.isdisjoint(found):
+        name = min(OURS & found.keys())
+        raise UsageError(f'a metric cannot be named "{name}": every line has one of ours', fix=f"my_{name}=…")
+    return found
+
+
+def read(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Of held values numbers. Those on a GPU come with one copy for all of a kind, not one for each."""
+    found: list[dict[str, float]] = [dict(row) for row in rows]
+    far: dict[Any, list[tuple[dict[str, float], str, torch.Tensor]]] = {}
+    for row in found:
+        for name, value in row.items():
+            if isinstance(value, torch.Tensor):
+                far.setdefault((value.device, value.dtype, value.shape), []).append((row, name, value))
+    for places in far.values():
+        numbers = torch.stack([value for _, _, value in places]).flatten().tolist()
+        for (row, name, _), number in zip(places, numbers, strict=True):
+            row[name] = float(number)
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach().item() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        seen = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise UsageError(
+            f"the metric {name} is {seen}, not one number", fix=f"run.step(opt, {name}={name}.mean())"
+        ) from None
+
+
+# -- the file
 
 
 def encode(step: int, epoch: int, when: float, values: Mapping[str, float]) -> str:
     """One line. JSON has no word for what is not a finite number, so that is text, which float() reads."""
-    record: dict[str, Any] = {"step": step, "epoch": epoch, "time": round(when, 6)}
+    parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}']
     for name, value in values.items():
-        record[name] = value if math.isfinite(value) else str(value)
-    return json.dumps(record) + "\n"
+        parts.append(f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f'{_quoted(name)}: "{value!r}"')
+    return ", ".join(parts) + "}\n"
 
 
-def _held(value: Any) -> Any:
-    """As it is now: a training may change a tensor in place before the line is written."""
-    if isinstance(value, (int, float)):
-        return value
-    if hasattr(value, "detach"):
-        value = value.detach()
-        if value.device.type != "cpu":
-            return value.clone()
-    return float(value)
+@cache
+def _quoted(name: str) -> str:
+    return json.dumps(name)
 
 
 def _prepare(path: str, resumed_at: int) -> None:
@@ -118,10 +182,18 @@ def _prepare(path: str, resumed_at: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if resumed_at == 0:
             if os.path.getsize(path):
-                os.replace(path, os.path.join(os.path.dirname(path), PREVIOUS))
+                os.replace(path, _free(os.path.dirname(path)))
         else:
             with open(path, "r+b") as file:
                 file.truncate(cut(file, resumed_at))
+
+
+def _free(folder: str) -> str:
+    """A name that no earlier training has."""
+    number = 1
+    while os.path.exists(path := os.path.join(folder, PREVIOUS.format(number))):
+        number += 1
+    return path
 
 
 def cut(file: BinaryIO, step: int) -> int:

@@ -3,6 +3,8 @@
     with Progress(total=1000, start=run_was_at) as progress:
         for …:
             progress.advance(samples=64, values={"loss": loss})
+            with progress.aside():
+                print("…")
 
 Plain text and no thread: a step at which nothing is drawn costs a look at the clock. Under `phalanx run` rank 0 has a
 terminal of its own if people have one, and the console keeps its unfinished row alive below what others print.
@@ -15,14 +17,16 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 DRAW_EVERY = 0.1  # seconds, on a terminal
 LOG_EVERY = 30.0  # without one
+READ_EVERY = 1.0  # values: a GPU has to come to the end of its work for that
 WINDOW = 10.0  # of which the speed is told
 _FULL, _EMPTY = "━", "─"
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -103,21 +107,22 @@ class Progress:
         self.title = title
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
-        self._shown = shown
         self._live = shown and _is_terminal(self._stream)
         self._every = DRAW_EVERY if self._live else LOG_EVERY
         self._ascii = "utf" not in (getattr(self._stream, "encoding", None) or "").lower()
         self._step = start
         self._samples = 0
         self._values: Mapping[str, Any] = {}
+        self._numbers: dict[str, float] = {}
+        self._stale = -_NEVER  # when they are to be read again
         now = clock()
         self._marks = deque([(now, start, 0)])  # (time, step, samples) of the last WINDOW seconds
-        self._due = now + self._every if shown else float("inf")
-        self._drawn = -1
-        self._open = shown
+        self._due = now + self._every if shown else _NEVER
+        self._drawn = start  # the step that was shown last
+        self._row = ""  # what is on the screen, with the cursor behind it
 
     def advance(self, samples: int = 0, values: Mapping[str, Any] | None = None, steps: int = 1) -> None:
-        """A committed step. Values are numbers or tensors; a tensor is read only when it is drawn."""
+        """A committed step. Values are numbers or tensors; a tensor is read only when it is drawn, and seldom."""
         self._step += steps
         self._samples += samples
         if values is not None:
@@ -125,26 +130,27 @@ class Progress:
         if self._clock() >= self._due:
             self._draw()
 
-    def say(self, text: str) -> None:
-        """A line of text above the bar."""
-        if self._live and self._drawn >= 0:
-            self._stream.write("\r\x1b[K")
-        self._stream.write(f"{text}\n")
-        if self._live and self._open and self._drawn >= 0:
-            self._draw()
-        self._flush()
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """While something else is printed: the bar makes room for it, and is there again below."""
+        if self._row:
+            self._write("\r\x1b[K")
+        try:
+            yield
+        finally:
+            if self._row:
+                self._write(self._row)
 
     def close(self) -> None:
-        """The last state stays."""
-        if not self._open:
+        """The last state stays. Of a training that has done nothing, there is none."""
+        if self._due == _NEVER:
             return
-        self._open = False
-        if self._step != self._drawn or self._live:
+        self._stale = -_NEVER
+        if self._row or self._step != self._drawn:
             self._draw()
-        if self._live:
-            self._stream.write("\n")
-            self._flush()
-        self._due = float("inf")
+        if self._row:
+            self._write("\n")
+        self._due, self._row = _NEVER, ""
 
     def __enter__(self) -> Progress:
         return self
@@ -154,39 +160,46 @@ class Progress:
 
     def sight(self) -> Sight:
         """What would be drawn now."""
+        now = self._clock()
         then, step, samples = self._marks[0]
-        seconds, steps = self._clock() - then, self._step - step
+        seconds, steps = now - then, self._step - step
         known = seconds > 0 and steps > 0
         left = None
         if known and self.total is not None:
             left = max(self.total - self._step, 0) * seconds / steps
         rate = (self._samples - samples) / seconds if known and self._samples > samples else None
-        values = {name: _number(value) for name, value in self._values.items()}
-        return Sight(self._step, self.total, self.title, values, rate, left)
+        if now >= self._stale:
+            self._numbers = {name: _number(value) for name, value in self._values.items()}
+            self._stale = now + READ_EVERY
+        return Sight(self._step, self.total, self.title, self._numbers, rate, left)
 
     def _draw(self) -> None:
         sight = self.sight()
         now = self._clock()
-        if self._live:
-            self._stream.write(f"\r{bar(sight, self._columns() - 1, ascii_only=self._ascii)}\x1b[K")
-        else:
-            self._stream.write(f"{line(sight)}\n")
-        self._flush()
-        self._drawn = self._step
         self._due = now + self._every
+        if self._live:
+            self._row = f"\r{bar(sight, self._columns() - 1, ascii_only=self._ascii)}\x1b[K"
+            self._write(self._row)
+        else:
+            self._write(f"{line(sight)}\n")
+        self._drawn = self._step
         self._marks.append((now, self._step, self._samples))
         # The oldest mark is the one just outside of the window, so that there is always something to compare with.
         while len(self._marks) > 2 and now - self._marks[1][0] >= max(WINDOW, self._every):
             self._marks.popleft()
 
+    def _write(self, text: str) -> None:
+        """A terminal that was closed, or a log on a full disk, ends the bar and not the training."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._due, self._row = _NEVER, ""
+
     def _columns(self) -> int:
         with contextlib.suppress(OSError, ValueError):
             return os.get_terminal_size(self._stream.fileno()).columns or 80
         return 80
-
-    def _flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
 
 
 def _number(value: Any) -> float:

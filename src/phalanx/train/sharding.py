@@ -52,8 +52,8 @@ def _apart(model: Any, unit: Any) -> bool:
     )
 
 
-def shard(model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool) -> dict[int, Any]:
-    """Shards in place. Returns what has become of each parameter, for an optimizer made before: id -> parameter."""
+def shard(model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool) -> list[tuple[Any, Any]]:
+    """Shards in place. Returns each parameter and what it has become, for an optimizer that was made before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -70,4 +70,4 @@ def shard(model: Any, device: Any, *, policy: Policy, precision: Any, compiled: 
         fully_shard(part, mesh=mesh, mp_policy=precision.policy())
     fully_shard(model, mesh=mesh, mp_policy=precision.policy(root=True))
     after = dict(model.named_parameters(remove_duplicate=False))
-    return {id(parameter): after[name] for name, parameter in before.items()}
+    return [(parameter, after[name]) for name, parameter in before.items()]

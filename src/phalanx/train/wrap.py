@@ -13,6 +13,7 @@ from torch import nn
 from phalanx.errors import DeviceError, OptionError
 from phalanx.train import compression, sharding
 from phalanx.train.compression import Compress
+from phalanx.train.precision import Precision
 from phalanx.train.precision import precision as chosen
 from phalanx.train.sharding import Policy
 from phalanx.train.stepping import Stepper
@@ -71,14 +72,14 @@ def wrap(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.to(device)
     engine: Any = model
-    became: dict[int, Any] = {}
+    became: list[tuple[Any, Any]] = []
     sharded = how == "fsdp" and dist.is_initialized()
     if sharded:
         became = sharding.shard(model, device, policy=shard, precision=mixed, compiled=compile)
     elif compile:
         model.compile()
     if how == "dp" and device.type == "cuda" and torch.cuda.device_count() > 1:
-        engine = _data_parallel(model, device, compiled=compile)
+        engine = _data_parallel(model, device, mixed, compiled=compile)
     elif how == "ddp" and size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
         engine = _ddp(model, device, static_graph=static_graph, find_unused_parameters=find_unused)
         compression.register(engine, compress)
@@ -107,11 +108,24 @@ def _ddp(model: Any, device: Any, **options: Any) -> Any:
     ddp = nn.parallel.DistributedDataParallel(model, device_ids=own, gradient_as_bucket_view=True, **options)
     # Buffers that are no part of the state are constants (masks, tables): the same everywhere since the first
     # broadcast, and not worth one before every forward.
-    ddp.broadcast_buffers = any(name in model.state_dict() for name, _ in model.named_buffers())
+    kept = set(model.state_dict())
+    ddp.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
     return ddp
 
 
-def _data_parallel(model: Any, device: Any, *, compiled: bool) -> Any:
+class _Cast(nn.Module):  # type: ignore[misc]
+    """Inside each of DataParallel's threads, which know that there is an autocast but not of which type."""
+
+    def __init__(self, module: Any, precision: Precision) -> None:
+        super().__init__()
+        self.module, self.precision = module, precision
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision.autocast():
+            return self.module(*args, **kwargs)
+
+
+def _data_parallel(model: Any, device: Any, precision: Precision, *, compiled: bool) -> Any:
     if compiled:
         raise OptionError(
             'compile=True with "dp": the copies of the model would all run the first one\'s code',
@@ -119,7 +133,8 @@ def _data_parallel(model: Any, device: Any, *, compiled: bool) -> Any:
         )
     first = device.index or 0
     others = [index for index in range(torch.cuda.device_count()) if index != first]
-    return nn.DataParallel(model, device_ids=[first, *others])
+    inner = model if precision.name is None else _Cast(model, precision)
+    return nn.DataParallel(inner, device_ids=[first, *others])
 
 
 def _close(wrapped: Wrapped | None) -> None:

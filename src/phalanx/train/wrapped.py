@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     world_size: int
     precision: Precision
     stepper: Stepper
+    accumulate: int
     synchronised: bool  # the backward at hand
     wanted: bool  # the next one
 
@@ -39,7 +42,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         stepper: Stepper,
         accumulate: int,
         sharded: bool,
-        became: dict[int, Any],
+        became: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         super().__init__()
         # Past nn.Module, which would make them parts of this one and prefix every name.
@@ -50,10 +53,12 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             world_size=world_size,
             precision=precision,
             stepper=stepper,
+            accumulate=accumulate,
             synchronised=True,
             wanted=True,
             _engine=engine,
-            _became=became,
+            # Weak: what was there before is whole, and to hold it would be to save no memory by sharding.
+            _became={id(before): (weakref.ref(before), after) for before, after in became},
             _sharded=sharded,
             _casts=precision.name is not None and not sharded,
             _moves=device.type != "cpu" and not sharded,
@@ -65,7 +70,8 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        if torch.is_grad_enabled():
+        learns = torch.is_grad_enabled()
+        if learns:
             if self.stepper.stepped:
                 self.stepper.begin()
         elif self.how == "ddp":
@@ -73,7 +79,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             engine = self.module
         if self._moves and engine is self.module:
             args, kwargs = _moved(args, self.device), _moved(kwargs, self.device)
-        if self._sharded and not torch.is_grad_enabled():
+        if self._sharded and not learns:
             output = engine(*args, **kwargs)
             # FSDP keeps the root whole for a backward, which does not come: parameters() would not be the shards.
             engine.reshard()
@@ -88,8 +94,8 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         """The precision of the forward, for what is computed beside it."""
         return self.precision.autocast()
 
-    def backward(self, loss: Any) -> None:
-        self.stepper.backward(loss)
+    def backward(self, loss: Any, **options: Any) -> None:
+        self.stepper.backward(loss, **options)
 
     def weigh(self, loss: Any, count: int, total: int) -> Any:
         return self.stepper.weigh(loss, count, total)
@@ -127,10 +133,15 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     def adopt(self, opt: Any) -> None:
         """Make an optimizer that was built before the wrapping hold what its parameters have become since."""
         for group in opt.param_groups:
-            group["params"] = [self._became.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [self._now(parameter) for parameter in group["params"]]
         for parameter in list(opt.state):
-            now = self._became.get(id(parameter), parameter)
+            now = self._now(parameter)
             opt.state[now] = {name: _alike(value, parameter, now) for name, value in opt.state.pop(parameter).items()}
+
+    def _now(self, parameter: Any) -> Any:
+        known, after = self._became.get(id(parameter), (None, None))
+        # An id may be that of another by now.
+        return after if known is not None and known() is parameter else parameter
 
     # -- the end
 
@@ -167,6 +178,10 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     def _apply(self, function: Any, recurse: bool = True) -> Wrapped:
         self.module._apply(function, recurse)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the user's module, as a moving average of the weights wants it: a group cannot be copied."""
+        return copy.deepcopy(self.module, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -5,6 +5,7 @@ phalanx run -g 2 behaviours.py FOLDER
 
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,9 @@ def fp16() -> Any:
         loss = mse_loss(wrapped(x), y) * (1e30 if PARTY.rank == 0 else 1.0)
         wrapped.backward(loss)
         update = wrapped.step(opt, accumulate=1)
-        found[how]["overflow"] = [
-            update.done,
-            update.skipped,
-            weights(wrapped) == before,
-            scale / wrapped.scaler.get_scale(),
-        ]
+        unchanged = weights(wrapped) == before
         mse_loss(wrapped(x), y).backward()
+        found[how]["overflow"] = [update.done, update.skipped, unchanged, scale / wrapped.scaler.get_scale()]
         found[how]["forgotten"] = refused(lambda wrapped=wrapped, opt=opt: wrapped.step(opt))
     return found
 
@@ -198,11 +195,13 @@ def made_before() -> Any:
         mse_loss(model(shared), shared[:, :2]).backward()
         opt.step()
         opt.zero_grad()
+        whole = [weakref.ref(parameter) for parameter in model.parameters()]
         wrapped = wrap(model, how, group=PARTY)
         for _ in range(4):
             mse_loss(wrapped(x), y).backward()
             wrapped.step(opt)
         found[how] = weights(wrapped)
+        found[f"{how} holds the whole"] = any(parameter() is not None for parameter in whole)
     return found
 
 

@@ -10,18 +10,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from itertools import islice, repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
 
 Loop = Callable[[int], None]
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+_EPOCH = 64  # steps
 
 
 class Problem:
@@ -29,20 +33,35 @@ class Problem:
 
     def __init__(self, told: dict[str, Any], run: phalanx.Run) -> None:
         self.run, self.device = run, run.device
-        self.width, self.layers = told["width"], told["layers"]
-        self.accumulate, self.clip = told["case"]["accumulate"], told["case"]["clip"]
+        self.width, self.layers, self.batch = told["width"], told["layers"], told["batch"]
+        self.accumulate, self.clip, self.reads = (told["case"][name] for name in ("accumulate", "clip", "reads"))
         torch.manual_seed(dist.get_rank())
-        self.x = torch.randn(told["batch"], self.width, device=self.device)
-        self.y = torch.randn(told["batch"], self.width, device=self.device)
+        self.one = (self._samples(self.batch).to(self.device), self._samples(self.batch).to(self.device))
         self.loss = nn.functional.mse_loss
+
+    def _samples(self, count: int) -> torch.Tensor:
+        return torch.randn(count, self.width)
+
+    def dataset(self) -> TensorDataset:
+        count = self.batch * _EPOCH * dist.get_world_size()
+        return TensorDataset(self._samples(count), self._samples(count))
+
+    def batches(self, read: Callable[[TensorDataset], Callable[[], Iterable[Any]]]) -> Batches:
+        """For ever: what the contender reads, an epoch after the other, or the same batch again and again."""
+        return endless(read(self.dataset())) if self.reads else repeat(self.one)
+
+    def loader(self, dataset: TensorDataset, **how: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=self.batch, drop_last=True, pin_memory=self.device.type == "cuda", **how)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         blocks = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.ReLU())]
         return nn.Sequential(*blocks).to(self.device)
 
-    def let_go(self, model: DistributedDataParallel) -> None:
+    def let_go(self, model: Any) -> None:
         """At the end: no wrapper may be the last to hold the group."""
+        if not isinstance(model, DistributedDataParallel):
+            raise RuntimeError("it did not take the process group that is there")
 
         def drop() -> None:
             model.reducer = model.logger = None
@@ -53,16 +72,35 @@ class Problem:
         return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def endless(read: Callable[[], Iterable[Any]]) -> Batches:
+    while True:
+        yield from read()
+
+
 def raw(problem: Problem) -> Loop:
     """What a careful user writes without a library."""
-    own = None if problem.device.type == "cpu" else [problem.device.index]
+    device, accumulate, clip = problem.device, problem.accumulate, problem.clip
+    own = None if device.type == "cpu" else [device.index]
     model = DistributedDataParallel(problem.model(), device_ids=own, gradient_as_bucket_view=True)
     opt = problem.optimizer(model)
     problem.let_go(model)
-    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+
+    def read(dataset: TensorDataset) -> Callable[[], Iterable[Any]]:
+        sampler = DistributedSampler(dataset)
+        loader = problem.loader(dataset, sampler=sampler)
+        epochs = iter(range(1 << 60))
+
+        def epoch() -> Iterator[Any]:
+            sampler.set_epoch(next(epochs))
+            for x, y in loader:
+                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+        return epoch
+
+    batches = problem.batches(read)
 
     def plain(steps: int) -> None:
-        for _ in range(steps):
+        for x, y in islice(batches, steps):
             loss = problem.loss(model(x), y)
             loss.backward()
             if clip:
@@ -71,8 +109,8 @@ def raw(problem: Problem) -> Loop:
             opt.zero_grad(set_to_none=True)
 
     def accumulated(steps: int) -> None:
-        for number in range(steps):
-            last = (number + 1) % accumulate == 0
+        for number, (x, y) in enumerate(islice(batches, steps), 1):
+            last = number % accumulate == 0
             with nullcontext() if last else model.no_sync():
                 loss = problem.loss(model(x), y) / accumulate
                 loss.backward()
@@ -89,10 +127,16 @@ def through_run(problem: Problem) -> Loop:
     run = problem.run
     model = run.wrap(problem.model(), accumulate=problem.accumulate)
     opt = problem.optimizer(model)
-    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+    accumulate, clip = problem.accumulate, problem.clip
+
+    def read(dataset: TensorDataset) -> Callable[[], Iterable[Any]]:
+        data = run.loader(dataset, batch_size=problem.batch, shuffle=True)
+        return lambda: run.batches(data)
+
+    batches = problem.batches(read)
 
     def loop(steps: int) -> None:
-        for _ in range(steps):
+        for x, y in islice(batches, steps):
             loss = problem.loss(model(x), y)
             run.backward(loss)
             run.step(opt, accumulate=accumulate, clip=clip, loss=loss)
@@ -109,13 +153,17 @@ def accelerate(problem: Problem) -> Loop:
     )
     plain = problem.model()
     model, opt = accelerator.prepare(plain, problem.optimizer(plain))
-    if not isinstance(model, DistributedDataParallel):
-        raise RuntimeError("it did not take the process group that is there")
     problem.let_go(model)
-    x, y, clip = problem.x, problem.y, problem.clip
+    clip = problem.clip
+
+    def read(dataset: TensorDataset) -> Callable[[], Iterable[Any]]:
+        loader = accelerator.prepare(problem.loader(dataset, shuffle=True))
+        return lambda: loader
+
+    batches = problem.batches(read)
 
     def loop(steps: int) -> None:
-        for _ in range(steps):
+        for x, y in islice(batches, steps):
             with accelerator.accumulate(model):
                 loss = problem.loss(model(x), y)
                 accelerator.backward(loss)
@@ -129,7 +177,7 @@ def accelerate(problem: Problem) -> Loop:
 
 def fabric(problem: Problem) -> Loop:
     from lightning.fabric import Fabric  # type: ignore[import-not-found,unused-ignore]
-    from lightning.fabric.strategies import DDPStrategy  # type: ignore[import-not-found,unused-ignore]
+    from lightning.fabric.strategies import DDPStrategy  # type: ignore[attr-defined,import-not-found,unused-ignore]
 
     engine = Fabric(
         accelerator=problem.device.type,
@@ -139,11 +187,18 @@ def fabric(problem: Problem) -> Loop:
     engine.launch()
     plain = problem.model()
     model, opt = engine.setup(plain, problem.optimizer(plain))
-    x, y, accumulate, clip = problem.x, problem.y, problem.accumulate, problem.clip
+    problem.let_go(model._forward_module)
+    accumulate, clip = problem.accumulate, problem.clip
+
+    def read(dataset: TensorDataset) -> Callable[[], Iterable[Any]]:
+        loader = engine.setup_dataloaders(problem.loader(dataset, shuffle=True))
+        return lambda: loader
+
+    batches = problem.batches(read)
 
     def loop(steps: int) -> None:
-        for number in range(steps):
-            last = (number + 1) % accumulate == 0
+        for number, (x, y) in enumerate(islice(batches, steps), 1):
+            last = number % accumulate == 0
             with engine.no_backward_sync(model, enabled=not last):
                 loss = problem.loss(model(x), y) / accumulate
                 engine.backward(loss)
