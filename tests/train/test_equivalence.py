@@ -17,9 +17,13 @@ CASES = ("plain", "accumulate", "clip", "both", "adamw", "uneven", "uneven windo
 WAYS = [("ddp", 1), ("fsdp", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
 
 
+def together(ranks: int) -> pytest.MarkDecorator:
+    """In one process of the tests: one launch serves all cases of a size."""
+    return pytest.mark.xdist_group(f"curves of {ranks}")
+
+
 @functools.cache
 def curves(ranks: int) -> dict[str, Any]:
-    """One launch for all cases of a size, in whichever test comes first."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "curves.json")
         done = phalanx("run", "-g", str(ranks), "--cpu", SCRIPT, str(file))
@@ -29,7 +33,7 @@ def curves(ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("how", "ranks"), WAYS)
+@pytest.mark.parametrize(("how", "ranks"), [pytest.param(*way, marks=together(way[1])) for way in WAYS])
 def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
     found = curves(ranks)
     ours, plain = found[how][case], found["reference"][case]
@@ -38,6 +42,7 @@ def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
     assert ours["end"] == pytest.approx(plain["end"], rel=1e-4)
 
 
+@together(1)
 def test_the_cases_can_tell_a_difference() -> None:
     """What would be wrong shows: clipping changes the curve, and every curve is going somewhere."""
     plain = curves(1)["reference"]

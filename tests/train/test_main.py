@@ -202,7 +202,8 @@ def test_phalanx_run_tells_words(script: str) -> None:
     done = command("run", "-g", "1", "--cpu", script, "words")
     assert done.code == 2
     assert WORDS in done.err
-    assert "phalanx: rank 0 failed: a rate of zero\n  ended with exit code 2\n" in done.err
+    told = WORDS.removeprefix("phalanx: ").rstrip("\n")
+    assert f"phalanx: rank 0 failed: {told}\n  ended with exit code 2\n" in done.err
     assert "Traceback" not in done.err
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.kit.cli import PYTHON, Result, phalanx, run, start, torchrun
 
+pytestmark = pytest.mark.xdist_group("run")  # they share what an undisturbed training gives
+
 SCRIPT = """
 import os, sys, time, torch, phalanx
 from torch import nn
@@ -86,7 +88,7 @@ def test_the_same_script_under_torchrun(script: str) -> None:
     assert whole(2, script, dropout="0.1") == theirs
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1)])
 def test_killed_and_resumed(script: str, tmp_path: Path, before: int, after: int) -> None:
     """Bit for bit where the ranks are as many as before, dropout and all; else to float tolerance, without dropout."""
     dropout = "0.1" if before == after else "0"

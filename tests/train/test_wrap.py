@@ -23,6 +23,7 @@ from phalanx.train.wrap import wrap
 from tests.kit.cli import phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "behaviours.py")
+pytestmark = pytest.mark.xdist_group("wrap")  # one launch serves them all
 
 
 @functools.cache
