@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
+    from phalanx.errors import RankError
+    from phalanx.join.spawn import spawn
     from phalanx.join.topology import Topology
+    from phalanx.train.main import init, main
+    from phalanx.train.run import Run
 
-__all__ = ["__version__", "topology"]
+__all__ = ["RankError", "Run", "__version__", "init", "main", "spawn", "topology"]
+
+# Found at first use: the launcher imports this package too, and has no time for torch.
+_WHERE = {
+    "RankError": "phalanx.errors",
+    "Run": "phalanx.train.run",
+    "init": "phalanx.train.main",
+    "main": "phalanx.train.main",
+    "spawn": "phalanx.join.spawn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"phalanx has no {name}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def topology() -> Topology:

@@ -7,13 +7,17 @@
     │   ├── DeviceError     devices or slots that are not there
     │   ├── PortError       an address or port that cannot be had
     │   └── TokenError      the secret that lets nodes in
-    └── LaunchError         what was asked is sound, but this machine could not start it: exit code 1
-        └── JoinError       the nodes did not come together
+    ├── LaunchError         what was asked is sound, but this machine could not start it: exit code 1
+    │   ├── JoinError       the nodes did not come together
+    │   └── RankError       a rank of `phalanx.spawn` failed
+    └── CheckpointError     a checkpoint could not be written, is not what was written, or does not fit
 
 A message has the same three parts everywhere: what was seen, details a line each, and what to type.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class PhalanxError(Exception):
@@ -63,4 +67,19 @@ class LaunchError(PhalanxError):
 
 
 class JoinError(LaunchError):
+    pass
+
+
+class RankError(LaunchError):
+    """A rank failed: `rank`, its `traceback` as text; the exception itself, where it could be sent, is the cause."""
+
+    def __init__(
+        self, what: str, *, rank: int, traceback: str = "", details: Sequence[str] = (), fix: str = ""
+    ) -> None:
+        super().__init__(what, details=[*traceback.rstrip().splitlines(), *details], fix=fix)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class CheckpointError(PhalanxError):
     pass

@@ -65,7 +65,7 @@ def main() -> int:
     check("isolate", ("run", "--isolate", "seen.py"), 0, "seen 1 0 0 1.0")
     check("virtual local rank", ("run", "--virtual-local-rank", "seen.py"), 0, "seen 1 0 0 1.0")
     check("devices", ("run", "--devices", "0", "seen.py"), 0, "seen 1 0 0 1.0")
-    check("cpu ranks on a GPU machine", ("run", "-g", "2", "--cpu", "seen.py"), 0, "seen 1 None 1 1.0")
+    check("cpu ranks on a GPU machine", ("run", "-g", "2", "--cpu", "seen.py"), 0, "seen 0  1 no cuda")
     check("more than there are", ("run", "-g", "3", "seen.py"), 2, "phalanx run -g 1", "--cpu")
     check("hidden", ("run", "-g", "2", "seen.py"), 0, "seen 0  0 no cuda", CUDA_VISIBLE_DEVICES="")
     check("hidden by mistake", ("run", "seen.py"), 2, "CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="7")

@@ -1,33 +1,340 @@
-"""The examples and the demo, as the documentation says to run them."""
+"""The examples and the demo, as they say themselves to be run, and what they print."""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import gzip
+import importlib.util
+import json
+import os
 import re
+import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import phalanx
+from phalanx.demo import digits
+from tests.kit.cli import Result, phalanx, python, terminal, torchrun, warm
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MODELS = ("digits", "resnet", "gpt")
+# What nobody has to wonder about on stderr: the launcher's own line, and the progress.
+QUIET = re.compile(r"phalanx: \S+: \d+ ranks?, output in \S+|(\[0\] )?(epoch \d+/\d+  )?step \d+/\d+ \(\d+%\)  loss .*")
+places: dict[str, str] = {}  # of the warm zygote, as long as there is one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> Iterator[None]:
+    """One import of torch for all of them, and what a training imports beside it."""
+    with tempfile.TemporaryDirectory(prefix="examples-") as root:
+        places.update(PHALANX_HOME=f"{root}/home", TMPDIR=f"{root}/tmp", OMP_NUM_THREADS="1")
+        os.mkdir(places["TMPDIR"])
+        with warm("--preload", "torch._dynamo", env=places):
+            yield
+        places.clear()
+
+
+def docstring(name: str) -> str:
+    return ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
+
+
+def command(name: str) -> list[str]:
+    """What the example says to type."""
+    found = re.search(rf"phalanx (run -g \d .*?examples/{name}\.py)", docstring(name))
+    assert found is not None, name
+    return found[1].split()
+
+
+def example(name: str, *options: str, ranks: int | None = None, quiet: bool = True) -> Result:
+    *words, script = command(name)
+    if ranks is not None:
+        words[2] = str(ranks)
+    result = phalanx(*words, "--cpu", script, *options, timeout=150, cwd=str(ROOT), env=places)
+    assert result.code == 0, result.out + result.err
+    assert [name for name in os.listdir(places["TMPDIR"]) if not name.startswith("torchinductor_")] == []
+    if quiet:
+        assert noise(result) == []
+    return result
+
+
+def noise(result: Result) -> list[str]:
+    return [line for line in result.err.splitlines() if not QUIET.fullmatch(line)]
+
+
+def said(result: Result, line: str) -> dict[str, tuple[str, ...]]:
+    """By rank: what else the pattern took. Each rank says it once."""
+    found = re.findall(line, result.out)
+    by_rank = {rank: tuple(rest) for rank, *rest in found}
+    assert len(by_rank) == len(found), result.out
+    return by_rank
+
+
+# torch.distributed
 
 
 def test_hello() -> None:
-    result = phalanx("run", "-g", "4", "--cpu", str(EXAMPLES / "hello.py"))
-    assert result.code == 0
-    assert sorted(re.findall(r"rank (\d) of 4: the ranks add up to 6", result.out)) == ["0", "1", "2", "3"]
+    assert sorted(said(example("hello"), r"rank (\d) of 4: the ranks add up to (6)")) == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize("spelling", ["--pass-local-rank", "--pass-local-rank=underscore"])
-def test_the_old_way(spelling: str) -> None:
-    result = phalanx("run", "-g", "2", "--cpu", spelling, str(EXAMPLES / "oldway.py"))
-    assert sorted(re.findall(r"my local rank is (\d) of 2", result.out)) == ["0", "1"]
+def test_the_old_way() -> None:
+    assert sorted(re.findall(r"my local rank is (\d) of 2", example("oldway").out)) == ["0", "1"]
 
 
-def test_demo() -> None:
-    result = phalanx("demo", timeout=120)
+def test_collectives() -> None:
+    names = said(example("collectives"), r"rank (\d) of 4: \d+ collectives are right: (.+)")
+    assert sorted(names) == ["0", "1", "2", "3"]
+    (listed,) = set(names.values())
+    assert {name.partition("(")[0] for name in listed[0].split(", ")} == {
+        *("broadcast", "scatter", "reduce", "gather", "all_reduce", "all_gather", "all_gather_single"),
+        *("reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+        *("broadcast_object_list", "scatter_object_list", "gather_object", "all_gather_object"),
+    }
+
+
+def test_point_to_point() -> None:
+    found = said(example("p2p"), r"rank (\d) of 4: (\d) before me, (\d) after me, the ring adds up to 6")
+    assert found == {"0": ("3", "1"), "1": ("0", "2"), "2": ("1", "3"), "3": ("2", "0")}
+
+
+def test_groups() -> None:
+    found = said(example("groups"), r"rank (\d) of 4: alike (\[.*?\]), my node (\[.*?\]), all add up to 6")
+    evens, odds, node = "[0, 2]", "[1, 3]", "[0, 1, 2, 3]"
+    assert found == {"0": (evens, node), "1": (odds, node), "2": (evens, node), "3": (odds, node)}
+
+
+def test_stores() -> None:
+    found = said(example("stores"), r"rank (\d) of 4: won by TCP (\d), prefix (\d), file (\d); 3 threads agree")
+    assert sorted(found) == ["0", "1", "2", "3"]
+    assert len(set(found.values())) == 1  # all saw the same winners
+
+
+def test_rpc() -> None:
+    found = said(example("rpc"), r"rank (\d) of 3: worker(\d) says 2 x \d = (\d), its counter for me is at 10")
+    assert found == {"0": ("1", "0"), "1": ("2", "2"), "2": ("0", "4")}
+
+
+def test_parameter_server() -> None:
+    found = said(example("parameter_server"), r"rank (\d) of 3: (\w+), weights (\[.*?\])")
+    weights = "[3.0, -2.0, 0.5]"
+    assert found == {"0": ("server", weights), "1": ("trainer", weights), "2": ("trainer", weights)}
+
+
+def test_pipeline() -> None:
+    found = said(example("pipeline"), r"rank (\d) of 2: stage \d, (\d) gradients as in one process")
+    assert found == {"0": ("2",), "1": ("4",)}
+
+
+def test_ddp_with_rpc() -> None:
+    result = example("ddp_rpc")
+    trainers = said(
+        result, r"rank (\d) of 3: trainer, loss ([\d.]+) -> ([\d.]+), the dense parameters have length (\S+)"
+    )
+    assert sorted(trainers) == ["0", "1"]
+    for first, last, _ in trainers.values():
+        assert float(last) < 0.2 < 0.5 < float(first)
+    assert len({dense for *_, dense in trainers.values()}) == 1
+    assert "rank 2 of 3: holder, 20 of 20 rows of the table were trained" in result.out
+
+
+def test_breakpoint_on_rank_0(tmp_path: Path) -> None:
+    """In a terminal, and for longer than an operation of the group may take: the others wait all the same."""
+    text = (EXAMPLES / "breakpoint.py").read_text()
+    hasty = "from datetime import timedelta\ndist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))\n"
+    script = tmp_path / "breakpoint.py"
+    script.write_text(text.replace("dist.breakpoint(", f"{hasty}dist.breakpoint("))
+    assert hasty in script.read_text()
+    *words, _ = command("breakpoint")
+    job = terminal(*words, "--cpu", str(script), env=places)
+    for prompt, typed in enumerate(("up", "p total * 10 + world", "import time; time.sleep(1.5)", "c"), start=1):
+        job.wait_for("(Pdb)", count=prompt)
+        job.send(f"{typed}\n".encode())
+    assert job.wait() == 0, job.out
+    assert "tensor([12.])" in job.out
+    assert sorted(re.findall(r"rank (\d) of 2: after the breakpoint, total 1", job.out)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", ["collectives", "rpc"])
+def test_torchrun_runs_them_too(name: str) -> None:
+    result = torchrun("--nproc-per-node", "2", "--standalone", str(EXAMPLES / f"{name}.py"), timeout=150)
     assert result.code == 0, result.err
-    found = re.search(r"([\d.]+)% of points it has never seen", result.out)
-    assert found is not None
-    assert float(found[1]) > 97
-    assert "rank 1 failed: RuntimeError: this rank has read a broken sample" in result.err
+    assert "Warning" not in result.err
+    assert sorted(re.findall(r"rank (\d) of 2: ", result.out)) == ["0", "1"]
+
+
+# From one process to many
+
+
+def told(kind: str, name: str, *options: str) -> list[str]:
+    """What it prints: alone in a process, or what rank 0 or every rank says."""
+    if kind == "plain":
+        result = python(str(EXAMPLES / f"{name}.py"), *options, env={"OMP_NUM_THREADS": "1"}, timeout=150)
+        assert (result.code, noise(result)) == (0, [])
+        return result.out.splitlines()
+    return [re.sub(r"^\[\d\] ", "", line) for line in example(name, *options).out.splitlines()]
+
+
+def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
+    """The number in the line of the last epoch, of each who prints one."""
+    assert sum("epoch 1: " in line for line in lines) == sum(f"epoch {epochs}: " in line for line in lines)
+    found = [re.search(pattern, line) for line in lines if f"epoch {epochs}: " in line]
+    return [float(match[1]) for match in found if match is not None]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
+@pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 4, 94), ("resnet", 3, 88)])
+def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
+    lines = told(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
+    found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read|told) right$")
+    assert len(found) == (2 if kind == "ddp" else 1), lines
+    assert len(set(found)) == 1  # the same model on every rank
+    assert found[0] > percent
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
+def test_gpt(kind: str) -> None:
+    lines = told(kind, "gpt" if kind == "phalanx" else f"gpt_{kind}", "--epochs", "2")
+    found = last(lines, 2, r"loss ([\d.]+) on new text, 4\.\d+ by blind guess$")
+    assert len(found) == (2 if kind == "ddp" else 1), lines
+    assert len(set(found)) == 1
+    assert found[0] < 2.8
+
+
+def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path) -> None:
+    """One process, three ranks that share each batch of 32 unevenly, and torchrun."""
+    text = tmp_path / "text"
+    text.write_text((EXAMPLES / "data" / "asyoulikeit.txt").read_text()[:20000])
+    options = "--epochs", "2", "--text", str(text)
+    alone = [line for line in told("plain", "gpt", *options) if line.startswith("epoch")]
+    three = [line for line in example("gpt", *options, ranks=3).out.splitlines() if line.startswith("[0] epoch")]
+    result = torchrun("--nproc-per-node", "2", "--standalone", str(EXAMPLES / "gpt.py"), *options, timeout=150)
+    assert result.code == 0, result.err
+    two = [line for line in result.out.splitlines() if line.startswith("epoch")]
+    losses = [[float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines] for lines in (alone, two, three)]
+    assert losses[0][1] < losses[0][0] < 4
+    assert losses[1] == pytest.approx(losses[0], abs=0.002)
+    assert losses[2] == pytest.approx(losses[0], abs=0.002)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("kind", "most"), [("_ddp", 16), ("", 20)])
+def test_few_lines_make_it_distributed(model: str, kind: str, most: int) -> None:
+    """But for the line that says what the file is, and options that a plain script does not have."""
+    plain, many = (ast.unparse(_without_docstring(f"{model}{which}")).splitlines() for which in ("_plain", kind))
+    changed = [line for line in difflib.ndiff(plain, many) if line.startswith("+ ") and "add_argument" not in line]
+    assert 5 < len(changed) <= most, "\n".join(changed)
+
+
+def _without_docstring(name: str) -> ast.Module:
+    module = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    return ast.Module(module.body[1:], [])
+
+
+def test_digits_of_mnist(tmp_path: Path) -> None:
+    """The real files are of 28 by 28 pixels, and some downloads unpack them."""
+    for part, count in (("train", 64), ("t10k", 20)):
+        labels = bytes(n % 10 for n in range(count))
+        images = b"".join(bytes([25 * label]) * 784 for label in labels)
+        pictures = struct.pack(">HBBIII", 0, 8, 3, count, 28, 28) + images
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(pictures)
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(
+            gzip.compress(struct.pack(">HBBI", 0, 8, 1, count) + labels)
+        )
+    lines = told("phalanx", "digits", "--data", str(tmp_path), "--epochs", "1")
+    assert sum("% of 20 new digits are read right" in line for line in lines) == 1
+
+
+def test_digits_that_are_not_there(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "digits.py")
+    result = phalanx("run", "-g", "2", "--cpu", script, "--data", str(tmp_path / "none"), env=places)
+    assert result.code != 0
+    assert f"no train-images-idx3-ubyte (or train-images-idx3-ubyte.gz) in {tmp_path}/none" in result.err
+    assert "--data DIR" in result.err
+
+
+def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
+    """From a checkpoint at the very end of an epoch, with more ranks."""
+    kept = "--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "22"
+    script = str(EXAMPLES / "digits.py")
+    for ranks, epochs, begins in ((1, 1, None), (2, 2, 22)):
+        words = ("run", "-g", str(ranks), "--cpu", *kept, script, "--epochs", str(epochs))
+        result = phalanx(*words, timeout=150, env=places)
+        assert result.code == 0, result.out + result.err
+        assert (f"resumed at step {begins}, " in result.out) is (begins is not None)
+        assert f"epoch {epochs}: " in result.out
+    assert [json.loads(line)["step"] for line in (tmp_path / "kept" / "metrics.jsonl").open()] == [*range(1, 45)]
+
+
+# Scripts of other libraries, unchanged
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "line", "least", "most"),
+    [
+        ("accelerate_digits", "accelerate", r"([\d.]+)% of 360 new digits", 88, 100),
+        ("lightning_digits", "lightning", r"([\d.]+)% of new digits", 88, 100),
+        ("trainer_gpt", "transformers", r"loss ([\d.]+) on new text", 0, 3),
+    ],
+    ids=lambda value: value if value in ("accelerate", "lightning", "transformers") else "",
+)
+def test_a_script_of_another_library(name: str, needs: str, line: str, least: float, most: float) -> None:
+    if not importlib.util.find_spec(needs):
+        pytest.skip(f"{needs} is in the extra dev")
+    result = example(name, quiet=False)
+    # Ranks and world as the library sees them, and a model that is the same on both though their data was not.
+    found = said(result, rf"rank (\d) of 2: {line}.* parameters have length ([\d.]+)")
+    assert sorted(found) == ["0", "1"]
+    ((score, _),) = set(found.values())
+    assert least < float(score) < most
+
+
+def test_a_script_that_says_nothing_of_cpus(tmp_path: Path) -> None:
+    """Without a GPU, Accelerate looks for other ranks only where a variable says so: --cpu sets it."""
+    script = tmp_path / "bare.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "print(f'rank {accelerator.process_index} of {accelerator.num_processes}')\n"
+        "accelerator.end_training()\n"
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(script), env=places)
+    assert sorted(re.findall(r"rank (\d) of 2", result.out)) == ["0", "1"]
+
+
+# The demo
+
+
+def test_demo_in_a_terminal() -> None:
+    job = terminal("demo")
+    assert job.wait(150) == 0, job.out
+    assert re.search(r"━+─+  \d+/176  loss [\d.]+", job.out)  # a bar that grows
+    percent = re.findall(r"epoch 8: ([\d.]+)% of 360 new digits are read right", job.out)
+    assert len(percent) == 1
+    assert float(percent[0]) > 95
+    assert "rank 1 failed: RuntimeError: this rank has read a broken sample" in job.out
+
+
+def test_the_demo_is_the_example() -> None:
+    assert Path(digits.__file__).read_text() == (EXAMPLES / "digits.py").read_text()
+
+
+def test_a_demo_that_learns_too_little_fails() -> None:
+    result = phalanx("run", "-g", "2", "--cpu", digits.__file__, "--epochs", "0", "--at-least", "95", env=places)
+    assert result.code == 1
+    assert "less than 95% are read right" in result.err
+
+
+# What is said of them
+
+
+def test_every_example_is_listed_with_its_command() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    for path in sorted(EXAMPLES.glob("*.py")):
+        assert f"({path.name})" in listed, path.name
+        if path.stem.endswith("_plain"):
+            assert docstring(path.stem).startswith(f"python examples/{path.name}: ")
+        elif path.stem.partition("_")[0] not in MODELS:
+            assert f"`phalanx {' '.join(command(path.stem))}`" in listed, path.name

@@ -13,6 +13,8 @@ from phalanx.errors import UsageError
 QUESTIONS = {
     "launch": "from the command to the first all_reduce and the first training step",
     "join": "from the first call until every node is in the leader's roster",
+    "step": "a training step beside the same loop in raw PyTorch DDP",
+    "checkpoint": "for how long training stands still for a checkpoint",
 }
 
 

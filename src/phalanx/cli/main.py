@@ -19,6 +19,7 @@ VERBS = {
     "warm": "keep torch imported for the next run",
     "bench": "measure phalanx beside its peers",
     "demo": "see it work, in a few seconds",
+    "tour": "see every collective happen, on real ranks",
 }
 
 HIDDEN = ("node",)  # started by `run --hosts`, never by people

@@ -130,6 +130,10 @@ def _inherited(
         inherited.setdefault(THREADS, "1")
     if options.devices is not None:
         inherited["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device.handle for slot in here if slot.device is not None)
+    if options.cpu:
+        # A library that looks for GPUs is to find none. Accelerate, and with it the Trainer, has to be told besides.
+        inherited["CUDA_VISIBLE_DEVICES"] = ""
+        inherited.setdefault("ACCELERATE_USE_CPU", "true")
     return inherited
 
 

@@ -13,6 +13,9 @@ LINE = "PHALANX_LINE"  # where a worker that can regroup reaches its supervisor:
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 
+CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
+CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
+
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
 

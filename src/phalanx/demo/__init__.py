@@ -1,1 +1,1 @@
-"""Scripts that `phalanx demo` runs: plain PyTorch, without a line that knows phalanx."""
+"""What `phalanx demo` and `phalanx tour` run, and the digits that they and the examples learn from."""

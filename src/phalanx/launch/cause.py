@@ -50,6 +50,7 @@ class Report:
     exception: str = ""  # "ValueError: no such key"
     when: float | None = None
     frames: tuple[tuple[str, int, str, str], ...] = ()
+    code: int = 1  # that its process would have ended with
 
 
 def read_error_file(text: str) -> Report:
@@ -63,7 +64,7 @@ def read_error_file(text: str) -> Report:
         frames = tuple((str(f[0]), int(f[1]), str(f[2]), str(f[3])) for f in record.get("frames", ()))
         if not frames:
             frames = _frames(message["extraInfo"].get("py_callstack", ""))
-        return Report(str(message["message"]), float(when), frames)
+        return Report(str(message["message"]), float(when), frames, int(record.get("code", 1)))
     except (ValueError, KeyError, TypeError, IndexError):
         return Report()
 
@@ -112,8 +113,8 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     if not candidates:
         return None
     report, death = min(candidates, key=order)
-    # Stopped on its way out: what it would have ended with is what an exception ends with.
-    return replace(death, code=1) if report.exception and _obeyed(death) else death
+    # Stopped on its way out: it would have ended with what its exception ends with.
+    return replace(death, code=report.code) if report.exception and _obeyed(death) else death
 
 
 def follows(death: Death, since: float) -> bool:
@@ -164,6 +165,8 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> s
     report = report_of(death)
     lines = [summary(death)]
     if report.exception:
+        if not report.frames:  # a refusal in words: what was seen, and what to type
+            lines.extend(report.exception.splitlines()[1:])
         lines.append(f"  ended with {in_words(death.code)}")
     for file, number, name, code in report.frames:
         lines.append(f"  {file}:{number} in {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from phalanx.cli.options.rendezvous import rendezvous
 from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.values import SECONDS, Streams
 from phalanx.cluster.sources.hosts import Host
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
 from phalanx.errors import OptionError
 
 __all__ = ["HelpRequested", "RunOptions", "Streams", "parse_explain", "parse_run"]
@@ -122,7 +124,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         args=found.args,
         python=environ.get("PYTHON_EXEC"),
         local_rank_option={"dash": "--local-rank", "underscore": "--local_rank"}.get(values.pass_local_rank, ""),
-        env=dict(values.env or ()),
+        env={**_checkpoints(values), **dict(values.env or ())},
         stdin=values.stdin,
         hosts=hosts,
         nodes_told="nnodes" in given or max_nodes > 1,
@@ -170,6 +172,15 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         notes=(*where.notes, *checks.notes(values, given)),
     )
+
+
+def _checkpoints(values: Any) -> dict[str, str]:
+    """For `run.keep` in the script; the folder as it is seen from here."""
+    told = {
+        CHECKPOINTS: values.checkpoints and os.path.abspath(values.checkpoints),
+        CHECKPOINT_EVERY: values.checkpoint_every,
+    }
+    return {name: value for name, value in told.items() if value}
 
 
 def _shutdown_timeout(told: float | None, environ: Mapping[str, str], verb: str) -> float | None:

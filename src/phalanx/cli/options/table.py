@@ -32,6 +32,8 @@ OPTIONS = (
     _ours(OFTEN, "--devices", "Only these devices, one worker each; 2 is what cuda:2 is here.", kinds.DEVICES),
     _ours(OFTEN, "--cpu", "CPU workers, though there are GPUs."),
     _ours(OFTEN, "--env", "Sets a variable in every worker; may be given again.", kinds.VARIABLE, repeated=True),
+    _ours(OFTEN, "--checkpoints", "Folder of the checkpoints of a script that uses phalanx.main.", kinds.FOLDER),
+    _ours(OFTEN, "--checkpoint-every", "How often they are made: 100 (steps), 10m (unless told).", kinds.INTERVAL),
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
     _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),

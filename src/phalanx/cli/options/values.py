@@ -75,6 +75,13 @@ def duration(value: str) -> float:
     return found
 
 
+def interval(value: str) -> str:
+    """Steps or a time; read again where it is used."""
+    if not re.fullmatch(r"0*[1-9]\d*[smh]?", value.strip()):
+        raise ValueError("it is neither a number of steps nor a time")
+    return value.strip()
+
+
 def nodes(value: str) -> tuple[int, int]:
     parts = value.split(":")
     if len(parts) > 2:
@@ -219,6 +226,7 @@ ADDRESS = Kind("ADDRESS", text, "a name or an address", "127.0.0.1")
 HOSTS = Kind(
     "HOST[:N],…", hosts, "hosts with commas between them: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
 )
+INTERVAL = Kind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
 FILE = Kind("FILE", text, "a file", "hostfile")
 FOLDER = Kind("DIR", text, "a folder", "logs")
 NAME = Kind("NAME", text, "a name", "trainer")

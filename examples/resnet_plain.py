@@ -1,0 +1,66 @@
+"""python examples/resnet_plain.py: a small ResNet, in one process; `diff` it with resnet_ddp.py and resnet.py"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.demo import idx
+
+
+class Block(nn.Module):
+    """Two convolutions, and a way around them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after))
+        self.around = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.second(self.first(x)) + self.around(x))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Upsample((16, 16), mode="bilinear"),
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
+
+
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    model.eval()
+    with torch.no_grad():
+        guesses = torch.cat([model(part).argmax(1) for part in images.split(500)])
+    model.train()
+    return float((guesses == labels).float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", metavar="DIR", help="MNIST's IDX files; without it the digits that come with phalanx")
+    parser.add_argument("--epochs", type=int, default=3)
+    options = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    data = TensorDataset(*idx.load(options.data))
+    images, labels = (t.to(device) for t in idx.load(options.data, test=True))
+    loader = DataLoader(data, batch_size=64, shuffle=True)
+    model = network().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for epoch in range(options.epochs):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        right = accuracy(model, images, labels)
+        print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new images are told right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""What `phalanx demo` shows second: rank 1 meets an error, as ranks do, while the others wait for it."""
+
+import phalanx
+
+
+def train(run: phalanx.Run) -> None:
+    for step in range(1000):
+        if run.rank == 1 and step == 30:
+            raise RuntimeError("this rank has read a broken sample")
+        run.sum(step)
+
+
+if __name__ == "__main__":
+    phalanx.main(train)

@@ -1,0 +1,162 @@
+"""What the tour shows: of every call, what each rank holds before and after. Pure; the calls are in tour.py.
+
+A rank's numbers begin with its own digit, so that the picture tells where each came from, without colours too.
+"""
+
+# All take a rank and a world, whether they need them or not.
+# ruff: noqa: ARG001, ARG005
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Value = int | str
+
+
+@dataclass(frozen=True)
+class Cell:
+    value: Value
+    origin: int | None = None  # the rank that it came from; None: from several
+
+
+Row = list[Cell | None]  # None: what is there is nobody's business, or nothing is
+Rows = Callable[[int, int], Row]  # of this rank, in a world of that size
+
+
+@dataclass(frozen=True)
+class Scene:
+    name: str
+    title: str
+    before: Rows
+    after: Rows | None = None  # None: only `holds` can tell
+    holds: Callable[[Sequence[Sequence[Value]], Sequence[Sequence[Value]]], bool] | None = None
+    unit: str = ""
+
+
+def own(count: int) -> Rows:
+    """A rank's own numbers: rank 2 holds 20 21 …"""
+    return lambda rank, world: [Cell(10 * rank + place, rank) for place in range(count or world)]
+
+
+def total(rows: Sequence[Row], how: Callable[[list[int]], int] = sum) -> Row:
+    return [Cell(how([int(cell.value) for cell in column if cell is not None])) for column in zip(*rows, strict=True)]
+
+
+def _all(before: Rows, world: int) -> list[Row]:
+    return [before(rank, world) for rank in range(world)]
+
+
+def _few(rank: int, world: int) -> Row:
+    """Two, where that of all ranks still fits on a line."""
+    return own(2 if world <= 5 else 1)(rank, world)
+
+
+def _everybodys(count: int) -> Rows:
+    return lambda rank, world: [cell for row in _all(own(count), world) for cell in row]
+
+
+def _only(root: int, rows: Rows) -> Rows:
+    return lambda rank, world: rows(rank, world) if rank == root else []
+
+
+def _sum(count: int, how: Callable[[list[int]], int] = sum) -> Rows:
+    return lambda rank, world: total(_all(own(count), world), how)
+
+
+def _of(source: Callable[[int, int], int], rows: Rows) -> Rows:
+    """What another rank held."""
+    return lambda rank, world: rows(source(rank, world), world)
+
+
+def _words(rank: int, world: int) -> Row:
+    return [Cell(f"r{rank}", rank)]
+
+
+def _hand(rank: int, world: int) -> Row:
+    return [Cell(f"a{other}", rank) for other in range(world)]
+
+
+def _all_words(rank: int, world: int) -> Row:
+    return [Cell(f"r{other}", other) for other in range(world)]
+
+
+def _column(rank: int, world: int) -> Row:
+    """One piece from every rank: the one that is meant for this rank."""
+    return [Cell(10 * other + rank, other) for other in range(world)]
+
+
+def _piece(rank: int, world: int) -> Row:
+    return [Cell(rank, 0)]
+
+
+def _sum_of_column(rank: int, world: int) -> Row:
+    return [Cell(sum(10 * other + rank for other in range(world)))]
+
+
+def _pair(rank: int, world: int) -> int:
+    """Even ranks send to the next one; the last stays alone where the world is odd."""
+    return rank - 1 if rank % 2 else rank
+
+
+def _sum_of_kind(rank: int, world: int) -> Row:
+    return total([own(2)(other, world) for other in range(rank % 2, world, 2)])
+
+
+def _store_after(rank: int, world: int) -> Row:
+    following = (rank + 1) % world
+    return [Cell(f"r{following}", following), Cell(world)]
+
+
+def _waited(before: Sequence[Sequence[Value]], after: Sequence[Sequence[Value]]) -> bool:
+    """Nobody left before the last one came."""
+    return min(int(row[0]) for row in after) >= max(int(row[0]) for row in before)
+
+
+SCENES = (
+    Scene("broadcast", "one rank's tensor, to everybody", own(2), _of(lambda rank, world: 1, own(2))),
+    Scene("scatter", "rank 0 deals its pieces out", _only(0, own(0)), _piece),
+    Scene("gather", "rank 0 collects a tensor of each", own(1), _only(0, _everybodys(1))),
+    Scene("all_gather", "everybody gets a tensor of each", own(1), _everybodys(1)),
+    Scene("all_gather_into_tensor", "the same, into one tensor", _few, lambda r, w: _everybodys(len(_few(r, w)))(r, w)),
+    Scene("reduce", "the sum, on rank 0", own(2), lambda r, w: _sum(2)(r, w) if r == 0 else [None, None]),
+    Scene("all_reduce", "the sum, on every rank: what DDP does with gradients", own(2), _sum(2)),
+    Scene("all_reduce_max", "not only sums: the largest of each place", own(2), _sum(2, max)),
+    Scene("all_reduce_async", "begin, do something else, then wait", own(2), _sum(2)),
+    Scene("reduce_scatter", "each rank gets its piece of the sum: what FSDP does", own(0), _sum_of_column),
+    Scene("all_to_all", "each rank sends a piece to each: rows become columns", own(0), _column),
+    Scene("barrier", "nobody goes on before the last has come", lambda r, w: [], holds=_waited, unit="ms"),
+    Scene("broadcast_objects", "Python objects; pickled, so among friends only", _words, _of(lambda r, w: 1, _words)),
+    Scene("scatter_objects", "rank 0 deals objects out", _only(0, _hand), lambda r, w: [Cell(f"a{r}", 0)]),
+    Scene("gather_objects", "rank 0 collects an object of each", _words, _only(0, _all_words)),
+    Scene("all_gather_objects", "everybody gets an object of each", _words, _all_words),
+    Scene("send_recv", "from one rank to one other: even ones send, odd ones receive", own(2), _of(_pair, own(2))),
+    Scene("ring", "everybody sends to the next, all at once", own(2), _of(lambda r, w: (r - 1) % w, own(2))),
+    Scene("groups", "a sum among the even ranks, and one among the odd", own(2), _sum_of_kind),
+    Scene("store", "keys and counters that all ranks share", _words, _store_after),
+)
+NAMES = tuple(scene.name for scene in SCENES)
+
+
+def expected(scene: Scene, rank: int, world: int) -> Row:
+    return scene.after(rank, world) if scene.after is not None else []
+
+
+def faults(scene: Scene, before: Sequence[Sequence[Value]], after: Sequence[Sequence[Value]]) -> list[tuple[int, str]]:
+    """(rank, in words) where ranks held something else than the picture says."""
+    found: list[tuple[int, str]] = []
+    if scene.holds is not None:
+        return [] if scene.holds(before, after) else [(0, f"{scene.title} does not hold: {after} after {before}")]
+    world = len(after)
+    for rank in range(world):
+        for when, seen, row in (
+            ("before", before[rank], scene.before(rank, world)),
+            ("after", after[rank], expected(scene, rank, world)),
+        ):
+            same = len(seen) == len(row) and all(
+                cell is None or cell.value == value for value, cell in zip(seen, row, strict=True)
+            )
+            if not same:
+                said = [None if cell is None else cell.value for cell in row]
+                found.append((rank, f"holds {list(seen)} {when} the call, not {said}"))
+    return found

@@ -1,0 +1,105 @@
+"""Which device a rank computes on, and which backend suits that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+def wanted(device: str | torch.device | None, *, local_rank: int) -> torch.device:
+    """`local_rank` as the launcher gave it: 0 for a rank that sees its own device alone."""
+    import torch
+
+    asked = _parsed(device)
+    if asked is not None and asked.type != "cuda":
+        return asked
+    if asked is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if not count:
+        raise DeviceError("a CUDA device was asked for, but there is none", fix='phalanx.init(device="cpu")')
+    if asked is not None and asked.index is not None:
+        if asked.index >= count:
+            raise DeviceError(
+                f"there is no {asked}: this rank sees {count} GPU{'s' if count != 1 else ''}",
+                fix='leave device out: phalanx.init(); or phalanx.init(device="cuda:0")',
+            )
+        return asked
+    # A rank that sees its own device alone sees one; ranks that share devices take turns.
+    return torch.device("cuda", local_rank % count)
+
+
+def _parsed(device: str | torch.device | None) -> torch.device | None:
+    import torch
+
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"device={device!r} is no device",
+            details=[str(error).partition("\n")[0]],
+            fix='leave device out: phalanx.init(); or phalanx.init(device="cpu")',
+        ) from None
+
+
+def check_backend(backend: str | None) -> None:
+    """Before anybody is met: what torch refuses, it refuses when all have come."""
+    import torch.distributed as dist
+
+    if backend is None:
+        return
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    here = [name for name in known if dist.is_backend_available(name)]
+    parts = str(backend).lower().split(",")
+    for part in parts:
+        device, colon, name = part.strip().rpartition(":")
+        if name not in here or (len(parts) > 1 and not device) or (colon and not device):
+            built = name in known and name not in here
+            raise UsageError(
+                f"this PyTorch was built without {name}" if built else f"the backend {backend!r} is not known",
+                details=[f"expected {' or '.join([*here, *([BOTH] if 'nccl' in here else [])])}"],
+                fix='leave it out: phalanx.init(); or phalanx.init("gloo")',
+            )
+
+
+def backend_for(backend: str | None, device: torch.device) -> str:
+    import torch.distributed as dist
+
+    if backend is None:
+        return BOTH if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if "nccl" in backend.lower() and device.type != "cuda":
+        raise DeviceError(
+            f"nccl works between GPUs, but this rank computes on {device}",
+            fix='leave backend out: phalanx.init(); or phalanx.init("gloo")',
+        )
+    return backend.lower()
+
+
+def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | None]) -> None:
+    """`devices`: CUDA_VISIBLE_DEVICES of each rank of this node, so that all of them refuse alike."""
+    import torch
+
+    if device.type != "cuda" or "nccl" not in backend:
+        return
+    count, ranks = torch.cuda.device_count(), len(devices)
+    if ranks > count and len(set(devices)) < ranks:
+        raise DeviceError(
+            f"there are {ranks} ranks on this node, but {count} GPU{'s' if count != 1 else ''}: nccl wants one each",
+            fix=f'phalanx run -g {count} …, or phalanx.init("gloo"), or phalanx.init(device="cpu")',
+        )
+
+
+def use(device: torch.device) -> None:
+    """Before the group forms: what NCCL makes, it makes on the current device."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)

@@ -1,0 +1,272 @@
+"""Who this process is among the others, from whoever started it: one reader each, pure functions of the environment."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from phalanx.cluster.sources import launchers
+from phalanx.cluster.sources.task import Task, Variables
+from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
+from phalanx.errors import UsageError
+
+DEFAULT_PORT = 29500  # torchrun's
+LOOPBACK = "127.0.0.1"
+_PORTS = range(20000, 30000)  # below those that the kernel gives away
+
+BY_HAND = "RANK={rank} WORLD_SIZE={size} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 python …"
+OR_RUN = "   (or phalanx run …, which sets them all)"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is known before anybody was met. None: whoever started this process does not say."""
+
+    launcher: str  # in words
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    address: str | None = None  # where the store is; None, or no port: whoever asks for it says what is missing
+    port: int | None = None
+    assumed: bool = False  # nobody gave that address: all ranks are taken to be on one machine
+    hosted: bool = False  # the launcher holds the store: no rank does
+    keeper: bool = True  # otherwise: whether this rank does
+    job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
+    attempt: str = ""  # of a job that is restarted on a store that stays
+    topology: str = ""  # as `phalanx run` spells it
+    folder: str | None = None
+    notes: tuple[str, ...] = ()  # what was seen and not followed
+
+    @property
+    def nobody(self) -> bool:
+        return self.launcher == NOBODY
+
+    @property
+    def other_nodes(self) -> bool:
+        """Whether some ranks are certainly on other nodes than this one."""
+        return self.local_world_size is not None and self.local_world_size < self.world_size
+
+
+NOBODY = "nobody"
+PHALANX = "phalanx run"
+SPAWN = "phalanx.spawn"
+TORCHRUN = "torchrun"
+ACCELERATE = "accelerate launch"
+HAND = "hand-set variables"
+ARGUMENTS = "arguments"
+
+
+def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Identity:
+    """`rank` and `world_size`, where given, win over the environment."""
+    try:
+        found = _read(environ)
+    except UsageError:
+        if rank is None or world_size is None:
+            return _half_given(environ, rank, world_size)
+        found = _nobody(environ)  # everything was said by hand, as that error would ask for
+    if rank is None and world_size is None:
+        return found
+    return _with_arguments(found, environ, rank, world_size)
+
+
+def _read(environ: Mapping[str, str]) -> Identity:
+    for reader in (_elastic, _scheduler, _hand_set):
+        if (found := reader(environ)) is not None:
+            return found
+    return _nobody(environ)
+
+
+def _elastic(environ: Mapping[str, str]) -> Identity | None:
+    """`phalanx run`, torchrun, what speaks as they do (phalanx.spawn), and what calls them (accelerate launch)."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None or "RANK" not in environ:
+        return None
+    launcher = ACCELERATE if _accelerate(environ) else TORCHRUN
+    if RUN in environ or run_id.startswith("spawn-"):
+        launcher = PHALANX if RUN in environ else SPAWN
+    said = Variables(launcher, environ, fix=f"start the script anew with {launcher}, or by hand: {_by_hand()}")
+    size = said.number("WORLD_SIZE", least=1)
+    rank = said.number("RANK", below=size)
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Identity(
+        launcher,
+        rank,
+        size,
+        local_rank=said.number("LOCAL_RANK"),
+        local_world_size=said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1),
+        node_rank=said.number("GROUP_RANK") if said.text("GROUP_RANK") else None,
+        address=said.needed("MASTER_ADDR"),
+        port=said.number("MASTER_PORT", least=1, below=1 << 16),
+        hosted=hosted,
+        keeper=rank == 0 and not hosted,
+        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died.
+        attempt=f"{run_id}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
+        folder=environ.get(RUN_FOLDER) or None,
+    )
+
+
+def _scheduler(environ: Mapping[str, str]) -> Identity | None:
+    """A task of srun or mpirun. Who sets RANK and WORLD_SIZE in one, means them."""
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
+        return None
+    task = launchers.find(environ)
+    if not isinstance(task, Task):
+        return None
+    for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
+        if environ.get(name) and environ[name] != str(value):
+            raise UsageError(
+                f"{name}={environ[name]} and {task.source}, where it is {value}, contradict each other",
+                details=[f"{task.source} says: {_listed(task.said)}"],
+                fix=f"unset {name}, or set both RANK and WORLD_SIZE",
+            )
+    said = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
+    address, port = said.text("MASTER_ADDR"), None
+    assumed, keeper = False, task.rank == 0
+    if said.text("MASTER_PORT"):
+        port = said.number("MASTER_PORT", least=1, below=1 << 16)
+    elif task.job:
+        port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)]
+    if address is None and task.hosts:
+        address = task.hosts[0]
+        # Rank 0 need not be on the first node of the list: Slurm deals ranks out as it was told.
+        keeper = (task.node, task.local_rank) == (0, 0)
+    elif address is None and not task.job and task.local_size == task.size:
+        address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
+    return Identity(
+        task.source,
+        task.rank,
+        task.size,
+        local_rank=task.local_rank,
+        local_world_size=task.local_size if task.nodes is not None or task.local_size > 1 else None,
+        node_rank=task.node,
+        address=address,
+        port=port if address is not None else None,
+        assumed=assumed,
+        keeper=keeper,
+        job=task.job,
+    )
+
+
+def _hand_set(environ: Mapping[str, str]) -> Identity | None:
+    said = Variables("The environment", environ, fix=_by_hand() + OR_RUN)
+    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if said.text(name) is not None]
+    if not present:
+        return None
+    if said.text("WORLD_SIZE") is not None and said.number("WORLD_SIZE", least=1) == 1 and "RANK" not in present:
+        return Identity(HAND, address=None)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in present]
+    if missing:
+        others = [name for name in ("MASTER_ADDR", "MASTER_PORT") if said.text(name) is None]
+        raise UsageError(
+            f"{' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not: who else there is cannot be told",
+            details=[f"set: {_listed(said.said)}", f"missing: {', '.join([*missing, *others])}"],
+            fix=_by_hand(environ.get("RANK"), environ.get("WORLD_SIZE")) + OR_RUN,
+        )
+    size = said.number("WORLD_SIZE", least=1)
+    rank = said.number("RANK", below=size)
+    local_size = said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1) if said.text("LOCAL_WORLD_SIZE") else None
+    return Identity(
+        ACCELERATE if _accelerate(environ) else HAND,
+        rank,
+        size,
+        local_rank=said.number("LOCAL_RANK") if "LOCAL_RANK" in present else None,
+        local_world_size=local_size,
+        node_rank=next((said.number(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
+        keeper=rank == 0,
+        **_master(said),
+    )
+
+
+def _nobody(environ: Mapping[str, str]) -> Identity:
+    return Identity(ACCELERATE if _accelerate(environ) else NOBODY)
+
+
+def _half_given(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Identity:
+    """One of the two as an argument, the other from a variable that alone would not do."""
+    given = dict(environ)
+    if rank is not None:
+        given["RANK"] = str(rank)
+    if world_size is not None:
+        given["WORLD_SIZE"] = str(world_size)
+    return _read(given)
+
+
+def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Identity:
+    if found.nobody or (found.launcher == ACCELERATE and found.address is None):
+        if rank is None or world_size is None:
+            if world_size == 1 or (rank == 0 and world_size is None):
+                return replace(found, launcher=ARGUMENTS)
+            given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
+            raise UsageError(
+                f"{given}={rank if world_size is None else world_size} was given, but nobody says the {missing}",
+                fix=f"phalanx.init(rank={rank or 0}, world_size={world_size or 2}), or phalanx run …",
+            )
+        _check(rank, world_size)
+        said = Variables("The environment", environ, fix=_by_hand(rank, world_size))
+        return Identity(ARGUMENTS, rank, world_size, keeper=rank == 0, **_master(said))
+    rank = found.rank if rank is None else rank
+    world_size = found.world_size if world_size is None else world_size
+    _check(rank, world_size)
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    note = (
+        f"rank {rank} of {world_size} was given, and is followed; "
+        f"{found.launcher} says rank {found.rank} of {found.world_size}"
+    )
+    # What the launcher says about nodes is about its own ranks: who is on which is then seen when all have come.
+    return replace(
+        found,
+        rank=rank,
+        world_size=world_size,
+        local_rank=None,
+        local_world_size=None,
+        node_rank=None,
+        keeper=rank == 0 and not found.hosted,
+        attempt=f"{found.attempt}.{world_size}",
+        topology="",
+        notes=(*found.notes, note),
+    )
+
+
+def _check(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            f"rank {rank} of {world_size} cannot be",
+            details=[
+                f"expected a rank from 0 to {world_size - 1}" if world_size > 0 else "expected a world of 1 or more"
+            ],
+            fix=f"phalanx.init(rank=0, world_size={max(world_size, 1)})",
+        )
+
+
+class Master(TypedDict):
+    address: str
+    port: int | None
+    assumed: bool
+
+
+def _master(said: Variables) -> Master:
+    """MASTER_ADDR and MASTER_PORT as set by hand; neither: all ranks are on this machine."""
+    address = said.text("MASTER_ADDR")
+    port = said.number("MASTER_PORT", least=1, below=1 << 16) if said.text("MASTER_PORT") else None
+    if address is None:
+        return {"address": LOOPBACK, "port": port or DEFAULT_PORT, "assumed": True}
+    return {"address": address, "port": port, "assumed": False}
+
+
+def _accelerate(environ: Mapping[str, str]) -> bool:
+    return "ACCELERATE_MIXED_PRECISION" in environ
+
+
+def _by_hand(rank: str | int | None = None, size: str | int | None = None) -> str:
+    return BY_HAND.format(rank="0" if rank is None else rank, size="2" if size is None else size)
+
+
+def _listed(said: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in said.items())

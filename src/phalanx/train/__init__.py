@@ -1,0 +1,1 @@
+"""What a training script holds: data, model, checkpoints, and the loop around them."""

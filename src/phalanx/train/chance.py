@@ -1,0 +1,99 @@
+"""Random numbers for reading data: those of the training are left alone, so that a resumed run draws the same.
+
+numbers = Numbers(seed)
+with numbers.drawn():          # here, and wherever else this seed is read with, the same ones come
+    sample = next(samples)
+
+Python's, NumPy's (where it is in use) and torch's on the CPU: what a data set draws from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def number(*parts: int) -> int:
+    """A seed for this and nothing else."""
+    text = " ".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+def seed(value: int) -> None:
+    """For this process, from here on. Not torch.manual_seed, which takes its time to reach devices."""
+    random.seed(value)
+    torch.default_generator.manual_seed(value)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(value % (1 << 32))
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """What is drawn in here was never drawn."""
+    before = _state()
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+class Numbers:
+    """A stream of its own, which goes on where it left off."""
+
+    def __init__(self, value: int) -> None:
+        with untouched():
+            seed(value)
+            self._state = self._first = _state()
+
+    @contextlib.contextmanager
+    def drawn(self) -> Iterator[None]:
+        with untouched():
+            _restore(self._state)
+            yield
+            self._state = _state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values; empty as long as nothing was drawn, as with most data sets, for it is told with every batch."""
+        python, torchs, numpys = self._state
+        if (
+            python == self._first[0]
+            and torch.equal(torchs, self._first[1])
+            and _words(numpys) == _words(self._first[2])
+        ):
+            return {}
+        return {"python": python, "torch": bytes(torchs.tolist()), "numpy": _words(numpys)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        version, words, gauss = state["python"]
+        numpys = self._first[2]
+        if numpys is not None and state["numpy"] is not None:
+            words_there, *more = state["numpy"]
+            numpys = (numpys[0], sys.modules["numpy"].array(words_there, dtype="uint32"), *more)
+        torchs = torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8)
+        self._state = (version, tuple(words), gauss), torchs, numpys
+
+
+def _state() -> tuple[Any, Any, Any]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), torch.default_generator.get_state(), numpy and numpy.get_state()
+
+
+def _words(numpys: Any) -> list[Any] | None:
+    """Of NumPy's state, which begins with a name."""
+    return numpys and [numpys[1].tolist(), *numpys[2:]]
+
+
+def _restore(state: tuple[Any, Any, Any]) -> None:
+    python, torchs, numpys = state
+    random.setstate(python)
+    torch.default_generator.set_state(torchs)
+    if numpys is not None:
+        sys.modules["numpy.random"].set_state(numpys)

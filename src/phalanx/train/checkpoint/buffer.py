@@ -1,0 +1,102 @@
+"""Memory into which a share of the state is copied, so that training goes on meanwhile. Used again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.train.checkpoint.shares import Chunk
+from phalanx.train.checkpoint.tensorfile import order
+
+_LINE = 64  # bytes that a processor moves as one
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A chunk and where in the buffer it lies."""
+
+    chunk: Chunk
+    begin: int
+    end: int
+
+
+class Buffer:
+    """Anonymous memory, which both torch and a file can take without a copy; pinned where a GPU copies into it."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._layout: list[tuple[int, torch.dtype, torch.Size]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[Any] = []  # of GPUs, not known to be through
+
+    def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
+        """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
+
+        A GPU copies in the stream of the training: after the update that was asked for before, and before the next
+        one. So nobody waits for it here, and the training's thread is free to ask for the next step.
+        """
+        placed = []
+        end = 0
+        for place in order([chunk.part.element_size() for chunk in chunks]):
+            # In the file there is no gap. Here there is, or one small tensor would make all that follow slow to copy.
+            begin = end + -end % _LINE
+            end = begin + chunks[place].part.nbytes
+            placed.append(Placed(chunks[place], begin, end))
+        gpus = {chunk.part.device for chunk in chunks if chunk.part.is_cuda}
+        self._reserve(end, bool(gpus))
+        for item, target in zip(placed, self._targets(placed), strict=True):
+            target.copy_(item.chunk.part, non_blocking=item.chunk.part.is_cuda)
+        for gpu in gpus:
+            done = torch.cuda.Event(blocking=True)
+            done.record(torch.cuda.current_stream(gpu))
+            self._copies.append(done)
+        return placed
+
+    def ready(self) -> None:
+        """Wait for the GPUs' copies."""
+        while self._copies:
+            self._copies.pop().synchronize()
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return memoryview(self._memory or b"")[begin:end]
+
+    def close(self) -> None:
+        self.ready()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._layout, self._tensors = [], []
+        self._memory = None  # unmapped once the last view of it is gone
+        self._pinned = False
+
+    def _targets(self, placed: Sequence[Placed]) -> list[torch.Tensor]:
+        """The memory as tensors like theirs. Kept, for with many small ones it takes longer to make than to copy."""
+        layout = [(item.begin, item.chunk.part.dtype, item.chunk.part.shape) for item in placed]
+        if layout != self._layout:
+            self._layout = layout
+            self._tensors = [
+                self._bytes[item.begin : item.end].view(dtype).view(shape)
+                for item, (_, dtype, shape) in zip(placed, layout, strict=True)
+            ]
+        return self._tensors
+
+    def _reserve(self, size: int, pin: bool) -> None:
+        if size > len(self._bytes):
+            self.close()
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Not for the forks of a loader: the next copy would have to divide every page from theirs.
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                with contextlib.suppress(OSError, AttributeError):  # a kernel that knows no such thing
+                    self._memory.madvise(getattr(mmap, advice))
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if pin and not self._pinned and size:
+            # Memory that cannot be pinned (a limit of the machine) is still memory, only slower.
+            failed = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)
+            self._pinned = int(failed) == 0

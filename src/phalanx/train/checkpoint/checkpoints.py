@@ -1,0 +1,355 @@
+"""The checkpoints of a run.
+
+    checkpoints = Checkpoints("runs/a/checkpoints", run, keep_last=2, keep_best=1)
+    checkpoints.load({"model": model, "opt": opt})                      # the newest good one, if there is one
+    checkpoints.save(step, {"model": model, "opt": opt}, metrics={"loss": loss})   # returns after one copy in memory
+    checkpoints.close()
+
+Every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from phalanx.errors import CheckpointError, OptionError
+from phalanx.train.checkpoint import loading, randomness, state
+from phalanx.train.checkpoint.buffer import Buffer
+from phalanx.train.checkpoint.folder import Folder, Info
+from phalanx.train.checkpoint.keeping import Keeping
+from phalanx.train.checkpoint.manifest import Values
+from phalanx.train.checkpoint.peers import Alone, Peers
+from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
+from phalanx.train.checkpoint.saver import Order, Save
+from phalanx.train.checkpoint.shares import share
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+_LAST_WORDS = 10.0  # seconds that a close after an error gives what is under way
+_NICE = 10  # the training goes first where cores are few
+
+
+class Checkpoints:
+    """Saves, finds and loads. `busy` is what a save does while `buffers` earlier ones are still being written."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        peers: Peers | None = None,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        best: str = "loss",
+        mode: str = "min",
+        busy: Literal["wait", "skip"] = "wait",
+        buffers: int = 2,
+        patience: float = 600.0,
+        generators: Sequence[torch.Generator] = (),
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        if busy not in ("wait", "skip"):
+            raise OptionError(
+                f'busy="{busy}": a save that finds others under way can "wait" or "skip"', fix='busy="wait"'
+            )
+        if buffers < 1:
+            raise OptionError(f"buffers={buffers}: at least one is needed", fix="buffers=2")
+        self._folder = Folder(os.fspath(folder))
+        self._peers: Peers = peers if peers is not None else Alone()
+        self._keeping = Keeping(keep_last, keep_best, best, mode)
+        self._busy = busy
+        self._patience = patience
+        self._generators = generators  # of this rank, beside those that torch, Python and NumPy have
+        self._say = say if say is not None else _say
+        self._free = [Buffer() for _ in range(buffers)]
+        self._saves: deque[Save] = deque()
+        # A thread that is there already: to start one takes longer than to copy a small state. It is joined at the
+        # exit of Python, so a script that ends without a word still leaves what it had begun to save.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._pid = os.getpid()
+        self._token = ""
+        self._number = 0
+        self._failure: CheckpointError | None = None  # of the newest save that has ended
+        self._unranked = False  # it was said that there is no metric to find the best by
+        self.bad: dict[str, list[str]] = {}  # checkpoints that a load found not to be what was written, and why
+
+    @property
+    def folder(self) -> str:
+        return self._folder.path
+
+    def open(self) -> None:
+        """Rank 0 takes the folder, and all see that it is the same one. Not called: the first save does it."""
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                "these checkpoints are of the process that this one was forked from", fix="make a Checkpoints here"
+            )
+        if self._token:
+            return
+        token = self._by_main(self._folder.lock)
+        seen = self._peers.gather(self._folder.token() == token, all=True)
+        if not all(seen):
+            self._folder.close()
+            blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+            raise CheckpointError(
+                f"the folder for checkpoints is not the same for all ranks: {self._folder.path}",
+                details=[f"what rank 0 writes there is not seen by rank {', '.join(blind[:8])}"],
+                fix="choose a folder on a disk that all nodes share",
+            )
+        self._token = token
+
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        kept: Mapping[str, object],
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Copy the state and let it be written. False if it was skipped.
+
+        A save that fails is told, and does not end the training: the next one is tried again. If it is the newest, and
+        nothing made up for it, `wait` and `close` raise why.
+        """
+        self.open()
+        self._settle()
+        if not self._free:
+            if self._busy == "skip":
+                return False
+            self._finish()
+        found = state.taken(kept)
+        aside: Tensors = {}
+        more = packed(dict(extra or {}), "extra", aside)
+        if aside:
+            raise CheckpointError(
+                f"extra holds tensors: {', '.join(aside)}", fix="put numbers there, or keep the tensors"
+            )
+        numbers: dict[str, float | None] = {name: float(value) for name, value in (metrics or {}).items()}
+        self._look_for_best(numbers)
+        chunks = share(found.tensors, self._peers.rank, self._peers.world_size, frozenset(found.own))
+        buffer = self._free[-1]
+        self._number += 1
+        order = Order(
+            self._folder,
+            self._folder.staging(step, self._token, self._number),
+            self._peers.rank,
+            self._peers.world_size,
+            Values(step, found.plain, more),
+            numbers,
+            randomness.taken(self._generators),
+            self._keeping,
+            frozenset(self.bad),
+            self._patience,
+        )
+        save = Save(order, buffer, buffer.take(chunks))
+        self._saves.append(save)
+        self._free.pop()
+        save.start(self._writer)
+        return True
+
+    @property
+    def under_way(self) -> int:
+        """How many saves this rank still writes. Asks no other."""
+        return sum(save.under_way for save in self._saves)
+
+    def wait(self) -> None:
+        """Until everything that was saved is on the disk. Raises why the newest is not."""
+        while self._saves:
+            self._finish(tell=len(self._saves) > 1)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, *, broken: bool = False) -> None:
+        """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer."""
+        if os.getpid() != self._pid:
+            return  # in a fork there is no writer
+        try:
+            if not broken:
+                self.wait()
+        finally:
+            limit = time.monotonic() + _LAST_WORDS
+            for save in self._saves:
+                save.join(max(0.0, limit - time.monotonic()))
+                save.give_up.set()
+            self._writer.shutdown()
+            self._free += [save.buffer for save in self._saves]
+            self._saves.clear()
+            for buffer in self._free:
+                buffer.close()
+            self._folder.close()
+            self._token = ""
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(broken=kind is not None)
+
+    def _settle(self) -> None:
+        """Finish the saves that are done everywhere: one small exchange, for all ranks must see the same."""
+        if not self._saves:
+            return
+        done = [[save.failure, save.outcome] for save in takewhile(lambda save: not save.under_way, self._saves)]
+        told = self._peers.gather(done, all=True)
+        for place, save in enumerate(self._saves):
+            if any(one[place][0] for one in told if len(one) > place):
+                save.give_up.set()  # where the disk is full, not even that may have been written there
+        for ended in zip(*told, strict=False):  # as many as are done everywhere
+            self._conclude([failure for failure, _ in ended], ended[0][1])
+
+    def _finish(self, *, tell: bool = True) -> None:
+        """Wait for the oldest. It stays in line until all ranks have answered, for one of them may be dead."""
+        save = self._saves[0]
+        save.written.wait()
+        failures = self._peers.gather(save.failure, all=True)
+        if any(failures):
+            save.give_up.set()
+        save.join()
+        self._conclude(failures, self._peers.broadcast(save.outcome), tell=tell)
+
+    def _conclude(self, failures: Sequence[str], outcome: str, *, tell: bool = True) -> None:
+        save = self._saves.popleft()
+        self._free.append(save.buffer)
+        self._failure = None
+        if not outcome:
+            return
+        if self._peers.rank == 0:
+            # Nobody writes there any more.
+            shutil.rmtree(save.order.staging, ignore_errors=True)
+        told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
+        self._failure = CheckpointError(
+            f"the checkpoint of step {save.order.values.step} was not written",
+            details=[f"in {self._folder.path}", *(told[:8] or [outcome])],
+            fix="see to the disk; what was saved before it is untouched",
+        )
+        if tell and self._peers.rank == 0:
+            self._say(f"phalanx: {self._failure}")
+
+    def _look_for_best(self, metrics: Mapping[str, float | None]) -> None:
+        if self._keeping.best and self._keeping.metric not in metrics and not self._unranked:
+            self._unranked = True
+            if self._peers.rank == 0:
+                known = ", ".join(metrics) or "none"
+                self._say(
+                    f'phalanx: a checkpoint without the metric "{self._keeping.metric}" is never among the best '
+                    f"{self._keeping.best}; metrics given: {known}"
+                )
+
+    # -- finding and loading
+
+    def latest(self) -> Info | None:
+        """The newest whose files are all there, with all their bytes. Whether each byte is right, `load` checks."""
+        for name in self._folder.names():
+            with contextlib.suppress(CheckpointError):
+                return self._folder.info(name)
+        return None
+
+    def load(self, kept: Mapping[str, object], info: Info | None = None, *, random: bool = True) -> Info | None:
+        """Restore in place from the newest good one, or from this one. None if there is none to restore from.
+
+        One that is not what was written is named and passed over; the one that was asked for by `info` is refused.
+        """
+        while self._saves:
+            self._finish()
+        names = [info.name] if info is not None else self._by_main(self._folder.names)
+        for name in names:
+            contents, problems = self._checked(name)
+            if contents is not None and not problems:
+                problems = self._restore(kept, contents, random)
+                if not problems:
+                    extra = unpacked(contents.values.extra, {})
+                    return dataclasses.replace(contents.info, extra=extra)
+            if info is None and self._by_main(partial(self._is_gone, name)):
+                # Removed while it was read, by a run that goes on saving: there is a newer one.
+                return self.load(kept, random=random)
+            self.bad[name] = problems
+            if info is not None:
+                raise CheckpointError(f"the checkpoint {info.path} is not what was written", details=problems)
+            if self._peers.rank == 0:
+                self._say(
+                    f"phalanx: checkpoint {name} is not used, it is not what was written: {'; '.join(problems[:4])}"
+                )
+        if names:
+            raise CheckpointError(
+                f"none of the {len(names)} checkpoints in {self._folder.path} is what was written",
+                details=[f"{name}: {problems[0]}" for name, problems in self.bad.items()],
+                fix="start in an empty folder",
+            )
+        return None
+
+    def _checked(self, name: str) -> tuple[loading.Contents | None, list[str]]:
+        """Every rank reads its share of the files; all come to the same answer."""
+        contents = None
+        problems: list[str] = []
+        try:
+            contents = loading.contents(self._folder.info(name), self._folder.manifest(name))
+            mine = contents.tables[self._peers.rank :: self._peers.world_size]
+            problems = loading.differences(contents.path, mine)
+        except CheckpointError as error:
+            problems = [error.what]
+        except OSError as error:
+            problems = [f"{name}: {error.strerror}: {error.filename}"]
+        return contents, self._all_problems(problems)
+
+    def _restore(self, kept: Mapping[str, object], contents: loading.Contents, random: bool) -> list[str]:
+        """In place. What does not fit is raised, what cannot be read is returned: the same on all ranks."""
+        plain = contents.values.plain
+        targets = state.targets(kept, plain, contents.shapes)
+        problems: list[str] = []
+        try:
+            loading.read(contents, targets)
+        except CheckpointError as error:
+            problems = [error.what]
+        except OSError as error:
+            problems = [f"{contents.info.name}: {error.strerror}: {error.filename}"]
+        problems = self._all_problems(problems)
+        if not problems:
+            state.restore(kept, plain, targets)
+            if random:
+                randomness.restore([table.random for table in contents.tables], self._peers.rank, self._generators)
+        return problems
+
+    def _all_problems(self, mine: list[str]) -> list[str]:
+        return list(dict.fromkeys(problem for found in self._peers.gather(mine, all=True) for problem in found))
+
+    def _is_gone(self, name: str) -> bool:
+        return not os.path.isdir(os.path.join(self._folder.path, name))
+
+    def _by_main(self, call: Callable[[], T]) -> T:
+        """What rank 0 gets, or why it does not, on every rank."""
+        told: dict[str, Any] = {}
+        if self._peers.rank == 0:
+            try:
+                told = {"got": call()}
+            except CheckpointError as error:
+                told = {"what": error.what, "fix": error.fix}
+        told = self._peers.broadcast(told)
+        if "what" in told:
+            raise CheckpointError(told["what"], fix=told["fix"])
+        return told["got"]  # type: ignore[no-any-return]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _step_back() -> None:
+    """The writer's thread alone: on Linux each has a priority of its own, and anybody may lower it."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

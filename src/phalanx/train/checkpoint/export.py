@@ -1,0 +1,110 @@
+"""A model as one file, whole, with the names of the unwrapped model: `export(model, "model.safetensors")`, or `.pt`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import CheckpointError, OptionError
+from phalanx.train.checkpoint import seal, tensorfile
+from phalanx.train.checkpoint.buffer import Buffer
+from phalanx.train.checkpoint.peers import Alone, Peers
+from phalanx.train.checkpoint.shares import Chunk
+from phalanx.train.checkpoint.state import plain_name, unwrapped
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None = None) -> None:
+    """Called by every rank, for a sharded model is put together by all; written by rank 0. All there or not there.
+
+    Tensors are made whole one at a time. A .safetensors file takes each at once, so that no rank ever has the whole of
+    a sharded model; for a .pt file rank 0 has to.
+    """
+    peers = peers if peers is not None else Alone()
+    path = os.path.abspath(os.fspath(path))
+    kind = os.path.splitext(path)[1]
+    if kind not in (".safetensors", ".pt"):
+        raise OptionError(
+            f'"{path}" ends neither in .safetensors nor in .pt', fix=f"{os.path.splitext(path)[0]}.safetensors"
+        )
+    found = {plain_name(key): value for key, value in unwrapped(model).state_dict().items()}
+    tensors = {key: value.detach() for key, value in found.items() if isinstance(value, torch.Tensor)}
+    if kind == ".safetensors":
+        tensors = _laid_out(tensors)
+    wholes = _wholes(tensors)
+    failure = ""
+    if peers.rank == 0:
+        part = f"{path}.{secrets.token_hex(4)}.part"
+        try:
+            if kind == ".pt":
+                _write_pt(wholes, part)
+            else:
+                _write_safetensors(tensors, wholes, part)
+            os.rename(part, path)
+            seal.sync_folder(os.path.dirname(path))
+        except (OSError, RuntimeError) as error:
+            failure = str(getattr(error, "strerror", None) or error)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+    for _ in wholes:
+        pass  # every rank takes part in each, also when rank 0 could not write it
+    failure = peers.broadcast(failure)
+    if failure:
+        raise CheckpointError(f"the model could not be written to {path}: {failure}", fix="export it to another place")
+
+
+def _wholes(tensors: Mapping[str, torch.Tensor]) -> Named:
+    for name, tensor in tensors.items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In the order in which they lie in the file."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in tensorfile.NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in tensorfile.NAMES)
+            raise CheckpointError(
+                f"{name} is of {tensor.dtype}, which has no place in a safetensors file",
+                details=[f"those that have: {known}"],
+                fix="export it to a .pt file",
+            )
+    names = [*tensors]
+    return {
+        names[place]: tensors[names[place]] for place in tensorfile.order([t.element_size() for t in tensors.values()])
+    }
+
+
+def _write_safetensors(tensors: Mapping[str, torch.Tensor], wholes: Named, path: str) -> None:
+    header = tensorfile.header(tensorfile.entries(tensors.items()), {"format": "pt"})
+    buffer = Buffer()
+    try:
+        with open(path, "xb", buffering=0) as file:
+            seal.write_all(file.fileno(), memoryview(header))
+            for name, tensor in wholes:
+                (placed,) = buffer.take([Chunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)])
+                buffer.ready()
+                seal.write_all(file.fileno(), buffer.view(0, placed.end))
+            os.fsync(file.fileno())
+    finally:
+        buffer.close()
+
+
+def _write_pt(wholes: Named, path: str) -> None:
+    whole = {name: _alone(tensor.cpu()) for name, tensor in wholes}
+    with open(path, "xb") as file:
+        torch.save(whole, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A view would take all of the memory that it is a part of into the file."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,181 @@
+"""From files back into memory: first whether they are what was written, then the parts that this rank needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint import seal, tensorfile
+from phalanx.train.checkpoint.folder import Info
+from phalanx.train.checkpoint.manifest import STATE, Manifest, Piece, Table, Values, table_file
+from phalanx.train.checkpoint.plain import Tensors
+from phalanx.train.checkpoint.state import Shape
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All of a checkpoint but its tensors."""
+
+    info: Info
+    values: Values
+    tables: list[Table]
+
+    @property
+    def path(self) -> str:
+        return self.info.path
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {
+            piece.name: Shape(tensorfile.dtype_of(piece.dtype), tuple(piece.shape))
+            for table in self.tables
+            for piece in table.pieces
+        }
+
+
+def contents(info: Info, manifest: Manifest) -> Contents:
+    """Read and compared with what the manifest says of each file."""
+    name = info.name
+    read = {}
+    for entry in manifest.files:
+        if entry.checksum is None:
+            continue
+        with open(os.path.join(info.path, entry.name), "rb") as file:
+            data = file.read()
+        if seal.checksum(data) != entry.checksum:
+            found = f"checksum is {seal.checksum(data):08x}, {entry.checksum:08x} was written"
+            raise CheckpointError(f"{name}/{entry.name}: {found}")
+        read[entry.name] = data
+    for wanted in (STATE, *(table_file(rank) for rank in range(manifest.world_size))):
+        if wanted not in read:
+            raise CheckpointError(f"{name}/manifest.json: does not name {wanted}")
+    tables = [
+        seal.opened(read[table_file(rank)], Table, f"{name}/{table_file(rank)}") for rank in range(manifest.world_size)
+    ]
+    return Contents(info, seal.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
+
+
+def differences(path: str, tables: Sequence[Table]) -> list[str]:
+    """What in these files of tensors is not what was written. Reads all of them."""
+    found = []
+    for table in tables:
+        where = f"{os.path.basename(path)}/{table.file}"
+        try:
+            with _File(path, table) as file:
+                if file.checksum(0, table.header) != table.header_checksum:
+                    found.append(f"{where}: the header is not what was written")
+                found += [
+                    f"{where}: {piece.name}: checksum is {seen:08x}, {piece.checksum:08x} was written"
+                    for piece in table.pieces
+                    if (seen := file.checksum(piece.begin, piece.end)) != piece.checksum
+                ]
+        except OSError as error:
+            found.append(f"{where}: {error.strerror}")
+        except CheckpointError as error:
+            found.append(error.what)
+    return found
+
+
+def read(contents: Contents, targets: Tensors) -> None:
+    """Fill the targets, whole tensors or shards of any layout, with what the checkpoint has under their names."""
+    tables = contents.tables
+    files = {(piece.name, tuple(piece.offsets)): (table, piece) for table in tables for piece in table.pieces}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), _metadata(tables), False)
+    plan = planner.create_local_plan()
+    by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
+    owners: dict[str, Table] = {}
+    for item in plan.items:
+        table, piece = files[item.storage_index.fqn, tuple(item.storage_index.offset)]
+        owners[table.file] = table
+        by_file.setdefault(table.file, []).append((piece, item))
+    with torch.no_grad():
+        for name, items in by_file.items():
+            with _File(contents.path, owners[name]) as file:
+                for piece, item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(file.box(piece, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+
+
+def _metadata(tables: Sequence[Table]) -> Metadata:
+    """As DCP's planner wants it."""
+    found: dict[str, TensorStorageMetadata] = {}
+    places = {}
+    for table in tables:
+        for piece in table.pieces:
+            tensor = found.setdefault(
+                piece.name,
+                TensorStorageMetadata(
+                    TensorProperties(dtype=tensorfile.dtype_of(piece.dtype)), torch.Size(piece.shape), []
+                ),
+            )
+            places[MetadataIndex(piece.name, piece.offsets)] = table.file
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
+    return Metadata(found, storage_data=places)
+
+
+class _File:
+    """A file of tensors. Read, not mapped: a page that the disk cannot give is then an error, and not a SIGBUS."""
+
+    def __init__(self, path: str, table: Table) -> None:
+        self._name = f"{os.path.basename(path)}/{table.file}"
+        self._file = open(os.path.join(path, table.file), "rb", buffering=0)  # noqa: SIM115
+        self._scratch = memoryview(bytearray(seal.PIECE))
+        size = os.fstat(self._file.fileno()).st_size
+        if size != table.size:
+            self._file.close()
+            raise CheckpointError(f"{self._name}: has {size:,} bytes, {table.size:,} were written")
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def checksum(self, begin: int, end: int) -> int:
+        found = 0
+        for place in range(begin, end, seal.PIECE):
+            part = self._scratch[: min(seal.PIECE, end - place)]
+            self._fill(part, place)
+            found = seal.checksum(part, found)
+        return found
+
+    def box(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """A box out of a piece. Its rows are read and no others: of a sharded tensor a rank needs some."""
+        dtype = tensorfile.dtype_of(piece.dtype)
+        sizes, begin, end = list(piece.sizes), piece.begin, piece.end
+        if sizes and sizes[0]:
+            row = (end - begin) // sizes[0]
+            sizes[0] = lengths[0]
+            begin += offsets[0] * row
+            end = begin + lengths[0] * row
+        if begin == end:
+            return torch.empty(sizes, dtype=dtype)
+        data = bytearray(end - begin)
+        self._fill(memoryview(data), begin)
+        box = torch.frombuffer(data, dtype=dtype).view(sizes)
+        for axis in range(1, len(sizes)):
+            box = box.narrow(axis, offsets[axis], lengths[axis])
+        return box
+
+    def _fill(self, memory: memoryview, place: int) -> None:
+        self._file.seek(place)
+        while len(memory):
+            got = self._file.readinto(memory[: seal.PIECE])
+            if not got:
+                raise CheckpointError(f"{self._name}: ends before its time")
+            memory = memory[got:]

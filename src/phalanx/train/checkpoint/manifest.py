@@ -1,0 +1,77 @@
+"""What a checkpoint holds beside tensors: a table for each rank's file, and the manifest that makes it one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A box of a tensor in a file."""
+
+    name: str
+    dtype: str  # as safetensors calls it
+    shape: list[int]  # of the whole tensor
+    offsets: list[int]  # of the box in it
+    sizes: list[int]
+    begin: int  # in the file
+    end: int
+    checksum: int
+
+
+class Table(msgspec.Struct, frozen=True):
+    """What one rank wrote: what is in its file of tensors, and its random numbers."""
+
+    rank: int
+    file: str
+    size: int
+    header: int  # bytes before the data
+    header_checksum: int
+    pieces: list[Piece]
+    random: dict[str, Any]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A file that belongs to a checkpoint. Tensors have their checksums in the table of the rank that wrote them."""
+
+    name: str
+    size: int
+    checksum: int | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Written last: a folder without one is no checkpoint."""
+
+    format: int
+    step: int
+    world_size: int
+    time: float
+    phalanx: str
+    torch: str
+    metrics: dict[str, float | None]
+    files: list[Entry]
+
+
+class Values(msgspec.Struct, frozen=True):
+    """Everything that is no tensor, and the same for all ranks."""
+
+    step: int
+    plain: dict[str, Any]
+    extra: dict[str, Any]
+
+
+def tensor_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def table_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def failure_file(rank: int) -> str:
+    return f"rank-{rank:05d}.failed"

@@ -1,0 +1,253 @@
+"""One save, behind the training loop's back: each rank writes its share, rank 0 waits for all of them and commits.
+
+Ranks meet in the folder alone, for threads of different ranks must not use the collectives that training uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint import randomness, seal, tensorfile
+from phalanx.train.checkpoint.buffer import Buffer, Placed
+from phalanx.train.checkpoint.folder import Folder, Info
+from phalanx.train.checkpoint.keeping import Keeping
+from phalanx.train.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    Entry,
+    Manifest,
+    Piece,
+    Table,
+    Values,
+    failure_file,
+    table_file,
+    tensor_file,
+)
+from phalanx.train.checkpoint.plain import tensor_names
+from phalanx.train.checkpoint.shares import Chunk
+from phalanx.version import __version__
+
+
+@dataclass(frozen=True)
+class Order:
+    """Everything about a save that is not the bytes."""
+
+    folder: Folder
+    staging: str
+    rank: int
+    world_size: int
+    values: Values
+    metrics: dict[str, float | None]
+    random: dict[str, Any]  # of this rank, not packed yet
+    keeping: Keeping
+    bad: frozenset[str]  # checkpoints that are known not to be good
+    patience: float  # seconds for the slowest rank, from when rank 0 has written
+
+
+class Save:
+    """Under way from `start` on. `written` when this rank has its share on the disk; rank 0 goes on from there."""
+
+    def __init__(self, order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None:
+        self.order = order
+        self.buffer = buffer
+        self.written = threading.Event()
+        self.give_up = threading.Event()
+        self.failure = ""  # this rank's own
+        self.outcome = ""  # rank 0's: why there is no checkpoint
+        self._placed = placed
+        self._ended = threading.Event()
+
+    def start(self, writer: Executor) -> None:
+        writer.submit(self._run)
+
+    def join(self, timeout: float | None = None) -> bool:
+        return self._ended.wait(timeout)
+
+    @property
+    def under_way(self) -> bool:
+        return not self._ended.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._ended.set()
+
+    def _write(self) -> None:
+        order = self.order
+        try:
+            _write_share(order, self.buffer, self._placed)
+        except Exception as error:
+            self.failure = _reason(error)
+            # Its own bytes go first, to make room for the word that it failed.
+            for name in (tensor_file(order.rank), f"{table_file(order.rank)}.part"):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(order.staging, name))
+            with contextlib.suppress(OSError), open(f"{order.staging}/{failure_file(order.rank)}", "w") as file:
+                file.write(self.failure)
+        finally:
+            self._placed = ()
+            self.written.set()
+        if order.rank == 0:
+            try:
+                tables = _gathered(order, self.give_up)
+                _commit(order, tables)
+            except Exception as error:
+                self.outcome = self.failure or _reason(error)
+                shutil.rmtree(order.staging, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None:
+    buffer.ready()
+    os.makedirs(order.staging, exist_ok=True)
+    file = tensor_file(order.rank)
+    names = _unique([item.chunk.name for item in placed])
+    entries = tensorfile.entries(zip(names, (item.chunk.part for item in placed), strict=True))
+    notes = {"format": "pt", "step": str(order.values.step), "rank": str(order.rank)}
+    header = tensorfile.header(entries, notes)
+    pieces: list[Piece] = []
+    end = len(header)
+    fd = os.open(f"{order.staging}/{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        seal.write_all(fd, memoryview(header))
+        for item in placed:
+            data = buffer.view(item.begin, item.end)
+            begin, end = end, end + len(data)
+            pieces.append(_piece(item.chunk, begin, end, seal.checksum(data)))
+            seal.write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    table = Table(order.rank, file, end, len(header), seal.checksum(header), pieces, randomness.packed(order.random))
+    if order.rank == 0:
+        seal.write_durably(f"{order.staging}/{STATE}", seal.sealed(order.values))
+    seal.write_durably(f"{order.staging}/{table_file(order.rank)}", seal.sealed(table))
+
+
+def _piece(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
+    return Piece(
+        chunk.name,
+        tensorfile.dtype_name(chunk.part.dtype),
+        list(chunk.shape),
+        list(chunk.offsets),
+        list(chunk.part.shape),
+        begin,
+        end,
+        checksum,
+    )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """A rank may have several boxes of one tensor; in a file each needs a name."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
+
+
+# -- rank 0
+
+
+def _gathered(order: Order, give_up: threading.Event) -> dict[str, bytes]:
+    """The table of every rank, as it is on the disk."""
+    wanted = {table_file(rank) for rank in range(order.world_size)}
+    failures = {failure_file(rank): rank for rank in range(order.world_size)}
+    limit = time.monotonic() + order.patience
+    pause = 0.001
+    while True:
+        # Listed, not looked up: a network disk may remember for long that a name was not there.
+        there = set(os.listdir(order.staging))
+        for name in sorted(there & set(failures)):
+            with open(f"{order.staging}/{name}") as file:
+                raise CheckpointError(f"rank {failures[name]}: {file.read() or 'could not write'}")
+        if wanted <= there:
+            break
+        if give_up.is_set():
+            raise CheckpointError("another rank could not write its share")
+        if time.monotonic() > limit:
+            missing = sorted(wanted - there)
+            raise CheckpointError(f"{order.patience:.0f} s after rank 0 there is no {', '.join(missing[:5])}")
+        give_up.wait(pause)
+        pause = min(pause * 2, 0.1)
+    found = {}
+    for name in sorted(wanted):
+        with open(f"{order.staging}/{name}", "rb") as opened:
+            found[name] = opened.read()
+    return found
+
+
+def _commit(order: Order, tables: dict[str, bytes]) -> None:
+    decoded = [seal.opened(data, Table, name) for name, data in tables.items()]
+    _check_whole(order, decoded)
+    with open(f"{order.staging}/{STATE}", "rb") as file:
+        state = file.read()
+    files = [Entry(STATE, len(state), seal.checksum(state))]
+    files += [Entry(name, len(data), seal.checksum(data)) for name, data in tables.items()]
+    files += [Entry(table.file, table.size) for table in decoded]
+    torch_version = str(torch.__version__)
+    step = order.values.step
+    manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
+    seal.write_durably(f"{order.staging}/{MANIFEST}", seal.sealed(manifest))
+    order.folder.commit(order.staging, step)
+    # One that cannot be removed is not worth a training run.
+    with contextlib.suppress(OSError, CheckpointError):
+        _prune(order)
+
+
+def _check_whole(order: Order, tables: Sequence[Table]) -> None:
+    """Ranks that did not agree on who writes what would leave a hole that only a load would find."""
+    written: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for table in tables:
+        for piece in table.pieces:
+            written[piece.name] = written.get(piece.name, 0) + math.prod(piece.sizes)
+            whole[piece.name] = math.prod(piece.shape)
+    wanted = tensor_names(order.values.plain)
+    holes = [name for name in sorted(whole) if written[name] != whole[name]]
+    missing = sorted(wanted - set(whole))
+    if holes or missing:
+        raise CheckpointError(
+            "the ranks' shares are not the whole state",
+            details=[f"{name}: {written[name]:,} of {whole[name]:,} elements" for name in holes[:5]]
+            + [f"{name}: written by nobody" for name in missing[:5]],
+            fix="keep the same objects on every rank",
+        )
+
+
+def _prune(order: Order) -> None:
+    good: list[Info] = []
+    bad = []
+    for name in order.folder.names():
+        try:
+            info = order.folder.info(name)
+        except CheckpointError:
+            bad.append(name)
+            continue
+        if name in order.bad:
+            bad.append(name)
+        else:
+            good.append(info)
+    for name in order.keeping.surplus(good, bad):
+        with contextlib.suppress(OSError):
+            order.folder.remove(name)

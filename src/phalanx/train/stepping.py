@@ -1,0 +1,293 @@
+"""One optimizer step over the micro-batches of its window: when ranks synchronise, what is averaged, clipped, scaled.
+
+    stepper = Stepper()
+    stepper.add(wrapped)
+    stepper.backward(loss)                     # loss.backward() does as well, but for fp16
+    stepper.step(opt, accumulate=4, clip=1.0)  # every fourth call updates
+
+The gradient of an update is the mean over the samples of all ranks and micro-batches. Ranks of different batch sizes
+say so: `weigh(loss, count, total)`, with the samples of this rank and of all ranks in this micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.train.wrapped import Wrapped
+
+
+class Update(NamedTuple):
+    """What a call of step has done."""
+
+    done: bool  # the parameters have changed
+    skipped: bool = False  # a gradient of fp16 was infinite: no update, a smaller scale from now on
+    norm: Any = None  # of the whole gradient before it was clipped: a tensor, so that nobody waits for it
+
+
+WAITING, DONE = Update(False), Update(True)
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches of one optimizer since its last update."""
+
+    models: list[Wrapped]
+    parameters: list[Any]
+    groups: int
+    accumulate: int
+    batches: int = 0
+    divisor: float = 0.0  # how many full micro-batches they are worth
+    seen: int = 0  # the last of them
+
+
+class Stepper:
+    """All optimizers and wrapped models of a script."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.scaler: Any = None
+        self.stepped = True  # since the last forward: the next one begins a micro-batch
+        self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
+        self.accumulate = 1  # of the latest window
+        self._world = world_size
+        self._models: list[Wrapped] = []
+        self._windows: dict[int, tuple[Any, Window]] = {}
+        self._latest: tuple[Any, Window | None] = (None, None)
+        self._reference = 0.0  # samples of a window's first micro-batch, all ranks
+        self._loaded: dict[str, Any] = {}  # state of a scaler that is not there yet
+        self._unsettled = False  # the scaler has yet to draw its conclusions from the last update
+        # Of the micro-batch at hand.
+        self._number = 0
+        self._share = 1.0
+        self._ending = False
+        self._scaled = False
+
+    def add(self, wrapped: Wrapped, accumulate: int = 1) -> None:
+        _positive(accumulate)
+        self._models.append(wrapped)
+        self._forget()
+        self.accumulate = accumulate
+        self._world = wrapped.world_size
+        if self.scaler is None:
+            self.scaler = wrapped.precision.scaler()
+            self.load_state_dict({"scaler": self._loaded})
+        wrapped.synchronise(accumulate == 1)
+
+    def remove(self, wrapped: Wrapped) -> None:
+        self._models = [model for model in self._models if model is not wrapped]
+        self._forget()
+
+    def adopt(self, opt: Any) -> None:
+        """Make an optimizer hold what the parameters that it was made for have become."""
+        for model in self._models:
+            model.adopt(opt)
+
+    def begin(self) -> None:
+        """The first forward after a step. Only now, for several optimizers may step after one backward."""
+        self.stepped = self._scaled = False
+        self._number += 1
+        self._share = 1.0
+        self._ending = self.ends
+        if self._unsettled:
+            self._settle()
+        for model in self._models:
+            want = model.wanted or self._ending
+            if model.synchronised is not want:
+                model.synchronise(want)
+
+    def finish(self) -> None:
+        """Before the forward of a window's last micro-batch, when it comes early: at the end of an epoch."""
+        self.begin()
+        self._ending = True
+        for model in self._models:
+            model.synchronise(True)
+
+    @property
+    def scaled(self) -> bool:
+        """The loss of the micro-batch at hand has come by `backward`, and not by its own."""
+        return self._scaled
+
+    def weigh(self, loss: Any, count: int, total: int) -> Any:
+        """The mean loss of this rank's `count` samples, as its part of the mean over all ranks' `total`."""
+        weight = count * self._world / self._measure(count, total)
+        if count == 0:
+            return loss.nan_to_num() * 0.0  # the mean of nothing, but the rank takes part in the backward
+        return loss if weight == 1.0 else loss * weight
+
+    def weigh_each(self, losses: Any, count: int, total: int) -> Any:
+        """The same of a loss for every sample, of which the first `count` count and the rest is padding."""
+        weight = self._world / self._measure(count, total)
+        if count == 0:
+            return losses.nan_to_num().sum() * 0.0
+        return losses[:count].sum() * weight
+
+    def _measure(self, count: int, total: int) -> float:
+        """How many samples weigh as much as one micro-batch of this window."""
+        if not 0 <= count <= total or total < 1:
+            raise UsageError(
+                f"weigh(loss, {count}, {total}): a rank has from 0 to all of the samples of all ranks",
+                fix="weigh(loss, len(x), the sum of len(x) over all ranks)",
+            )
+        # A window is measured in the total of its first batch, so that equal ones need no correction of gradients.
+        reference = self._reference
+        if reference == 0.0:
+            reference = self._reference = float(total)
+        self._share = total / reference
+        return reference
+
+    def backward(self, loss: Any, **options: Any) -> None:
+        self._scaled = True
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**options)
+
+    def step(
+        self, opt: Any, *, accumulate: int | None = None, clip: float | None = None, scheduler: Any = None
+    ) -> Update:
+        latest, window = self._latest
+        if latest is not opt or window is None or len(opt.param_groups) != window.groups:
+            window = self._enter(opt)
+        if accumulate is None:
+            accumulate = window.accumulate
+        elif accumulate != window.accumulate:
+            _positive(accumulate)
+            window.accumulate = accumulate
+        self.accumulate = accumulate
+        ending = self.ends
+        if window.models:
+            if window.seen == self._number or (self.scaler is not None and not self._scaled):
+                self._refuse(window)
+            ending = self._ending
+        self.stepped = True
+        window.seen = self._number
+        window.batches += 1
+        window.divisor += self._share
+        update = WAITING
+        # A window that was made shorter ends with the first backward that was synchronised.
+        if (window.batches >= accumulate or ending) and _synchronised(window.models):
+            update = self._update(opt, window, clip)
+            window.batches, window.divisor = 0, 0.0
+            if len(self._windows) == 1 or not self.waiting:
+                self._reference = 0.0
+            if scheduler is not None and update.done:
+                scheduler.step()
+        want = window.batches + 1 >= accumulate
+        for model in window.models:
+            if model.wanted is not want:
+                model.__dict__["wanted"] = want
+        return update
+
+    def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
+        scaler = self.scaler
+        if scaler is None and clip is None and window.divisor == 1.0:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            return DONE
+        grads = [parameter.grad for parameter in window.parameters if parameter.grad is not None]
+        if scaler is not None:
+            scaler.unscale_(opt)
+        norm = None
+        if clip is not None:
+            norm = clipped(grads, window.divisor, clip)
+        elif window.divisor != 1.0 and grads:
+            torch._foreach_div_(grads, window.divisor)
+        done = True
+        if scaler is None:
+            opt.step()
+        else:
+            # Asked of the scaler itself: a fused optimizer is called all the same, and does nothing.
+            done = not any(found.item() for found in scaler._found_inf_per_device(opt).values())
+            scaler.step(opt)
+            self._unsettled = True
+        opt.zero_grad(set_to_none=True)
+        return Update(done, not done, norm)
+
+    @property
+    def waiting(self) -> bool:
+        """There are gradients that no update has used."""
+        return any(window.batches for _, window in self._windows.values())
+
+    def _settle(self) -> None:
+        """The next scale. Not at once: another optimizer may have gradients of the old one."""
+        if self._unsettled and not self.waiting:
+            self.scaler.update()
+            self._unsettled = False
+
+    def _refuse(self, window: Window) -> None:
+        if window.seen == self._number:
+            raise UsageError(
+                "the wrapped model was not called since this optimizer's last step",
+                details=["a call of the model itself averages no gradients between ranks"],
+                fix="ddp = run.wrap(model), and then ddp(x) in place of model(x)",
+            )
+        raise UsageError(
+            "fp16: the loss of this step was not scaled, so that small gradients are lost",
+            fix="run.backward(loss) in place of loss.backward()",
+        )
+
+    def _enter(self, opt: Any) -> Window:
+        _, window = self._windows.get(id(opt), (None, None))
+        if window is None or len(opt.param_groups) != window.groups:
+            self.adopt(opt)
+            parameters = [parameter for group in opt.param_groups for parameter in group["params"]]
+            models = [model for model in self._models if model.holds(parameters)]
+            if self._models and not models:
+                raise UsageError(
+                    "the optimizer has no parameter of a wrapped model: its steps would change nothing",
+                    fix="opt = torch.optim.AdamW(model.parameters()), with the model that was wrapped",
+                )
+            accumulate = max((model.accumulate for model in models), default=1)
+            fresh = Window(models, parameters, len(opt.param_groups), accumulate)
+            if window is not None:
+                fresh.accumulate, fresh.seen = window.accumulate, window.seen
+                fresh.batches, fresh.divisor = window.batches, window.divisor
+            window = fresh
+            self._windows[id(opt)] = opt, window
+        self._latest = opt, window
+        return window
+
+    def _forget(self) -> None:
+        self._windows.clear()
+        self._latest = (None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return {"scaler": self._loaded if self.scaler is None else self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before models are wrapped, or after."""
+        self._loaded = state.get("scaler") or {}
+        self._unsettled = False
+        if self.scaler is not None and self._loaded:
+            self.scaler.load_state_dict(self._loaded)
+
+
+def clipped(grads: list[Any], divisor: float, most: float) -> Any:
+    """Gradients by `divisor`, and no longer than `most`, in one pass. Returns their length before they were shrunk:
+    over all parameters and, with FSDP, the shards of all ranks."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    if divisor != 1.0:
+        norm = norm / divisor
+    shrink = torch.clamp(most / (norm + 1e-6), max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, shrink if divisor == 1.0 else shrink / divisor)
+    return norm
+
+
+def _synchronised(models: list[Wrapped]) -> bool:
+    for model in models:  # noqa: SIM110 - a generator costs more than all the rest of a step
+        if not model.synchronised:
+            return False
+    return True
+
+
+def _positive(accumulate: int) -> None:
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}: a step takes one micro-batch or more", fix="accumulate=1")

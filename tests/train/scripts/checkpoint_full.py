@@ -1,0 +1,58 @@
+"""A disk that becomes full during a save: `checkpoint_full.py FOLDER`, on a file system of 8 MiB."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.train.checkpoint import CheckpointError, Checkpoints, export
+
+folder = sys.argv[1]
+small, big = nn.Linear(512, 512), nn.Linear(2048, 2048)
+want = small.weight.detach().clone()
+told: list[str] = []
+checkpoints = Checkpoints(folder, buffers=1, say=told.append)
+checkpoints.save(1, {"model": small})
+checkpoints.wait()
+
+# It is told, training goes on, and so do later saves.
+checkpoints.save(2, {"model": big})
+checkpoints.save(3, {"model": big})  # needs the buffer, so the other has to be through
+(line,) = told
+assert line.startswith("phalanx: the checkpoint of step 2 was not written"), line
+assert "No space left on device" in line, line
+with pytest.raises(CheckpointError, match="step 3 was not written"):
+    checkpoints.wait()
+assert sorted(os.listdir(folder)) == [".lock", "step-000000000001"], os.listdir(folder)
+small.weight.data.zero_()
+info = checkpoints.load({"model": small})
+assert info is not None
+assert info.step == 1
+assert torch.equal(small.weight, want)
+checkpoints.save(4, {"model": small})  # which fits
+checkpoints.close()
+assert len(told) == 1, told
+latest = Checkpoints(folder).latest()
+assert latest is not None
+assert latest.step == 4
+
+with pytest.raises(CheckpointError, match="No space left on device"):
+    export(big, f"{folder}/model.safetensors")
+with pytest.raises(CheckpointError):
+    export(big, f"{folder}/model.pt")
+assert not any(name.startswith("model") for name in os.listdir(folder)), os.listdir(folder)
+
+# Full of what a killed saver left: the next one makes room before it asks for any.
+os.unlink(f"{folder}/.lock")
+os.mkdir(f"{folder}/.writing-step-000000000005-00-1")
+with open(f"{folder}/.writing-step-000000000005-00-1/rank-00000.safetensors", "wb", buffering=0) as file:
+    while file.write(bytes(4096)) and os.statvfs(folder).f_bavail:
+        pass
+with Checkpoints(folder) as checkpoints:
+    checkpoints.save(6, {"model": small})
+assert sorted(os.listdir(folder)) == [".lock", "step-000000000004", "step-000000000006"], os.listdir(folder)
+print("as it should be")

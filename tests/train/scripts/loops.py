@@ -1,0 +1,233 @@
+"""Training loops through `Run` on several ranks, one question a function. Every rank writes what it saw as JSON.
+
+phalanx run -g 2 loops.py FOLDER
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from party import mlp
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import phalanx
+
+FOLDER = Path(sys.argv[1])
+HERE = phalanx.init()  # the group; every question makes a Run of its own in it
+QUESTIONS: list[Callable[[], Any]] = []
+
+torch.set_num_threads(1)
+torch.manual_seed(2)
+X = torch.randn(81, 6)
+Y = torch.stack([X.sum(1), X.prod(1)], 1)
+DATA = TensorDataset(X, Y)
+
+
+def question(function: Callable[[], Any]) -> Callable[[], Any]:
+    QUESTIONS.append(function)
+    return function
+
+
+def weights(*models: torch.nn.Module) -> list[float]:
+    found = [value for model in models for value in model.parameters()]
+    return [getattr(value, "full_tensor", lambda v=value: v)().abs().sum().item() for value in found]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain(updates: list[list[slice]], clip: float | None = None) -> list[float]:
+    """One process with plain PyTorch: each update is the mean over all of its samples."""
+    model = mlp()
+    opt = sgd(model)
+    for update in updates:
+        x, y = (torch.cat([data[part] for part in update]) for data in (X, Y))
+        mse_loss(model(x), y).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+def parts(size: int, end: int = len(X)) -> list[slice]:
+    return [slice(start, min(start + size, end)) for start in range(0, end, size)]
+
+
+@question
+def padded() -> Any:
+    """81 samples in steps of 16: the last has 1, so that rank 0 has 7 of padding and another rank nothing else."""
+    found: dict[str, Any] = {"plain": plain([[part] for part in parts(16)] * 2)}
+    for name in ("each", "mean"):
+        with phalanx.init() as run, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            net = run.wrap(mlp())
+            opt = sgd(net)
+            data = run.loader(DATA, global_batch=16, last="pad")
+            for _ in run.epochs(2):
+                for x, y in run.batches(data):
+                    losses = mse_loss(net(x), y, reduction="none").mean(1)
+                    run.backward(losses if name == "each" else losses.mean())
+                    run.step(opt)
+            found[name] = weights(net)
+            found[f"{name} told"] = [str(warning.message) for warning in told]
+    return found
+
+
+@question
+def windows() -> Any:
+    """11 batches an epoch, of which the last is small, in windows of 4; with an evaluation in the middle of one."""
+    batches = parts(8)
+    epoch = [batches[:4], batches[4:8], batches[8:]]
+    found: dict[str, Any] = {"plain": plain(epoch * 2, clip=0.5)}
+    for how in ("ddp", "fsdp"):
+        with phalanx.init() as run:
+            net = run.wrap(mlp(), how, accumulate=4)
+            opt = sgd(net)
+            data = run.loader(DATA, global_batch=8, last="uneven")
+            test = run.loader(DATA, global_batch=30, last="uneven")
+            done, seen, positions = [], [], []
+            for _ in run.epochs(2):
+                for number, (x, y) in enumerate(run.batches(data)):
+                    if number == 10:
+                        seen.append(evaluated(run, net, test))
+                    loss = mse_loss(net(x), y)
+                    run.backward(loss)
+                    if number == 5:
+                        seen.append(evaluated(run, net, test))
+                    done.append(run.step(opt, clip=0.5, loss=loss).done)
+                    positions.append(data.position.consumed)
+            found[how] = {
+                "weights": weights(net),
+                "updates": [number for number, update in enumerate(done) if update],
+                "positions": positions[:11],
+                "seen": seen,
+                "steps": run.steps,
+            }
+    return found
+
+
+@torch.no_grad()
+def evaluated(run: phalanx.Run, net: Any, test: Any) -> int:
+    """Samples, each once; some may have been given to a rank only so that it takes part."""
+    net.eval()
+    counted = 0
+    for x, _ in run.batches(test):
+        counted += len(net(x)[: test.last_count])
+    net.train()
+    return int(run.sum(counted))
+
+
+@question
+def foreign() -> Any:
+    """A script that wraps its model itself, and lets `run.backward` weigh."""
+    with phalanx.init() as run:
+        ddp = torch.nn.parallel.DistributedDataParallel(mlp())
+        opt = sgd(ddp)
+        for x, y in run.batches(run.loader(DATA, global_batch=16, weights=[3, 1], last="uneven")):
+            run.backward(mse_loss(ddp(x), y))
+            run.step(opt)
+        found = {"plain": plain([[part] for part in parts(16)]), "ours": weights(ddp)}
+        ddp.reducer = ddp.logger = None
+    return found
+
+
+@question
+def kept() -> Any:
+    """Whatever the order in which models are wrapped and kept and optimizers are made, stopped and resumed."""
+    found = {}
+    for how in ("ddp", "fsdp"):
+        for order in ("opt keep wrap", "opt wrap keep", "wrap opt keep", "wrapped"):
+            name = f"{how}, {order}"
+            folder = str(FOLDER / name.replace(", ", "-").replace(" ", "-"))
+            runs = [resumable(how, order, folder, stop) for stop in (8, None)]
+            found[name] = [run[0] for run in runs], runs[-1][1]
+        found[how] = resumable(how, "opt wrap keep", None, None)[1]
+    return found
+
+
+def resumable(how: str, order: str, folder: str | None, stop: int | None) -> tuple[int, list[float]]:
+    """5 batches an epoch, in windows of 2. Stopped in the middle of one, with a checkpoint there."""
+    with phalanx.init() as run:
+        model = mlp()
+        data = run.loader(DATA, global_batch=16, shuffle=True)
+        net: Any = None
+        opt = None if order.startswith("wrap") else torch.optim.AdamW(model.parameters(), lr=0.01)
+        for word in order.split():
+            if word in ("wrap", "wrapped"):
+                net = run.wrap(model, how, accumulate=2)
+            if opt is None and word in ("opt", "wrapped"):
+                opt = torch.optim.AdamW(net.parameters(), lr=0.01)
+            if word in ("keep", "wrapped"):
+                run.keep(folder=folder, model=net if word == "wrapped" else model, opt=opt, data=data)
+        began = run.steps
+        taken = 0
+        for _ in run.epochs(3):
+            for x, y in run.batches(data):
+                taken += 1
+                run.backward(mse_loss(net(x), y))
+                run.step(opt)
+                if taken == stop:
+                    run.checkpoint()
+                    return began, weights(net)
+        return began, weights(net)
+
+
+@question
+def rivals() -> Any:
+    """Two models and two optimizers, of which one accumulates."""
+    found: dict[str, Any] = {"plain": plain_rivals()}
+    for how in ("ddp", "fsdp"):
+        with phalanx.init() as run:
+            first, second, opt_first, opt_second = pair()
+            maker, judge = run.wrap(first, how, accumulate=2), run.wrap(second, how)
+            steps = []
+            for part in parts(16, 64):
+                x = X[part].tensor_split(run.world_size)[run.rank]
+                opt_second.zero_grad()
+                loss = judge(x).square().mean() - judge(maker(x).detach()).square().mean()
+                run.backward(loss)
+                run.step(opt_second, commit=False, judge=loss)
+                loss = judge(maker(x)).square().mean()
+                run.backward(loss)
+                run.step(opt_first, clip=0.1, maker=loss)
+                steps.append(run.steps)
+            found[how] = weights(first, second)
+            found[f"{how} steps"] = steps
+    return found
+
+
+def plain_rivals() -> list[float]:
+    first, second, opt_first, opt_second = pair()
+    for number, part in enumerate(parts(16, 64)):
+        x = X[part]
+        opt_second.zero_grad()  # of what the other's backward has left there
+        (second(x).square().mean() - second(first(x).detach()).square().mean()).backward()
+        opt_second.step()
+        (second(first(x)).square().mean() / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(first.parameters(), 0.1)
+            opt_first.step()
+            opt_first.zero_grad()
+    return weights(first, second)
+
+
+def pair() -> tuple[Any, ...]:
+    torch.manual_seed(4)
+    first, second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+    return first, second, sgd(first), sgd(second)
+
+
+def main() -> None:
+    found = {function.__name__: function() for function in QUESTIONS}
+    Path(FOLDER, f"{HERE.rank}.json").write_text(json.dumps(found))
+    HERE.close()
+
+
+main()

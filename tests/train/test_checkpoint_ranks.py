@@ -1,0 +1,82 @@
+"""Checkpoints of several real ranks, and of savers that die: each script imports torch once and forks its ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit.cli import Result, python, run
+
+SCRIPTS = Path(__file__).parent / "scripts"
+STAGES = (2, 3, 1, 2, 3, 1)  # ranks
+
+
+def test_another_world_size_and_strategy(tmp_path: Path) -> None:
+    done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), "resume", timeout=150)
+    assert done.code == 0, done.err
+    folder = tmp_path / "resume"
+
+    def seen(number: int, what: str, rank: int) -> dict[str, torch.Tensor]:
+        return torch.load(folder / f"{number}-{what}-{rank}.pt", weights_only=True)
+
+    mean = "model.body.1.running_mean"
+    # Buffers differ from rank to rank, and rank 0's are kept.
+    assert not torch.equal(seen(0, "out", 0)[mean], seen(0, "out", 1)[mean])
+    for number in range(1, len(STAGES)):
+        left = seen(number - 1, "out", 0)
+        assert {name.rpartition(".")[2] for name in left} >= {
+            *("weight", "running_mean", "exp_avg", "exp_avg_sq", "step", "momentum_buffer")
+        }
+        for rank in range(STAGES[number]):
+            found = seen(number, "in", rank)
+            assert found.keys() == left.keys()
+            assert [name for name in left if not torch.equal(found[name], left[name])] == [], (number, rank)
+        assert not torch.equal(seen(number, "out", 0)["model.body.0.weight"], left["model.body.0.weight"])
+    for number in range(len(STAGES)):
+        out = {k.removeprefix("model."): v for k, v in seen(number, "out", 0).items() if k.startswith("model.")}
+        for exported in (
+            load_file(folder / f"{number}.safetensors"),
+            torch.load(folder / f"{number}.pt", weights_only=True),
+        ):
+            assert exported.keys() == out.keys()
+            assert all(torch.equal(exported[name], out[name]) for name in out)
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    """One that cannot write, one that dies, one whose files are bad, folders that are not the same or closed, saves
+    that are skipped."""
+    plays = ("one_fails", "one_dies", "one_is_bad", "no_entry", "not_shared", "skips")
+    done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), *plays, timeout=100)
+    assert done.code == 0, done.err
+    assert done.out.split("\n")[:-1] == [f"{play} done" for play in plays]
+
+
+def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
+    """Runs a script with its folder in memory: full when it is, and never slow."""
+    unshare = shutil.which("unshare")
+    assert unshare, "unshare is needed for a disk of the test's own"
+    assert os.geteuid() == 0, "only root can mount one"
+    mount = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && exec "$@"'
+    script, *rest = words
+    line = ("sh", "-c", mount, "sh", size, str(folder), sys.executable, str(SCRIPTS / script), str(folder), *rest)
+    return run((unshare, "-m", *line), timeout=150)
+
+
+@pytest.mark.parametrize(("when", "least"), [("points", 40), ("moments", 20), ("ranks", 24)])
+def test_killed_savers(tmp_path: Path, when: str, least: int) -> None:
+    # In memory: what a kill leaves does not depend on the disk, how long hundreds of fsyncs take does.
+    done = on_a_disk_of_its_own(tmp_path, "256m", "checkpoint_killed.py", when)
+    assert done.code == 0, done.err
+    assert int(done.out.split()[0]) >= least
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    done = on_a_disk_of_its_own(tmp_path, "8m", "checkpoint_full.py")
+    assert done.code == 0, done.err
+    assert done.out == "as it should be\n"

@@ -1,0 +1,52 @@
+"""N ranks against one process of plain PyTorch, with the same global batches: the same loss curve."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.cli import phalanx
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "curves.py")
+CASES = ("plain", "accumulate", "clip", "both", "adamw", "uneven", "uneven windows")
+WAYS = [("ddp", 1), ("fsdp", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
+
+
+def together(ranks: int) -> pytest.MarkDecorator:
+    """In one process of the tests: one launch serves all cases of a size."""
+    return pytest.mark.xdist_group(f"curves of {ranks}")
+
+
+@functools.cache
+def curves(ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "curves.json")
+        done = phalanx("run", "-g", str(ranks), "--cpu", SCRIPT, str(file))
+        assert done.code == 0, done.out + done.err
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("how", "ranks"), [pytest.param(*way, marks=together(way[1])) for way in WAYS])
+def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
+    found = curves(ranks)
+    ours, plain = found[how][case], found["reference"][case]
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert ours["end"] == pytest.approx(plain["end"], rel=1e-4)
+
+
+@together(1)
+def test_the_cases_can_tell_a_difference() -> None:
+    """What would be wrong shows: clipping changes the curve, and every curve is going somewhere."""
+    plain = curves(1)["reference"]
+    assert plain["clip"]["losses"] != pytest.approx(plain["plain"]["losses"], rel=1e-2)
+    assert min(plain["clip"]["norms"]) > 0.05
+    for case in CASES:
+        assert plain[case]["losses"][0] != pytest.approx(plain[case]["losses"][-1], rel=1e-2)

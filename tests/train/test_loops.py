@@ -1,0 +1,372 @@
+"""Loops through `Run`: what counts, what is committed, what an evaluation leaves alone. On two ranks, and alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import phalanx
+from phalanx.errors import CheckpointError, UsageError
+from tests.kit.cli import phalanx as command
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "loops.py")
+pytestmark = pytest.mark.xdist_group("loops")  # one launch serves them all
+
+
+@functools.cache
+def seen() -> list[dict[str, Any]]:
+    """By every rank, in one launch for all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = command("run", "-g", "2", "--cpu", SCRIPT, folder)
+        assert done.code == 0, done.out + done.err
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+
+
+# -- two ranks
+
+
+def test_a_loss_for_every_sample_leaves_padding_out() -> None:
+    for rank in seen():
+        found = rank["padded"]
+        assert found["each"] == pytest.approx(found["plain"], rel=1e-4)
+        assert found["mean"] != pytest.approx(found["plain"], rel=1e-2)
+        assert found["each told"] == []
+    # By the rank that has both padding and a sample that counts, once in two epochs.
+    (told,), nothing = (rank["padded"]["mean told"] for rank in seen())
+    assert nothing == []
+    assert told.startswith("7 of this batch's 8 samples are padding")
+    assert "run.backward(losses)" in told
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_the_end_of_an_epoch_ends_a_window(how: str) -> None:
+    for rank in seen():
+        found = rank["windows"][how]
+        assert found["updates"] == [3, 7, 10, 14, 18, 21]
+        assert found["steps"] == 6
+        assert found["weights"] == pytest.approx(rank["windows"]["plain"], rel=1e-4)
+        # Samples count with the update that has them.
+        assert found["positions"] == [0, 0, 0, 32, 32, 32, 32, 64, 64, 64, 81]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_an_evaluation_in_the_middle_sees_each_sample_once(how: str) -> None:
+    assert [rank["windows"][how]["seen"] for rank in seen()] == [[81] * 4] * 2
+
+
+def test_a_model_that_the_script_has_wrapped_is_weighed_for() -> None:
+    for rank in seen():
+        assert rank["foreign"]["ours"] == pytest.approx(rank["foreign"]["plain"], rel=1e-4)
+
+
+@pytest.mark.parametrize("order", ["opt keep wrap", "opt wrap keep", "wrap opt keep", "wrapped"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_kept_in_any_order(how: str, order: str) -> None:
+    """A checkpoint in the middle of a window: resumed, it is repeated, and all ends bit for bit as without."""
+    for rank in seen():
+        began, end = rank["kept"][f"{how}, {order}"]
+        assert began == [0, 4]
+        assert end == rank["kept"][how]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_models_and_two_optimizers(how: str) -> None:
+    for rank in seen():
+        assert rank["rivals"][how] == pytest.approx(rank["rivals"]["plain"], rel=1e-4)
+        assert rank["rivals"][f"{how} steps"] == [0, 1, 1, 2]
+
+
+# -- one process
+
+
+@pytest.fixture(autouse=True)
+def _inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first optimizer of a process imports torch._dynamo, which would set this for good."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run]:
+    with alone(tmp_path) as run:
+        yield run
+
+
+def alone(folder: Path) -> phalanx.Run:
+    run = phalanx.init(device="cpu")
+    run.folder = str(folder)
+    return run
+
+
+def numbers(count: int = 10) -> TensorDataset:
+    x = torch.arange(count * 3, dtype=torch.float32).reshape(count, 3) / count
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Training:
+    """A model, its optimizer and the step of a loop."""
+
+    def __init__(self, run: phalanx.Run, **options: Any) -> None:
+        self.run = run
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.net = run.wrap(self.model, **options)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, **options: Any) -> bool:
+        loss = mse_loss(self.net(x), y)
+        self.run.backward(loss)
+        return bool(self.run.step(self.opt, loss=loss, **options).done)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_commits_nothing_and_begins_anew(run: phalanx.Run) -> None:
+    training = Training(run)
+    train, test = run.loader(numbers(), batch_size=2), run.loader(numbers(), batch_size=3, last="uneven")
+    sizes = []
+    for number, (x, y) in enumerate(run.batches(train)):
+        for part, _ in run.batches(test):
+            sizes.append(len(part))
+            if number == 1:
+                break
+        training.step(x, y)
+        assert train.position.consumed == 2 * number + 2
+        assert test.position.consumed == 0
+    assert sizes == [3, 3, 3, 1, 3, *[3, 3, 3, 1] * 3]
+    assert run.steps == 5
+
+
+def test_a_loop_that_has_failed_is_begun_again(run: phalanx.Run) -> None:
+    """As in a notebook, where the traceback holds on to it."""
+    training = Training(run, accumulate=2)
+    data = run.loader(numbers(), batch_size=2)
+    held = run.batches(data)
+    assert len(list(islice(held, 5))) == 5
+    done = [training.step(x, y) for x, y in run.batches(data)]
+    assert done == [False, True, False, True, True]
+    assert data.position.consumed == 10
+    held.close()
+
+
+def test_two_loaders_side_by_side_are_both_committed(run: phalanx.Run) -> None:
+    training = Training(run)
+    first, second = run.loader(numbers(), batch_size=2), run.loader(numbers(20), batch_size=4)
+    for (x, y), (other, _) in zip(run.batches(first), run.batches(second), strict=True):
+        training.step(torch.cat([x, other]), torch.cat([y, other.sum(1, keepdim=True)]))
+        if run.steps == 3:
+            break
+    assert (first.position.consumed, second.position.consumed) == (6, 12)
+
+
+def test_anything_can_be_read(run: phalanx.Run) -> None:
+    training = Training(run, accumulate=2)
+    for _ in range(2):
+        done = [training.step(x, y) for x, y in run.batches(DataLoader(numbers(), batch_size=4))]
+        assert done == [False, True, True]
+
+
+def test_losses_of_samples_are_averaged_where_no_loader_counts_them(run: phalanx.Run) -> None:
+    training = Training(run)
+    x, y = numbers()[:]
+    training.net.eval()
+    grads = []
+    for reduction in ("mean", "none"):
+        run.backward(mse_loss(training.net(x), y, reduction=reduction))
+        grads.append(training.model[0].weight.grad.clone())
+        training.opt.zero_grad()
+    torch.testing.assert_close(*grads)
+
+
+class Stream(IterableDataset):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(5, 3))
+
+
+class Known(Stream):
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("dataset", "updates"), [(Stream(), [3, 6, 9]), (Known(), [3, 5, 8, 10])], ids=["no length", "length"]
+)
+def test_windows_of_a_stream(run: phalanx.Run, dataset: Stream, updates: list[int]) -> None:
+    """Without a length a window goes on in the next epoch; what is left of the last one is told."""
+    training = Training(run, accumulate=3)
+    data = run.loader(dataset, batch_size=1)
+    done: list[bool] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in run.epochs(2):
+            done += [training.step(x, x[:, :1]) for x in run.batches(data)]
+    assert [number for number, update in enumerate(done, 1) if update] == updates
+    assert ["made no update" in str(warning.message) for warning in told] == [True] * (updates[-1] < 10)
+
+
+def test_steps_of_one_batch_are_one_commit(run: phalanx.Run, tmp_path: Path) -> None:
+    training = Training(run)
+    for x, y in run.batches(run.loader(numbers(), batch_size=5)):
+        training.step(x, y, commit=False, first=1.0)
+        training.step(x, y, second=2.0)
+    run.close()
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [1, 2]
+    assert all((line["first"], line["second"]) == (1.0, 2.0) for line in found)
+
+
+def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
+    training = Training(run)
+    opts = [torch.optim.SGD([parameter], lr=0.1) for parameter in training.model.parameters()]
+    data = run.loader(numbers(), batch_size=2)
+
+    def epoch() -> None:
+        for x, y in run.batches(data):
+            run.backward(mse_loss(training.net(x), y))
+            for opt in opts:
+                run.step(opt)
+
+    with pytest.warns(UserWarning, match="commit=False") as told:
+        epoch()
+    assert [warning.filename for warning in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in run.batches(data):
+            for _ in range(3):  # as often as one likes, with the same one
+                training.step(x, y)
+
+
+def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) -> None:
+    training = Training(run)
+    data = run.loader(numbers(), batch_size=4, last="uneven")
+    data.world_size = run.world_size = 2  # as a rank of two would see it
+
+    def epoch() -> None:
+        for x, y in run.batches(data):
+            mse_loss(training.net(x), y).backward()
+            run.step(training.opt)
+
+    with pytest.warns(UserWarning, match="averages by sample") as told:
+        epoch()
+    assert [warning.filename for warning in told] == [__file__]
+    run.world_size = 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 3)])
+def test_a_loss_of_no_meaning(run: phalanx.Run, shape: tuple[int, ...]) -> None:
+    for _ in run.batches(run.loader(numbers(), batch_size=2)):
+        with pytest.raises(UsageError, match=f"shape {list(shape)}, for a batch of 2".replace("[", r"\[")):
+            run.backward(torch.ones(shape, requires_grad=True))
+        break
+
+
+def test_epochs_go_on(run: phalanx.Run) -> None:
+    data = run.loader(numbers(), batch_size=5, shuffle=True)
+    training = Training(run)
+    run.keep(data=data, model=training.model)
+    seen = []
+    for count in (2, 4):
+        for epoch in run.epochs(count):
+            for x, y in run.batches(data):
+                training.step(x, y)
+            seen.append((epoch, data.epoch))
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert (run.epoch, run.steps) == (4, 8)
+
+
+def test_progress_counts_updates_to_the_very_end(run: phalanx.Run) -> None:
+    training = Training(run, accumulate=3)
+    data = run.loader(numbers(), batch_size=1)
+    assert [len(x) for x, _ in run.batches(run.loader(numbers(), batch_size=5))] == [5, 5]  # before it all begins
+    sights = []
+    for _ in run.epochs(3):
+        for x, y in run.batches(data):
+            if training.step(x, y):
+                assert run._progress is not None
+                sights.append(run._progress.sight())
+    assert [sight.step for sight in sights] == list(range(1, 13))
+    assert {sight.total for sight in sights} == {12}
+    assert [sight.title for sight in sights[::4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+
+
+def test_metrics_of_a_loop_of_ones_own(run: phalanx.Run, tmp_path: Path) -> None:
+    training = Training(run)
+    for _ in range(3):
+        training.step(*numbers()[:])
+    run.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_a_metric_is_one_number(run: phalanx.Run) -> None:
+    training = Training(run)
+    x, y = numbers()[:]
+    losses = mse_loss(training.net(x), y, reduction="none").flatten()
+    run.backward(losses)
+    with pytest.raises(UsageError, match="loss"):
+        run.step(training.opt, loss=losses)
+
+
+def test_what_cannot_be_kept_is_told_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    with alone(tmp_path) as run, pytest.raises(CheckpointError, match="has no state_dict"):
+        run.keep(folder=folder, name="a")
+    with alone(tmp_path) as run, pytest.raises(CheckpointError, match="for a model that is not kept"):
+        run.keep(folder=folder, opt=Training(run).opt)
+    with alone(tmp_path) as run:
+        training = Training(run)
+        run.keep(model=training.model)
+        with pytest.raises(UsageError, match=r"run.keep\(model=model, opt=opt\), once"):
+            run.keep(opt=training.opt)
+
+
+def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
+    with pytest.warns(UserWarning, match="--checkpoints DIR") as told:
+        run.keep(model=nn.Linear(1, 1), every=100)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    for count, refusal in (
+        (10, contextlib.nullcontext()),
+        (12, pytest.raises(UsageError, match="the data is not what")),
+    ):
+        with alone(tmp_path) as run:
+            training = Training(run)
+            data = run.loader(numbers(count), batch_size=2)
+            with refusal:
+                run.keep(folder=tmp_path / "kept", model=training.model, data=data)
+                training.step(*numbers()[:])
+                run.checkpoint()
+
+
+def test_what_a_script_draws_before_its_loop_does_not_matter(tmp_path: Path) -> None:
+    def train(stop: int | None, *, folder: Path) -> list[float]:
+        with alone(folder) as run:
+            training = Training(run)
+            data = run.loader(numbers(), batch_size=2, shuffle=True)
+            run.keep(folder=folder, every=1, model=training.model, opt=training.opt, data=data)
+            if run.resumed is not None:
+                torch.randn(5)
+            for _ in run.epochs(2):
+                for x, y in run.batches(data):
+                    training.step(x, y)
+                    if run.steps == stop:
+                        return []
+            return [parameter.sum().item() for parameter in training.model.parameters()]
+
+    whole = train(None, folder=tmp_path / "whole")
+    train(7, folder=tmp_path / "parts")
+    assert train(None, folder=tmp_path / "parts") == whole

@@ -1,0 +1,222 @@
+"""phalanx.main: what it returns, how it ends, and what a launcher hears of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.errors import CheckpointError, JoinError, PhalanxError, UsageError
+from tests.kit.cli import PHALANX, PYTHON, terminal
+from tests.kit.cli import phalanx as command
+
+WORDS = "phalanx: a rate of zero\n  rates: 0.1\n  fix: lr=0.1\n"
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a launcher would look. Nothing else of one is here."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+def raising(error: BaseException) -> Any:
+    def train(run: phalanx.Run) -> None:
+        raise error
+
+    return train
+
+
+# -- in this process: alone, nothing is opened
+
+
+def test_what_train_returns_is_returned() -> None:
+    def train(run: phalanx.Run) -> tuple[phalanx.Run, int, int]:
+        return run, run.seed, run.world_size
+
+    run, seed, world = phalanx.main(train, seed=3)
+    assert (seed, world, run.closed) == (3, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError, 2), (JoinError, 1), (CheckpointError, 1)], ids=lambda kind: str(kind)
+)
+def test_what_phalanx_refuses_is_told_in_words(
+    error: type[PhalanxError], code: int, report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        phalanx.main(raising(error("a rate of zero", details=["rates: 0.1"], fix="lr=0.1")))
+    assert caught.value.code == code
+    assert capsys.readouterr().err == WORDS
+    found = json.loads(report.read_text())
+    assert f"phalanx: {found['message']['message']}\n" == WORDS
+    assert (found["frames"], found["code"]) == ([], code)
+
+
+def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for train, options, words in ((None, {}, "not None"), (len, {"timeout": -1}, "timeout=-1 leaves no time")):
+        with pytest.raises(SystemExit) as caught:
+            phalanx.main(train, **options)  # type: ignore[arg-type]
+        assert caught.value.code == 2
+        assert words in capsys.readouterr().err
+    assert "main takes the function itself" in report.read_text()  # the first stays
+
+
+def test_any_other_exception_goes_on_and_is_told_at_once(report: Path) -> None:
+    held = []
+
+    class Slow:
+        def close(self) -> None:
+            held.append(json.loads(report.read_text())["time"])
+
+    def train(run: phalanx.Run) -> None:
+        run.before_close(Slow().close)
+        held.append(run)
+        raise ValueError("a broken sample")
+
+    with pytest.raises(ValueError, match="a broken sample"):
+        phalanx.main(train)
+    found = json.loads(report.read_text())
+    assert held[0].closed
+    assert found["message"]["message"] == "ValueError: a broken sample"
+    assert 'raise ValueError("a broken sample")' in found["message"]["extraInfo"]["py_callstack"]
+    assert [frame[2] for frame in found["frames"]] == ["train"]
+    assert abs(found["time"] - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("a broken sample"), "    raise error\nValueError: a broken sample"),
+        (UsageError("a rate of zero"), "a rate of zero"),
+    ],
+)
+def test_torchrun_understands_it(error: Exception, words: str, report: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    with pytest.raises((ValueError, SystemExit)):
+        phalanx.main(raising(error))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(report))
+    assert words.replace("\n", "\n  ") in ChildFailedError("train.py", {0: failure}).format_msg()
+    assert abs(failure.timestamp - time.time()) < 60
+
+
+def test_an_earlier_report_is_not_replaced(report: Path) -> None:
+    report.write_text("{}")
+    with pytest.raises(ValueError, match="late"):
+        phalanx.main(raising(ValueError("late")))
+    assert report.read_text() == "{}"
+
+
+@pytest.mark.parametrize(("code", "failed"), [(None, False), (0, False), (3, True), ("in words", True)])
+def test_an_exit_keeps_its_code(code: object, failed: bool, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    monkeypatch.setattr(phalanx.Run, "close", lambda self, *, failed=False: ends.append(failed))
+    with pytest.raises(SystemExit) as caught:
+        phalanx.main(raising(SystemExit(code)))
+    assert caught.value.code == code
+    assert ends == [failed]
+    assert not report.exists()
+
+
+def test_what_fails_at_the_end_comes_second(
+    report: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(self: phalanx.Run, *, failed: bool = False) -> None:
+        raise CheckpointError("step 8 is not on the disk")
+
+    monkeypatch.setattr(phalanx.Run, "close", close)
+    with pytest.raises(ValueError, match="a broken sample") as caught:
+        phalanx.main(raising(ValueError("a broken sample")))
+    assert caught.value.__notes__ == ["and while the run was closed, CheckpointError: step 8 is not on the disk"]
+    assert "ValueError" in report.read_text()
+    with pytest.raises(SystemExit):
+        phalanx.main(raising(UsageError("a rate of zero")))
+    assert "a rate of zero\n  and while the run was closed" in capsys.readouterr().err
+    for end in (lambda run: None, raising(SystemExit(0))):  # but it is the first cause where there is no other
+        with pytest.raises(SystemExit) as left:
+            phalanx.main(end)
+        assert left.value.code == 1
+        assert "phalanx: step 8 is not on the disk" in capsys.readouterr().err
+
+
+def test_an_interrupt_goes_on(report: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        phalanx.main(raising(KeyboardInterrupt()))
+    assert not report.exists()
+
+
+# -- under launchers
+
+SCRIPT = """
+import sys, time, torch, phalanx
+from phalanx.errors import UsageError
+
+def deep(run):
+    if run.rank == 1 or run.world_size == 1:
+        raise ValueError("a broken sample")
+    run.barrier()
+
+def words(run):
+    raise UsageError("a rate of zero", details=["rates: 0.1"], fix="lr=0.1")
+
+class Optimizer:  # as much of one as a step needs: this is about its end
+    param_groups = []
+    def step(self): time.sleep(0.01)
+    def zero_grad(self, set_to_none): pass
+
+def slow(run):
+    opt, data = Optimizer(), run.loader(torch.randn(100_000, 4), batch_size=2)
+    for epoch in run.epochs(1):
+        for x in run.batches(data):
+            run.step(opt, loss=x.mean())
+
+phalanx.main({"deep": deep, "words": words, "slow": slow}[sys.argv[1]])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_phalanx_run_tells_the_first_cause(script: str) -> None:
+    done = command("run", "-g", "2", "--cpu", script, "deep")
+    assert done.code == 1
+    block = done.err[done.err.index("rank 1 failed: ValueError: a broken sample") :]
+    assert f"{script}:7 in deep\n      raise ValueError(" in block
+    assert "main.py" not in block  # that is ours, and of no interest
+    assert "[1] [rank1]: Traceback (most recent call last):" in done.err
+
+
+def test_phalanx_run_tells_words(script: str) -> None:
+    done = command("run", "-g", "1", "--cpu", script, "words")
+    assert done.code == 2
+    assert WORDS in done.err
+    told = WORDS.removeprefix("phalanx: ").rstrip("\n")
+    assert f"phalanx: rank 0 failed: {told}\n  ended with exit code 2\n" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "before"),
+    [((*PYTHON,), -signal.SIGINT, ""), ((*PHALANX, "run", "-g", "2", "--cpu"), 130, r"\[0\](\x1b\[0m)? ")],
+    ids=["python", "phalanx"],
+)
+def test_ctrl_c_ends_a_training_and_its_bar(words: tuple[str, ...], code: int, before: str, script: str) -> None:
+    job = terminal(words=(*words, script, "slow"), size=(24, 100))
+    job.wait_for(re.compile(before + "[^\n]*━*─+ *[1-9][0-9]*/[^\n]*loss[^\n]*samples/s[^\n]* left"))
+    job.send(b"\x03")
+    assert job.wait(60) == code
+    # The bar's last row is whole, and what Python says comes below it.
+    assert re.search(r" left(\x1b\[K)?\s*\n[^\n]*Traceback", job.out), job.out[-3000:]
+    assert "KeyboardInterrupt" in job.out

@@ -1,0 +1,231 @@
+"""metrics.jsonl: every committed step once, whatever happened before; and TensorBoard's own reader sees the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import UsageError
+from phalanx.train import metrics
+from phalanx.train.metrics import FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(folder: Path, numbers: range, resumed_at: int = 0) -> None:
+    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False) as file:
+        for step in numbers:
+            file.write(step, step // 10, held({"loss": 1 / step}))
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    """As TensorBoard shows them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_a_step_is_a_line(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 3))
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert list(first) == ["step", "epoch", "time", "loss"]
+    assert (first["step"], first["epoch"], first["loss"]) == (1, 0, 1.0)
+    assert second["time"] >= first["time"] > 1.7e9
+
+
+def test_tensors_and_numbers(tmp_path: Path) -> None:
+    loss = torch.tensor(0.25, requires_grad=True)
+    running = torch.tensor([2.0])
+    with Metrics(str(tmp_path), tensorboard=False) as file:
+        file.write(1, 0, held({"loss": loss, "lr": 1e-3, "count": 3, "running": running, 'a "b"\n': 1.5}))
+        running += 1  # what was handed over is what counts
+    found = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (found["loss"], found["lr"], found["count"], found["running"]) == (0.25, 0.001, 3, 2.0)
+    assert found['a "b"\n'] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"loss": torch.ones(3)}, "the metric loss is a tensor of shape [3], not one number"),
+        ({"phase": "warm"}, "the metric phase is 'warm', not one number"),
+        ({"far": torch.ones(2, device="meta")}, "the metric far is a tensor of shape [2]"),
+        ({"step": 3}, 'a metric cannot be named "step"'),
+    ],
+)
+def test_what_is_no_metric(values: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        held(values)
+    assert words in str(caught.value)
+
+
+def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU stand for those on a GPU, which `held` leaves where they are."""
+    asked = []
+    plain = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> object:
+        asked.append(tensor.shape)
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    rows = [{"loss": torch.tensor(float(i)), "half": torch.tensor([i / 4], dtype=torch.bfloat16)} for i in range(9)]
+    assert read(rows) == [{"loss": float(i), "half": i / 4} for i in range(9)]
+    assert len(asked) == 2  # one for each kind
+
+
+def test_a_tensor_elsewhere_is_copied_and_not_read() -> None:
+    loss = torch.ones((), device="meta", requires_grad=True)  # to read it would raise
+    found = held({"loss": loss})["loss"]
+    assert (found is not loss, found.device.type, found.requires_grad) == (True, "meta", False)
+
+
+def test_what_is_not_finite_is_still_json() -> None:
+    found = json.loads(encode(1, 0, 0.0, {"a": math.nan, "b": math.inf, "c": -math.inf}), parse_constant=pytest.fail)
+    assert math.isnan(float(found["a"]))
+    assert (float(found["b"]), float(found["c"])) == (math.inf, -math.inf)
+
+
+def test_a_resumed_run_writes_every_step_once(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 26))
+    write(tmp_path, range(21, 31), resumed_at=20)
+    assert steps(tmp_path) == list(range(1, 31))
+
+
+def test_a_killed_run_may_have_left_half_a_line(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 6))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "epo')
+    write(tmp_path, range(6, 8), resumed_at=5)
+    assert steps(tmp_path) == list(range(1, 8))
+
+
+def test_a_training_that_begins_anew_keeps_those_before(tmp_path: Path) -> None:
+    for last in (6, 4, 3):
+        write(tmp_path, range(1, last))
+    assert steps(tmp_path) == [1, 2]
+    assert [len((tmp_path / f"metrics.{number}.jsonl").read_text().splitlines()) for number in (1, 2)] == [5, 3]
+
+
+def test_nothing_was_there_to_resume(tmp_path: Path) -> None:
+    write(tmp_path, range(8, 10), resumed_at=7)
+    assert steps(tmp_path) == [8, 9]
+
+
+@given(
+    st.lists(st.integers(1, 300), max_size=40, unique=True).map(sorted),
+    st.integers(0, 301),
+    st.integers(1, 300),
+    st.sampled_from([b"", b"{", b'{"step": 1', b'{"step": 400}\nhalf']),
+)
+def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
+    """Against the plain way, with blocks so small that lines lie across them."""
+    lines = [encode(number, 0, 0.0, {"x": number / 3}).encode() for number in numbers]
+    kept = b"".join(line for number, line in zip(numbers, lines, strict=True) if number <= step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "_BLOCK", block)
+        assert cut(io.BytesIO(b"".join(lines) + rest), step) == len(kept)
+
+
+def test_others_can_read_it_while_it_grows(tmp_path: Path) -> None:
+    now = [0.0]
+    with Metrics(str(tmp_path), tensorboard=False, clock=lambda: now[0]) as file:
+        file.write(1, 0, {"loss": 1.0})
+        assert steps(tmp_path) == []
+        now[0] += FLUSH_EVERY
+        file.write(2, 0, {"loss": 1.0})
+        assert steps(tmp_path) == [1, 2]
+
+
+def test_what_waits_is_bounded(tmp_path: Path) -> None:
+    with Metrics(str(tmp_path), tensorboard=False, clock=lambda: 0.0) as file:
+        for step in range(1, MOST + 2):
+            file.write(step, 0, {"loss": 1.0})
+        assert len(steps(tmp_path)) == MOST
+
+
+def test_closing_twice(tmp_path: Path) -> None:
+    file = Metrics(str(tmp_path), tensorboard=False)
+    file.close()
+    file.close()
+
+
+def test_a_full_disk_ends_the_metrics_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    said: list[str] = []
+    with Metrics(str(tmp_path), tensorboard=False, say=said.append) as file:
+        for step in (1, 2):
+            file.write(step, 0, {"loss": 1.0})
+            file.flush()
+    assert said == ["metrics are not written any more: [Errno 28] No space left on device"]
+
+
+def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    with Metrics(str(tmp_path / "file" / "folder"), say=said.append) as file:
+        file.write(1, 0, {"loss": 1.0})
+    assert len(said) == 1
+    assert "Not a directory" in said[0]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    for first, last, resumed_at in ((1, 8, 0), (5, 300, 4)):
+        with Metrics(str(tmp_path), resumed_at=resumed_at) as file:
+            for step in range(first, last):
+                file.write(step, 0, held({"loss": 1 / step, "größe/a": step * 1e9}))
+    assert scalars(tmp_path, "loss") == [(step, pytest.approx(1 / step, rel=1e-6)) for step in range(1, 300)]
+    assert scalars(tmp_path, "größe/a")[-1] == (299, pytest.approx(299e9))
+    assert steps(tmp_path) == list(range(1, 300))
+
+
+def test_tensorboard_forgets_a_training_that_began_here_before(tmp_path: Path) -> None:
+    for last in (8, 3):
+        with Metrics(str(tmp_path)) as file:
+            for step in range(1, last):
+                file.write(step, 0, {"loss": float(last)})
+    assert scalars(tmp_path, "loss") == [(1, 3.0), (2, 3.0)]
+
+
+def test_tensorboard_after_a_kill(tmp_path: Path) -> None:
+    """Half a record at the end of a file is where a reader stops, and goes on with the next file."""
+    with Metrics(str(tmp_path)) as file:
+        for step in (1, 2, 3):
+            file.write(step, 0, {"loss": 1.0})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    os.truncate(events, events.stat().st_size - 5)
+    with Metrics(str(tmp_path), resumed_at=2) as file:
+        file.write(3, 0, {"loss": 2.0})
+    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_tensorboard_has_words_for_what_is_not_finite(tmp_path: Path) -> None:
+    with Metrics(str(tmp_path)) as file:
+        file.write(1, 0, {"a": math.nan, "b": -math.inf, "c": 1e300})
+    assert math.isnan(scalars(tmp_path, "a")[0][1])
+    assert [scalars(tmp_path, name)[0][1] for name in "bc"] == [-math.inf, math.inf]
+
+
+def test_a_step_costs_little(tmp_path: Path) -> None:
+    """All of it, with what is written later: some 10 µs, and 60 are too many. The best round: this machine is busy."""
+    values = {"loss": torch.tensor(0.5), "lr": 0.1}
+    rounds = []
+    with Metrics(str(tmp_path), clock=lambda: 0.0) as file:
+        for _ in range(5):
+            begin = time.thread_time()
+            for step in range(MOST):
+                file.write(step, 0, held(values))
+            rounds.append((time.thread_time() - begin) / MOST)
+    assert min(rounds) < 60e-6

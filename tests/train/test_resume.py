@@ -1,0 +1,155 @@
+"""Killed at a random step and resumed: the parameters of a run that was not, every sample once an epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.kit.cli import Env, Result, phalanx, warm
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
+LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
+PLAY: dict[str, Any] = {
+    "how": "ddp",
+    "stream": False,
+    "accumulate": 1,
+    "dropout": 0.0,
+    "noise": 0.0,
+    "workers": 0,
+    "kill": None,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"how": "ddp", "workers": 1},
+    "fsdp": {"how": "fsdp", "accumulate": 2},
+}
+
+
+@pytest.fixture
+def dice() -> random.Random:
+    """PHALANX_DICE=… to meet again what was met once."""
+    seed = os.environ.get("PHALANX_DICE") or str(random.SystemRandom().randrange(10_000))
+    print(f"PHALANX_DICE={seed}")
+    return random.Random(seed)
+
+
+class Stage:
+    """Many short runs, for which torch is imported once."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self.wholes: dict[str, dict[str, torch.Tensor]] = {}
+
+    def run(self, folder: Path, ranks: int, name: str, *options: str, **play: Any) -> Result:
+        said = json.dumps({**PLAY, **play, "name": name})
+        print(f"{ranks} ranks: {said}")
+        words = ("run", "-g", str(ranks), "--cpu", *options, SCRIPT, str(folder), said)
+        return phalanx(*words, env=self.env, timeout=120)
+
+    def whole(self, folder: Path, **play: Any) -> dict[str, torch.Tensor]:
+        """The parameters of a run on 2 ranks that nobody killed."""
+        key = json.dumps(play)
+        if key not in self.wholes:
+            self.wholes[key] = finished(self.run(folder, 2, "whole", **play), folder, "whole")
+        return self.wholes[key]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:
+        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
+        with warm(env=env):
+            yield Stage(env)
+
+
+def finished(done: Result, folder: Path, name: str) -> dict[str, torch.Tensor]:
+    assert done.code == 0, done.out + done.err
+    assert f"done after {STEPS} steps" in done.out
+    return load_file(folder / f"{name}.safetensors")
+
+
+def kill(dice: random.Random, ranks: int, steps: range) -> dict[str, Any]:
+    return {"kill": [dice.randrange(ranks), dice.choice(steps), dice.choice(["forward", "step", "checkpoint"])]}
+
+
+def committed(folder: Path, runs: list[tuple[str, int]]) -> tuple[dict[int, Counter[int]], list[dict[str, Any]]]:
+    """Samples by epoch, of all steps that were not undone by a later life; and where each life went on."""
+    steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    lives = []
+    for name, ranks in runs:
+        notes = [
+            [json.loads(line) for line in (folder / f"{name}-{rank}").read_text().splitlines()] for rank in range(ranks)
+        ]
+        # Each rank's notes fall into lives; a life of one rank is one of all.
+        split = [_lives(one) for one in notes]
+        for together in zip(*split, strict=True):
+            first = together[0][0]
+            assert all(life[0] == first for life in together)
+            lives.append(first)
+            for step in [step for step in steps if step > first["resumed"]]:
+                del steps[step]
+            for note in (note for life in together for note in life[1:]):
+                steps[note["step"]] += [(note["epoch"], sample) for sample in note["samples"]]
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    epochs: dict[int, Counter[int]] = defaultdict(Counter)
+    for epoch, sample in (pair for step in steps.values() for pair in step):
+        epochs[epoch][sample] += 1
+    return epochs, lives
+
+
+def _lives(notes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    found: list[list[dict[str, Any]]] = []
+    for note in notes:
+        if "resumed" in note:
+            found.append([])
+        found[-1].append(note)
+    return found
+
+
+def exactly_once(epochs: dict[int, Counter[int]]) -> bool:
+    return [epochs[epoch] for epoch in range(EPOCHS)] == [Counter(range(LENGTH))] * EPOCHS
+
+
+@pytest.mark.parametrize("case", [*CASES, "stream"])
+def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
+    """With dropout, and data that is noisy anew every time."""
+    play = {**CASES.get(case, {"stream": True, "workers": 1}), "dropout": 0.2, "noise": 0.1}
+    kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1", "--max-restarts", "1")
+    done = stage.run(tmp_path, 2, "again", *kept, **play, **kill(dice, 2, range(4, STEPS)))
+    found = finished(done, tmp_path, "again")
+    epochs, lives = committed(tmp_path, [("again", 2)])
+    assert len(lives) == 2
+    assert lives[1]["resumed"] >= 1
+    # A stream goes on by what it told, if the epoch was not over.
+    assert lives[1]["told"] is (case == "stream" and lives[1]["resumed"] % (STEPS // EPOCHS) > 0)
+    assert exactly_once(epochs)
+    expected = stage.whole(tmp_path, **play)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_another_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
+    """From 2 to 3 to 1, each in a run of its own."""
+    play = CASES[case]
+    kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1")
+    for ranks, steps in ((2, range(4, 8)), (3, range(10, STEPS))):
+        dead = stage.run(tmp_path, ranks, f"on{ranks}", *kept, **play, **kill(dice, ranks, steps))
+        assert dead.code == 128 + signal.SIGKILL, dead.out + dead.err
+    found = finished(stage.run(tmp_path, 1, "on1", *kept, **play), tmp_path, "on1")
+    epochs, lives = committed(tmp_path, [("on2", 2), ("on3", 3), ("on1", 1)])
+    assert 0 == lives[0]["resumed"] < lives[1]["resumed"] < lives[2]["resumed"]
+    assert exactly_once(epochs)
+    expected = stage.whole(tmp_path)  # without accumulation, and by DDP: it is the same training
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
