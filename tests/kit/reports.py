@@ -46,8 +46,6 @@ ALLOWED_ENV = {
     "PHALANX_RUN": "ours: the id of the run",
     "PHALANX_RUN_FOLDER": "ours: where its files lie",
     "PHALANX_TOPOLOGY": "ours: which ranks share a node",
-    "CUDA_VISIBLE_DEVICES": "nothing with --cpu, which torchrun does not have",
-    "ACCELERATE_USE_CPU": "with --cpu: else Accelerate looks for no other rank",
 }
 
 
