@@ -28,6 +28,7 @@ from phalanx.join.store import Store
 if TYPE_CHECKING:
     import torch
 
+    from phalanx.contract.line import World
     from phalanx.join.topology import Topology
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class Group:
         timeout: float | timedelta = 300.0,
         seed: int = 0,
         device: str | torch.device | None = None,
+        world: World | None = None,
     ) -> Self:
         """Finds out who this process is, waits until all are here, and forms the group.
 
@@ -82,7 +84,14 @@ class Group:
         device    this rank's GPU if there is one; "cpu" for none
         """
         membership = form(
-            backend, method=method, rank=rank, world_size=world_size, store=store, timeout=timeout, device=device
+            backend,
+            method=method,
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            timeout=timeout,
+            device=device,
+            world=world,
         )
         return cls(membership, seed=seed)
 
@@ -247,6 +256,24 @@ class Group:
         if self.closed or os.getpid() != self.pid:
             return
         failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: run.close()`
+        self._let_go()
+        if self.membership.owned:
+            _destroy(failed)
+            self._say_farewell(failed)
+
+    def abandon(self) -> None:
+        """Leave a group whose connections are cut: nobody in it waits for anybody, and the next one can be formed."""
+        if self.closed:
+            return
+        self._let_go()
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                _destroy_for_good()
+
+    def _let_go(self) -> None:
+        """Of all that holds the group."""
         self.closed = True
         ending.forget(self)
         hooks, self._hooks = self._hooks, []
@@ -254,15 +281,11 @@ class Group:
             if (callback := hook()) is not None:
                 with contextlib.suppress(Exception):
                     callback()
-        if not self.membership.owned:
-            return
         for name in ("local_group", "leader_group"):
             self.__dict__.pop(name, None)
-        if hooks:
+        if hooks and self.membership.owned:
             # The last holder of a gloo group joins its threads while it has Python's lock: no model may be that.
             gc.collect()
-        _destroy(failed)
-        self._say_farewell(failed)
 
     def __enter__(self) -> Self:
         return self
@@ -411,6 +434,16 @@ def _to_bytes(body: torch.Tensor) -> bytes:
     return bytes(body.cpu().numpy().tobytes())
 
 
+def _destroy_for_good() -> None:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    if "nccl" in str(dist.get_backend_config()):
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
 def _destroy(failed: bool) -> None:
     import torch.distributed as dist
 
@@ -419,11 +452,6 @@ def _destroy(failed: bool) -> None:
     if not failed:
         dist.destroy_process_group()
         return
-    from torch.distributed.distributed_c10d import _abort_process_group
-
     ending.keep_groups()
     with contextlib.suppress(Exception):
-        if "nccl" in str(dist.get_backend_config()):
-            _abort_process_group()
-        else:
-            dist.destroy_process_group()
+        _destroy_for_good()

@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import Task, Variables
+from phalanx.contract.line import World
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -37,6 +38,7 @@ class Identity:
     keeper: bool = True  # otherwise: whether this rank does
     job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
     attempt: str = ""  # of a job that is restarted on a store that stays
+    generation: int | None = None  # of a group that forms anew while its survivors stay
     topology: str = ""  # as `phalanx run` spells it
     folder: str | None = None
     notes: tuple[str, ...] = ()  # what was seen and not followed
@@ -58,6 +60,22 @@ TORCHRUN = "torchrun"
 ACCELERATE = "accelerate launch"
 HAND = "hand-set variables"
 ARGUMENTS = "arguments"
+
+
+def moved(identity: Identity, world: World) -> Identity:
+    """The same process, where its supervisor says that it stands now."""
+    return replace(
+        identity,
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank,
+        local_world_size=world.local_world_size,
+        node_rank=world.node,
+        address=world.address,
+        port=world.port,
+        topology=world.topology,
+        generation=world.generation,
+    )
 
 
 def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Identity:

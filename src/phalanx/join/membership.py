@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from phalanx.contract.line import World
 from phalanx.errors import JoinError, UsageError
 from phalanx.join import addresses, device, ending, methods, rollcall, tcp
 from phalanx.join.device import check_backend
-from phalanx.join.identity import PHALANX, Identity, identify
+from phalanx.join.identity import PHALANX, Identity, identify, moved
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence
 from phalanx.join.topology import Topology
@@ -57,7 +58,9 @@ def form(
     store: Any,
     timeout: float | timedelta,
     device: str | torch.device | None,
+    world: World | None = None,
 ) -> Membership:
+    """`world`: where this process stands now, which is not where it stood when it was started."""
     import torch.distributed as dist
 
     timeout = _seconds(timeout)
@@ -80,6 +83,8 @@ def form(
         rank=told.rank if rank is None else rank,
         world_size=told.world_size if world_size is None else world_size,
     )
+    if world is not None:
+        identity = moved(identity, world)
     if identity.nobody and (told.place is not None or store is not None):
         raise UsageError(
             "nobody says which rank this is, or of how many",
@@ -169,7 +174,9 @@ def _meet(
     from torch.distributed import PrefixStore
 
     _formed += 1
-    store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), str(_formed)]), bare)
+    # One that has taken the place of another has formed fewer groups than those that it meets.
+    which = str(_formed) if identity.generation is None else f"generation {identity.generation}"
+    store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
     me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"))
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
     return store, rollcall.call(store, me, timeout, place=words, say=tcp.notice)

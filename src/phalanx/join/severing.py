@@ -18,20 +18,22 @@ class Severing:
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}  # the socket's own name -> descriptor
+        self._before: dict[str, int] | None = None  # while a group is being formed
         self._pid = os.getpid()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        before = _sockets()
+        self._before = _sockets()
         try:
             yield
         finally:
-            self._found.update((name, fd) for name, fd in _sockets().items() if name not in before)
+            self._found = self._all()
+            self._before = None
 
     def cut(self) -> None:
         if os.getpid() != self._pid:
             return
-        for name, fd in self._found.items():
+        for name, fd in self._all().items():
             with contextlib.suppress(OSError):
                 copy = os.dup(fd)  # what it refers to stays the same while we look
                 try:
@@ -40,8 +42,14 @@ class Severing:
                 finally:
                     os.close(copy)
 
+    def _all(self) -> dict[str, int]:
+        before = self._before
+        if before is None:
+            return self._found
+        return {**self._found, **{name: fd for name, fd in _sockets().items() if name not in before}}
+
     def forget(self) -> None:
-        self._found.clear()
+        self._found = {}
 
 
 def _end(fd: int) -> None:

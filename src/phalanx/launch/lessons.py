@@ -16,6 +16,8 @@ _TRAINING = re.compile(
     r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat"
 )
 _DYNAMO = "torch._dynamo"
+_WITH_US = re.compile(r"^\s*(import|from) phalanx\b", re.MULTILINE)
+_OURS = "phalanx.train.generations"
 
 # Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
 _SAFE = frozenset(
@@ -57,8 +59,8 @@ def recall(command: Command, base: str) -> Lesson:
 
 
 def guess(text: str) -> tuple[str, ...]:
-    """From a script's text alone: does it train?"""
-    return (_DYNAMO,) if _TRAINING.search(text) else ()
+    """From a script's text alone: does it train, and with us?"""
+    return (*([_DYNAMO] if _TRAINING.search(text) else []), *([_OURS] if _WITH_US.search(text) else []))
 
 
 def _is_safe(name: str) -> bool:

@@ -165,6 +165,11 @@ class Loader:
         return self._committed[0]
 
     @property
+    def taken(self) -> Position:
+        """After the batch in hand, committed or not."""
+        return self._taken[0]
+
+    @property
     def epoch(self) -> int:
         return self.position.epoch
 

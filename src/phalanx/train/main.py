@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.join import errorfile
 from phalanx.join.ending import is_failure
@@ -53,15 +55,8 @@ def main(train: Callable[[Run], Result], **options: Any) -> Result:
     try:
         if not callable(train):
             raise UsageError(f"main takes the function itself, not {train!r}", fix="phalanx.main(train)")
-        run = init(**options)
-        try:
-            result = train(run)
-            run.finish()
-        except BaseException as error:
-            _close_after(error, run)
-            raise
-        run.close()
-        return result
+        line = environment().get(LINE)
+        return _survive(train, line, options) if line else _run(train, options)
     except PhalanxError as error:
         errorfile.write(error)
         notes: list[str] = getattr(error, "__notes__", [])
@@ -70,6 +65,35 @@ def main(train: Callable[[Run], Result], **options: Any) -> Result:
     except Exception as error:
         errorfile.write(error)
         raise
+
+
+def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
+    run = init(**options)
+    try:
+        result = train(run)
+        run.finish()
+    except BaseException as error:
+        _close_after(error, run)
+        raise
+    run.close()
+    return result
+
+
+def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any]) -> Result:
+    """Under `phalanx run`, where somebody takes the place of a rank that has died."""
+    from phalanx.train.generations import Generations
+
+    generations = Generations(line, options)
+    try:
+        run, result = generations.live(train)
+    except BaseException as error:
+        if generations.run is not None:
+            _close_after(error, generations.run)
+        raise
+    finally:
+        generations.close()
+    run.close()
+    return result
 
 
 def _close_after(error: BaseException, run: Run) -> None:

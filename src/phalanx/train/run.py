@@ -23,15 +23,18 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
 from phalanx.errors import UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
+from phalanx.train import chance
 from phalanx.train.interval import Interval
 from phalanx.train.loader import Loader
 from phalanx.train.metrics import Metrics, held, read
@@ -40,6 +43,9 @@ from phalanx.train.progress import Progress
 from phalanx.train.stepping import Stepper, Update
 from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from phalanx.train.handover import Past
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
@@ -62,6 +68,10 @@ class Run(Group):
     steps = 0  # committed, since the very first start of this training
     epoch = 0
     resumed: Info | None = None  # the checkpoint that it goes on from
+    generation = 0  # how often the group has formed anew
+    past: Past | None = None  # what this process held when the last group was lost
+    taken_over = False  # its state is that of a living rank
+    committed: Callable[[int], None] | None = None  # told of the first step
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -69,6 +79,7 @@ class Run(Group):
         self._kept: dict[str, object] = {}
         self._checkpoints: Checkpoints | None = None
         self._due = Interval(None)
+        self._ready = False  # what is kept is as it should be
         self._saved = 0  # the step of the newest checkpoint
         self._latest: dict[str, Any] = {}  # metrics of the newest step, where there are checkpoints
         self._readings: list[Reading] = []
@@ -184,6 +195,7 @@ class Run(Group):
         # An earlier loop over it that an exception has ended may still be held by the traceback.
         self._readings = [*(other for other in self._readings if other.data is not data), reading]
         known = isinstance(data, Loader)
+        trained = known and any(data is kept for kept in self._kept.values())
         here = self.device.type == "cpu"
         try:
             for batch in batches:
@@ -192,11 +204,22 @@ class Run(Group):
                 if known:
                     reading.samples += data.last_total
                 reading.stepped = None
+                if trained:
+                    self._draw_anew(data)
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
+
+    def _draw_anew(self, data: Loader) -> None:
+        """Torch's numbers for a batch depend on where in the data it is, and on the rank, and on nothing before: so
+        that whoever takes the place of another, and whoever does a step again, draws as if nothing had happened."""
+        epoch, consumed = data.taken
+        number = chance.number(self.seed, self.rank, epoch, consumed)
+        torch.default_generator.manual_seed(number)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(number)
 
     def _turn_to(self, reading: Reading | None) -> None:
         self._reading = reading
@@ -264,6 +287,9 @@ class Run(Group):
                 )
             reading_now.stepped = opt
         self.steps += 1
+        if self.committed is not None:
+            self.committed(self.steps)
+            self.committed = None
         if self.is_main:
             if self._progress is None:
                 self._begin(values)
@@ -348,8 +374,14 @@ class Run(Group):
             )
         self._kept = dict(objects)
         self._adopt()
+        info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
+        self._ready = True
+        return info
+
+    def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
         environ = environment()
         folder = folder or environ.get(CHECKPOINTS)
+        self.taken_over = self._take_over()
         if folder is None:
             if every is not None and self.is_main:
                 self._warn(
@@ -362,12 +394,10 @@ class Run(Group):
         from phalanx.train.checkpoint.checkpoints import Checkpoints
 
         self._due = Interval(every if every is not None else environ.get(CHECKPOINT_EVERY, EVERY))
-        self._checkpoints = Checkpoints(
-            folder, self, keep_last=last, keep_best=best, best=metric, mode=mode, generators=[self.generator]
-        )
+        self._checkpoints = Checkpoints(folder, self, generators=[self.generator], **options)
         state.taken(self._everything())  # what cannot be kept is told now, and not after the first hundred steps
         self._checkpoints.open()
-        info = self._checkpoints.load(self._everything())
+        info = None if self.taken_over else self._checkpoints.load(self._everything())
         if info is not None:
             self.resumed = info
             epoch = info.extra.get("epoch")
@@ -376,6 +406,35 @@ class Run(Group):
             self._random = randomness.packed(randomness.taken([self.generator]))
             self.print(f"resumed at step {self.steps}, epoch {self.epoch}")
         return info
+
+    def _take_over(self) -> bool:
+        """After a death: from a living rank, for whatever there is on the disk is older."""
+        if not self.generation:
+            return False
+        from phalanx.train.handover import hand_over
+
+        received = hand_over(self, self._everything(), self.past)
+        self.past = None
+        if received is None:
+            return False
+        self.steps, self.epoch = received.step, received.epoch
+        return True
+
+    def standing(self) -> Past | None:
+        """What this rank holds, as of its last committed step. None: it has nothing yet that could be gone on from."""
+        from phalanx.train.handover import Past
+
+        return Past(self.steps, self.epoch, self._everything()) if self._ready else self.past
+
+    def abandon(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().abandon)
+            if self._checkpoints is not None:
+                stack.callback(self._checkpoints.close, broken=True)
+            if self._metrics is not None:
+                stack.callback(self._metrics.close)
+            if self._progress is not None:
+                stack.callback(self._progress.close)
 
     def _everything(self) -> Mapping[str, object]:
         return {**self._kept, "phalanx.stepper": self._stepper}
