@@ -61,6 +61,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         max_restarts=options.max_restarts,
         restarts_told=options.restarts_told,
         restart_window=options.restart_window,
+        silence=options.silent_after,
         stdin_rank=options.stdin,
         log_dir=log_dir,
         showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),

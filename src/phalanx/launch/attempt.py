@@ -22,7 +22,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.zygote import wire
+from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
@@ -38,6 +38,7 @@ class Worker:
     ended: float = 0.0
     stopped: bool = False  # it was told to stop before it ended
     step: int | None = None  # committed, as far as it has told
+    heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
 
 
@@ -78,6 +79,7 @@ class Attempt:
         self.generation = 0
         self._why = ""  # this generation is not the first
         self._line = Line(self)
+        self._listening: asyncio.Task[None] | None = None
         self._called = False  # a worker that can regroup
         self._able = (False, False)  # as it was told
         self._stage = stage
@@ -306,6 +308,8 @@ class Attempt:
         if self._escalation is not None:
             self._escalation.cancel()
         self._line.close()
+        if self._listening is not None:
+            self._listening.cancel()
 
     # -- a group that forms anew
 
@@ -344,11 +348,14 @@ class Attempt:
         worker = self._with(pid)
         if worker is None:
             return
+        worker.heard = time.monotonic()
         match message:
             case words.Here():
                 self._line.send(pid, self._world(worker.seat))
                 self._called = True
                 self._tell_able()
+                if self._listening is None:
+                    self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
                 worker.step = message.step
             case words.Going():
@@ -357,6 +364,19 @@ class Attempt:
             case words.Done():
                 worker.done = True
                 self._tell_able()
+
+    async def _listen(self) -> None:
+        """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""
+        while True:
+            await asyncio.sleep(1.0)
+            limit = self._stage.plan.silence
+            for name, worker in self.living:
+                silent = time.monotonic() - worker.heard
+                if worker.heard and not worker.done and silent > limit:
+                    worker.heard = 0.0
+                    how = kernel.state(worker.pid)
+                    self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
+                    self.tell(name, signal.SIGKILL)
 
     def _with(self, pid: int) -> Worker | None:
         return next((worker for _, worker in self.living if worker.pid == pid), None)

@@ -90,6 +90,7 @@ class Plan:
     max_restarts: int
     restarts_told: bool  # by the user
     restart_window: float
+    silence: float  # of a worker that can regroup: after so many seconds it is lost
     stdin_rank: int | None
     log_dir: str | None
     showing: Showing

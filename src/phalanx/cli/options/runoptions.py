@@ -80,6 +80,7 @@ class RunOptions:
     max_restarts: int
     restarts_told: bool
     restart_window: float  # seconds
+    silent_after: float  # seconds
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
 
@@ -168,6 +169,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         max_restarts=values.max_restarts,
         restarts_told="max_restarts" in given,
         restart_window=values.restart_window,
+        silent_after=values.silent_after,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         notes=(*where.notes, *checks.notes(values, given)),

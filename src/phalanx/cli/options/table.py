@@ -121,6 +121,7 @@ OPTIONS = (
     _ours(START, "--preload", "Modules to import once, before the workers are forked.", kinds.MODULES),
     _ours(START, "--fresh", "Starts every worker as a new Python, instead of a fork of one that has torch."),
     _ours(START, "--restart-window", "A run that is well this long may restart as often again.", kinds.DURATION, "1h"),
+    _ours(START, "--silent-after", "A rank that can be replaced, and is silent this long, is.", kinds.DURATION, "60s"),
     _ours(START, "--keep-warm", "Keeps torch imported this long for the next run.", kinds.DURATION),
     _ours(START, "--no-warm", "Does not use what an earlier run kept warm."),
     Option(

@@ -69,6 +69,19 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+_STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "R": "computes", "S": "sleeps", "Z": "dead"}
+
+
+def state(pid: int) -> str:
+    """What a process is at, in words."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            letter = file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return "gone"
+    return _STATES.get(letter, letter)
+
+
 def _parents() -> dict[int, tuple[int, bool]]:
     """pid -> (parent, zombie?) of every process."""
     table: dict[int, tuple[int, bool]] = {}

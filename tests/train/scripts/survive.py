@@ -1,0 +1,83 @@
+"""survive.py FOLDER FAULTS: a training whose ranks die as FAULTS says, each once: [[step, rank, how], …] as JSON.
+
+At the end each rank writes its parameters, and which samples were committed in which step, to FOLDER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx
+
+FOLDER, FAULTS = Path(sys.argv[1]), [tuple(fault) for fault in json.loads(sys.argv[2])]
+SAMPLES, EPOCHS = 96, 3
+
+
+class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    def __init__(self) -> None:
+        chance = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.randn(SAMPLES, 6, generator=chance), torch.randn(SAMPLES, 1, generator=chance)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.x[place], self.y[place], place
+
+
+def once(name: str) -> bool:
+    """Whether nobody has done it before."""
+    try:
+        os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def die(how: str) -> None:
+    if how == "raise":
+        raise ValueError("a broken sample")
+    if how == "exit":
+        os._exit(7)
+    if how == "segv":
+        ctypes.string_at(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def faulty(run: phalanx.Run, where: str) -> None:
+    for number, (step, rank, how, *place) in enumerate(FAULTS):
+        here = place[0] if place else "step"
+        if here == where and (step, rank) == (run.steps, run.rank) and (how == "always" or once(f"fault {number}")):
+            die("raise" if how == "always" else how)
+
+
+def train(run: phalanx.Run) -> None:
+    data = run.loader(Numbered(), global_batch=12, shuffle=True)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if run.generation:
+        faulty(run, "handover")
+    run.keep(model=model, opt=opt, data=data)
+    ddp = run.wrap(model)
+    for _ in run.epochs(EPOCHS):
+        for x, y, places in run.batches(data):
+            faulty(run, "step")
+            run.backward(nn.functional.mse_loss(ddp(x), y))
+            faulty(run, "backward")
+            run.step(opt)
+            with open(FOLDER / f"{run.steps}.{run.rank}", "w") as file:
+                json.dump(places.tolist(), file)
+    end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.generation, end]))
+
+
+phalanx.main(train)
