@@ -238,6 +238,7 @@ def test_console_of_one_rank_is_that_of_python(way: str) -> None:
 
 
 # The ways in which torch.distributed.run says in its own documentation that it can be used on one node.
+ALL_BUT_COLD = ("torchrun", "fresh", "warm")
 EXAMPLES = {
     "single node, several workers": ("--standalone", "--nnodes=1", "--nproc-per-node=2"),
     "several on one node": ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1", *TWO),
@@ -252,8 +253,9 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", ["torchrun", *WAYS])
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    ("example", "name"), [*((example, "cold") for example in EXAMPLES), *(("elastic", name) for name in ALL_BUT_COLD)]
+)
 def test_documented_example(example: str, name: str) -> None:
     with launcher(name) as by:
         result = run((*by.words, *EXAMPLES[example], "allreduce.py"), cwd=SCRIPTS, env=by.env)

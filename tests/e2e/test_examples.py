@@ -281,8 +281,7 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
     ids=lambda value: value if value in ("accelerate", "lightning", "transformers") else "",
 )
 def test_a_script_of_another_library(name: str, needs: str, line: str, least: float, most: float) -> None:
-    if not importlib.util.find_spec(needs):
-        pytest.skip(f"{needs} is in the extra dev")
+    assert importlib.util.find_spec(needs), f"{needs} is in the extra dev: make clean test"
     result = example(name, quiet=False)
     # Ranks and world as the library sees them, and a model that is the same on both though their data was not.
     found = said(result, rf"rank (\d) of 2: {line}.* parameters have length ([\d.]+)")

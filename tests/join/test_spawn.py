@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from phalanx.errors import LaunchError, RankError, UsageError
 from phalanx.join import spawn as module
 from phalanx.join import waiting
-from phalanx.join.spawn import spawn
 from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
 
+# Most are about processes, and need no group.
+spawn = partial(module.spawn, join=False)
 NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 
 SLEEPERS = """
@@ -41,7 +43,7 @@ def wait():
         time.sleep(1000)
 
 if __name__ == "__main__":
-    spawn(wait, 2, fresh={fresh})
+    spawn(wait, 2, fresh={fresh}, join=False)
 """
 
 
@@ -89,6 +91,21 @@ def test_the_group_is_made_for_those_who_ask() -> None:
         return found
 
     assert spawn(gathered, 2, backend="gloo") == [[0, 10]] * 2
+    assert module.spawn(gathered, 2) == [[0, 10]] * 2  # joined without a word
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_ranks_are_joined_unless_told_otherwise(fresh: bool) -> None:
+    assert module.spawn(adopted, 2, fresh=fresh) == [(0, 2, 1.0), (1, 2, 1.0)]
+    assert module.spawn(dist.is_initialized, 1, fresh=fresh, join=False) == [False]
+
+
+def adopted() -> tuple[int, int, float]:
+    """`phalanx.init` takes the group that is there."""
+    import phalanx
+
+    run = phalanx.init()
+    return run.rank, run.world_size, run.sum(run.rank)
 
 
 def test_after_torch_has_used_threads() -> None:
@@ -313,7 +330,7 @@ def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
         "    def __init__(self, rank): self.rank = rank\n"
         "def fn(x): return Answer(x * int(os.environ['RANK'])), 'mark' in os.environ, os.getppid()\n"
         "if __name__ == '__main__':\n"
-        "    found = spawn(fn, 2, args=(3,), fresh=True)\n"
+        "    found = spawn(fn, 2, args=(3,), fresh=True, join=False)\n"
         "    print([answer.rank for answer, _, _ in found], found[0][2] != os.getpid())\n"
     )
     result = python(str(path))
@@ -345,9 +362,11 @@ def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_fresh_ranks_cannot_import_what_was_typed() -> None:
     text = f"{NO_TORCH}from phalanx.join.spawn import spawn\ndef fn(): return 7\n"
-    forked = python("-", input=f"{text}print(spawn(fn, 2))")
+    forked = python("-", input=f"{text}print(spawn(fn, 2, join=False))")
     assert forked.out == "[7, 7]\n", forked.err
-    fresh = python("-", input=f"import sys; sys.modules['cloudpickle'] = None\n{text}spawn(fn, 2, fresh=True)")
+    fresh = python(
+        "-", input=f"import sys; sys.modules['cloudpickle'] = None\n{text}spawn(fn, 2, fresh=True, join=False)"
+    )
     assert fresh.code == 1
     assert "which is no file here" in fresh.err
     assert "pip install cloudpickle" in fresh.err
@@ -366,7 +385,7 @@ def test_an_error_in_a_fresh_rank(tmp_path: Path) -> None:
     path.write_text(
         f"{NO_TORCH}from phalanx.join.spawn import spawn\n"
         "def fn(): raise KeyError('nothing there')\n"
-        "if __name__ == '__main__': spawn(fn, 1, fresh=True)\n"
+        "if __name__ == '__main__': spawn(fn, 1, fresh=True, join=False)\n"
     )
     result = python(str(path))
     assert result.code == 1
@@ -403,7 +422,7 @@ def test_a_keeper_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
     path.write_text(
         f"{NO_TORCH}import os, time\nfrom phalanx.join.spawn import spawn\n"
         "def fn():\n    print('ready', os.getpid(), os.getppid())\n    time.sleep(1000)\n"
-        "spawn(fn, 2)\n"
+        "spawn(fn, 2, join=False)\n"
     )
     job = start(words=(*PYTHON, str(path)))
     one, keeper, other, _ = ready(job)

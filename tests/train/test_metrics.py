@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
@@ -31,7 +32,7 @@ def write(folder: Path, numbers: range, resumed_at: int = 0) -> None:
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     """As TensorBoard shows them."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]

@@ -51,7 +51,7 @@ class Crew:
 
     caller: int  # pid
     ranks: int
-    backend: str | None
+    backend: str | None  # of the process group; "": whichever is right; None: the function makes one, or none
     control: int  # a byte here: stop
     status: int  # a line of JSON for every rank that has ended
     listener: int  # bound already, so that nobody takes the port
@@ -258,10 +258,20 @@ def _group(backend: str | None) -> Any:
         return
     import torch.distributed as dist
 
-    dist.init_process_group(backend)
+    dist.init_process_group(backend or _usual())
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _usual() -> str:
+    import torch
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not torch.cuda.is_available() or torch.cuda.device_count() < size:  # NCCL wants a GPU for each
+        return "gloo"
+    torch.cuda.set_device(rank)
+    return "cpu:gloo,cuda:nccl"
 
 
 def _packed(value: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 losses = phalanx.spawn(train, ranks=4, args=(0.1,))     # what each rank returned, in the order of ranks
 
-Inside, `phalanx.init()` or `torch.distributed.init_process_group()` finds the others. Ranks are forks of this process
+Inside, the process group is there, and `phalanx.init()` takes it as it is. Ranks are forks of this process
 where that is safe, so a lambda or a function of a notebook will do; otherwise they come from a fresh interpreter, to
 which the function is sent by pickle. What they return comes back by pickle too, over a pipe from our own child: as
 trustworthy as the function.
@@ -42,19 +42,21 @@ def spawn(
     timeout: float | None = None,
     fresh: bool | None = None,
     backend: str | None = None,
+    join: bool = True,
 ) -> list[Result]:
     """Call `fn(*args, **kwargs)` in that many processes, and return what each returned.
 
-    `backend` makes the process group before the call and ends it after. `fresh` says whether ranks come from a new
-    interpreter (True), from this process (False), or from this process if that is safe (None). The first rank to
-    fail ends the others, and is raised as a RankError.
+    The process group is made before the call and ended after it: of `backend`, or gloo, with nccl beside it where there
+    is a GPU for every rank. `join=False` leaves it to the function, as to one that calls `init_process_group` itself.
+    `fresh` says whether ranks come from a new interpreter (True), from this process (False), or from this process if
+    that is safe (None). The first rank to fail ends the others, and is raised as a RankError.
     """
     _check(fn, ranks)
     why = must_not_fork()
     if fresh is False and why:
         raise UsageError(f"this process cannot be forked: {why}", fix="leave fresh=False out")
     call: Call = (fn, tuple(args), dict(kwargs or {}))
-    with _Pipes(ranks, backend) as ends:
+    with _Pipes(ranks, backend or ("" if join else None)) as ends:
         start = _start_fresh if fresh or why else _start_forked
         pid = start(ends, call)
         ends.close_theirs()
