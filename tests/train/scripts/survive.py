@@ -70,12 +70,12 @@ def train(run: phalanx.Run) -> None:
     ddp = run.wrap(model)
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
+            with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it anew
+                json.dump(places.tolist(), file)
             faulty(run, "step")
             run.backward(nn.functional.mse_loss(ddp(x), y))
             faulty(run, "backward")
             run.step(opt)
-            with open(FOLDER / f"{run.steps}.{run.rank}", "w") as file:
-                json.dump(places.tolist(), file)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.generation, end]))
 
