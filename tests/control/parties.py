@@ -63,10 +63,12 @@ class Ears:
 
 
 class LeaderEars(Ears):
+    def joined(self, member: int) -> None: ...
+
     def heard(self, member: int, message: messages.FromMember) -> None:
         self.said.append((member, message))
 
-    def lost(self, member: int, why: str) -> None:
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
         self.gone.append(f"{member}: {why}")
 
 
@@ -74,7 +76,7 @@ class MemberEars(Ears):
     def heard(self, message: messages.FromLeader) -> None:
         self.told.append(message)
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:
         self.gone.append(why)
 
 
@@ -189,10 +191,12 @@ class _Loud:
 
 
 class _LoudLeader(_Loud):
+    def joined(self, member: int) -> None: ...
+
     def heard(self, member: int, message: messages.FromMember) -> None:
         print("heard", member, type(message).__name__)
 
-    def lost(self, member: int, why: str) -> None:
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
         print("lost", member, why)
 
 
@@ -200,7 +204,7 @@ class _LoudMember(_Loud):
     def heard(self, message: messages.FromLeader) -> None:
         print("heard", type(message).__name__)
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:
         print("lost", why)
 
 

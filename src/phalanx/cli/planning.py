@@ -75,6 +75,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         notes=tuple(notes),
         topology=str(placement.world_size),
         gathering=gathering,
+        spares=options.spares if gathering is None else 0,
     )
 
 

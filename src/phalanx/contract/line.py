@@ -46,15 +46,24 @@ class World(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
     address: str  # of the store
     port: int
     why: str = ""
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES, where it is for this worker alone
+    patience: float = 10.0  # seconds in which a death that a rank feels is told it, at the latest
 
 
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """There is no place for a worker at present: leave the group, if it is in one, and wait until there is."""
+
+    why: str = ""
+
+
+FromSupervisor = World | Wait
 FromWorker = Here | Beat | Going | Done
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_world: msgspec.json.Decoder[World] = msgspec.json.Decoder(World)
+_from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 
 
-def encode(message: FromWorker | World) -> bytes:
+def encode(message: FromWorker | FromSupervisor) -> bytes:
     return _encoder.encode(message)
 
 
@@ -62,5 +71,5 @@ def from_worker(packet: bytes) -> FromWorker:
     return _from_worker.decode(packet)
 
 
-def from_supervisor(packet: bytes) -> World:
-    return _world.decode(packet)
+def from_supervisor(packet: bytes) -> FromSupervisor:
+    return _from_supervisor.decode(packet)

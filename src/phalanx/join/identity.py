@@ -9,7 +9,6 @@ from typing import TypedDict
 
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import Task, Variables
-from phalanx.contract.line import World
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -60,22 +59,6 @@ TORCHRUN = "torchrun"
 ACCELERATE = "accelerate launch"
 HAND = "hand-set variables"
 ARGUMENTS = "arguments"
-
-
-def moved(identity: Identity, world: World) -> Identity:
-    """The same process, where its supervisor says that it stands now."""
-    return replace(
-        identity,
-        rank=world.rank,
-        world_size=world.world_size,
-        local_rank=world.local_rank,
-        local_world_size=world.local_world_size,
-        node_rank=world.node,
-        address=world.address,
-        port=world.port,
-        topology=world.topology,
-        generation=world.generation,
-    )
 
 
 def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Identity:

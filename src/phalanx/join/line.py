@@ -19,7 +19,7 @@ _FIRST = 10.0  # for the supervisor to say where we stand: it is on this machine
 
 
 class Line:
-    """`world` is where this worker stands. `moved` is called, in a thread, as soon as it stands elsewhere."""
+    """`world` is where this worker stands. `moved` is called, in a thread, as soon as that is elsewhere, or nowhere."""
 
     def __init__(self, name: str, moved: Callable[[], None], steps: Callable[[], int]) -> None:
         self._moved = moved
@@ -30,19 +30,40 @@ class Line:
         try:
             self._sock.connect(f"\0{name}")
             self._send(words.Here())
-            self.world = words.from_supervisor(self._sock.recv(words.LARGEST))
+            first = words.from_supervisor(self._sock.recv(words.LARGEST))
         except (OSError, msgspec.MsgspecError) as error:
             self._sock.close()
             raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+        self._world = first if isinstance(first, words.World) else None
+        self._waiting = self._world is None  # a spare, or one of too few
+        self._gone = False
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
         threading.Thread(target=self._listen, name="phalanx-line", daemon=True).start()
 
-    def newer(self, than: int, timeout: float) -> words.World | None:
-        """The world of a later generation than this one, as soon as there is one."""
+    @property
+    def world(self) -> words.World:
+        """Where it stands now. A spare waits here until it stands anywhere."""
         with self._changed:
-            self._changed.wait_for(lambda: self.world.generation > than, timeout)
-            return self.world if self.world.generation > than else None
+            self._changed.wait_for(lambda: self._world is not None or self._gone)
+            if self._world is None:
+                raise LaunchError("the supervisor of this run is gone, and this worker was a spare")
+            return self._world
+
+    def newer(self, than: words.World) -> words.World | None:
+        """The world of a later generation than this one, as soon as there is one. None: nobody tells of any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._later(than), than.patience)
+            if self._waiting:
+                self._changed.wait_for(lambda: self._gone or self._later(than))
+            return self._world if self._later(than) else None
+
+    def has_moved(self, since: words.World) -> bool:
+        with self._changed:
+            return self._waiting or self._later(since)
+
+    def _later(self, than: words.World) -> bool:
+        return self._world is not None and self._world.generation > than.generation
 
     def tell(self, message: words.FromWorker) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, and this process will be in a moment
@@ -72,8 +93,13 @@ class Line:
                 packet = b""
             if not packet:
                 break
+            message = words.from_supervisor(packet)
             with self._changed:
-                self.world = words.from_supervisor(packet)
+                self._waiting = isinstance(message, words.Wait)
+                self._world = self._world if isinstance(message, words.Wait) else message
                 self._changed.notify_all()
             self._moved()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
         self._sock.close()

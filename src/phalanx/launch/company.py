@@ -17,7 +17,7 @@ from typing import Protocol
 from phalanx.contract import events
 from phalanx.contract import line as words
 from phalanx.launch import cause
-from phalanx.launch.attempt import Fall
+from phalanx.launch.attempt import Fall, Regrouping
 from phalanx.launch.plan import Plan
 from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
@@ -32,6 +32,7 @@ class Orders:
     attempt: int
     plan: Plan
     listener: socket.socket | None  # of the store, where this node hosts it
+    generation: int = 0  # that of the group which this node comes to
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Supervised(Protocol):
     """What others may ask of a supervisor."""
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
-    def regroup(self, generation: int, why: str) -> None: ...
+    def regroup(self, to: Regrouping) -> None: ...
+    def hold(self, why: str) -> None: ...
     def end(self, number: signal.Signals, reason: str) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str | None) -> None: ...
@@ -64,7 +66,10 @@ class Supervised(Protocol):
 
 
 class Company(Protocol):
-    relay: Relay | None
+    @property
+    def relay(self) -> Relay | None:
+        """Who else reads what workers write."""
+        ...
 
     def meet(self, supervised: Supervised) -> None: ...
 
@@ -87,8 +92,8 @@ class Company(Protocol):
     def failing(self, fall: Fall) -> None:
         """A worker of this node has failed: the attempt is stopped, or the others regroup."""
 
-    def able(self, called: bool, ended: bool) -> None:
-        """Workers here can regroup; some are through with their work, and cannot any more."""
+    def able(self, called: bool, ended: bool, ready: bool) -> None:
+        """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
 
     def going(self, message: words.Going) -> None:
         """A group that has formed anew has committed its first step."""
@@ -149,11 +154,11 @@ class Alone:
         if self._supervised is None:
             return
         if self._recoveries.decide(fall, able=self._able) is Way.REGROUP:
-            self._supervised.regroup(self._recoveries.generation, fall.reason)
+            self._supervised.regroup(Regrouping(self._recoveries.generation, fall.reason, self._plan, self._listener))
         else:
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
-    def able(self, called: bool, ended: bool) -> None:
+    def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
         self._able = called and not ended
 
     def going(self, message: words.Going) -> None:

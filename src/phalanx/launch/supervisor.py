@@ -17,7 +17,7 @@ from typing import Protocol
 from phalanx.contract import events
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
-from phalanx.launch.attempt import Attempt, Stage
+from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
@@ -332,12 +332,12 @@ class Supervisor:
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
         )
-        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson)
+        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
         for seat in orders.plan.seats:
             if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat)
+            attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
         if not attempt.living:
@@ -423,10 +423,16 @@ class Supervisor:
         elif self._attempt.living and not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
 
-    def regroup(self, generation: int, why: str) -> None:
+    def regroup(self, to: Regrouping) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
-            self._attempt.regroup(generation, why)
+            self._plan = to.plan
+            self._attempt.regroup(to)
+
+    def hold(self, why: str) -> None:
+        """Too few nodes are left: workers wait for others."""
+        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
+            self._attempt.hold(why)
 
     def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None
@@ -473,8 +479,10 @@ class Supervisor:
 
     def _resized(self) -> None:
         if self._attempt is not None:
-            for rank in self._attempt.output.resized():
-                self._attempt.tell(str(rank), signal.SIGWINCH)
+            ranks = self._attempt.output.resized()
+            for name, worker in self._attempt.living:
+                if worker.seat.rank in ranks:
+                    self._attempt.tell(name, signal.SIGWINCH)
 
 
 def _few(ranks: list[int]) -> str:

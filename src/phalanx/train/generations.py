@@ -18,7 +18,6 @@ from phalanx.train.handover import Past
 from phalanx.train.run import Run
 
 Result = TypeVar("Result")
-PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has felt before
 
 
 class Generations:
@@ -42,8 +41,8 @@ class Generations:
             except Exception as error:
                 # A rank may feel that another has died before it is told so; what the script itself has done is told
                 # at once.
-                newer = self._line.newer(world.generation, PATIENCE if _may_be_a_death(error) else 0.0)
-                if newer is None:
+                moved = self._line.has_moved(world)
+                if not (moved or _may_be_a_death(error)) or self._line.newer(world) is None:
                     raise
             self._leave()
 
@@ -56,7 +55,7 @@ class Generations:
         run.past = self._past
         if world.generation:
             run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
-        if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
+        if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
         return run
 

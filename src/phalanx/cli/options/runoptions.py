@@ -55,6 +55,8 @@ class RunOptions:
     master_port: int | None  # None: a free one
     local_addr: str | None
     join_timeout: float
+    last_call: float
+    spares: int
     lost_after: float
     token_file: str | None
     open: bool
@@ -116,7 +118,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
     hosts = checks.hosts_of(values, given, verb)
     min_nodes, max_nodes = checks.count_nodes(values, given, verb)
     where = rendezvous(values, {dest: this.name for dest, this in given.items()}, max_nodes, verb)
-    checks.check_node_id(values, given, max_nodes, verb)
+    checks.check_node_id(values, given, max_nodes + values.spares, verb)
+    checks.check_spares(values, given, max_nodes, verb)
     checks.check_cpu(values, given, verb)
     slots = checks.slots_of_nodes(values, given, max_nodes, verb)
     return RunOptions(
@@ -146,6 +149,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         master_port=where.port,
         local_addr=values.local_addr,
         join_timeout=values.join_timeout,
+        last_call=values.last_call,
+        spares=values.spares,
         lost_after=values.lost_after,
         token_file=values.token_file,
         open=values.open,

@@ -141,7 +141,7 @@ OPTIONS = (
     Option(
         NODES,
         "--nnodes",
-        "Number of nodes, or the least and the most.",
+        "Number of nodes, or the least and the most: then nodes may come and go.",
         kinds.NODES,
         "1:1",
         aliases=("-n", "--nodes"),
@@ -157,6 +157,8 @@ OPTIONS = (
     _ours(NODES, "--hosts", "Starts all nodes from here, over ssh: a:8,b:2 workers, a:0-7,b:1,3 devices.", kinds.HOSTS),
     _ours(NODES, "--hostfile", "The same from a file, as Open MPI, DeepSpeed or Horovod write it.", kinds.FILE),
     _ours(NODES, "--join-timeout", "How long to wait until all nodes are here.", kinds.DURATION, "5m"),
+    _ours(NODES, "--last-call", "With MIN:MAX: how long to wait for more, once MIN are here.", kinds.DURATION, "3s"),
+    _ours(NODES, "--spares", "So many more nodes, or workers of one node, stand by for a lost one.", kinds.TIMES, "0"),
     _ours(NODES, "--lost-after", "A node that is silent this long is lost.", kinds.DURATION, "15s"),
     _ours(NODES, "--token-file", "The secret that lets nodes in. Not given: PHALANX_TOKEN, or your own.", kinds.FILE),
     _ours(NODES, "--open", "Goes without a token: whoever reaches the port gets in."),
