@@ -278,6 +278,10 @@ class Member:
             await asyncio.wait(self._tasks[:2], timeout=_CLOSING)
         await self._hang_up()
 
+    async def drop(self) -> None:
+        """The leader is lost: nothing can be said to it."""
+        await self._hang_up()
+
     async def _hang_up(self, *, session: bool = True) -> None:
         self._leaving = self._leaving or bool(self._tasks)
         for task in self._tasks:

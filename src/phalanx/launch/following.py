@@ -192,9 +192,10 @@ class Following:
 
     async def follow(self, where: Endpoint, timeout: float) -> None:
         """Another leader, in the place of the one that was lost. Raises JoinError."""
-        member = Member(self._gathering.token, self._arrival, lambda: [where], ears=self)
+        before, member = self._member, Member(self._gathering.token, self._arrival, lambda: [where], ears=self)
+        self._member = member  # what it says may be heard before join returns
+        await before.drop()
         await member.join(timeout)
-        self._member = member
         called, ended, ready = self.ability
         member.send(messages.Able(called=called, ended=ended, ready=ready))
 
