@@ -38,6 +38,15 @@ class WorkerBorn(Event, frozen=True, kw_only=True, tag="worker-born"):
     pid: int
     device: str = ""
     attempt: int = 0
+    spare: bool = False  # it has no rank yet
+
+
+class WorkerSeated(Event, frozen=True, kw_only=True, tag="worker-seated"):
+    """A living worker has another rank now."""
+
+    rank: int
+    pid: int
+    was: int
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
@@ -100,6 +109,7 @@ AnyEvent = (
     | ZygoteRefused
     | AttemptStarted
     | WorkerBorn
+    | WorkerSeated
     | WorkerExited
     | Stopping
     | WorkerFailed

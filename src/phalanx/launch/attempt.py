@@ -183,12 +183,13 @@ class Attempt:
 
     def start_worker(self, seat: Seat, *, spare: bool = False) -> None:
         plan, run_folder = self._stage.plan, self._stage.folder
-        folder = run_folder.rank_folder(self.number, seat.rank)
+        name = next(self._names)
+        label = f"spare.{name}" if spare else str(seat.rank)
+        folder = run_folder.rank_folder(self.number, label)
         if any(worker.folder == folder for _, worker in self.living):  # of one that had this rank before
-            folder = run_folder.rank_folder(self.number, seat.rank, self.generation)
+            folder = run_folder.rank_folder(self.number, f"{label}.{self.generation}")
         with contextlib.suppress(OSError):  # of the one before
             os.unlink(f"{folder}/error.json")
-        name = next(self._names)
         environ = plan.environment(
             seat,
             attempt=self.number,
@@ -231,6 +232,7 @@ class Attempt:
                 pid=pid,
                 device=str(worker.seat.slot.device or ""),
                 attempt=self.number,
+                spare=worker.spare,
             )
         )
 
@@ -374,8 +376,7 @@ class Attempt:
         for seat in to.plan.seats:
             name = at.get(seat.local_rank)
             if name is not None:
-                ranks[self.workers[name].seat.rank] = seat.rank
-                self.workers[name].seat, self.workers[name].spare = seat, to.plan.spare
+                ranks |= self._seat(self.workers[name], seat, spare=to.plan.spare)
         self.output.renumber(ranks)
         for seat in to.plan.seats:
             self._fill(seat, at.get(seat.local_rank))
@@ -391,11 +392,18 @@ class Attempt:
             if name is None:
                 self.start_worker(seat, spare=self._stage.plan.spare)
                 return
-            self.output.renumber({self.workers[name].seat.rank: seat.rank})
-            self.workers[name].seat, self.workers[name].spare = seat, False
+            self.output.renumber(self._seat(self.workers[name], seat, spare=False))
         worker = self.workers[name]
         if worker.called:
             self._line.send(worker.pid, self._place(worker))
+
+    def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
+        """Its rank before, and now."""
+        was, worker.seat = worker.seat.rank, seat
+        if was != seat.rank or worker.spare != spare:
+            worker.spare = spare
+            self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
+        return {was: seat.rank}
 
     def hold(self, why: str) -> None:
         """Nobody can go on: the living leave their group, and keep what they have."""

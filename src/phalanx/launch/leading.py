@@ -137,6 +137,7 @@ class Leading:
             spares=gathering.spares,
         )
         self._abilities = {leader.id: past.ability[:2]}
+        self._preparing = set(past.others - past.worked)
         await leader.open(self._sockets)
         await leader.gather(past.others, patience)
         here = {leader.id, *leader.guests}
@@ -150,7 +151,6 @@ class Leading:
             )
             return
         self._seats = {id_: Seating(0, (), (), 0) for id_ in here & past.worked}
-        self._preparing = here - past.worked - {leader.id}
         address = self._listen()
         self._plan = replace(self._plan, master_addr=address)
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
@@ -162,7 +162,7 @@ class Leading:
         if not called or ended:
             self._moving = True
             self._stop_all(text, self._plan.ending.failure_grace)
-        elif len(self._seats) >= self._least:
+        elif len(self._seats | dict.fromkeys(self._ready)) >= self._least:
             self._regroup(text)
         else:
             self._hold(text)
@@ -352,7 +352,7 @@ class Leading:
     def _grow(self) -> None:
         room = self._own().roster.expected - len(self._seats)
         called, ended = self._ability()
-        if room <= 0 or ended or self._stopping or not called or not self._ready:
+        if room <= 0 or ended or self._stopping or not called or not self._ready or self._store is None:
             return
         if len(self._seats) + len(self._ready) < self._least:
             return
@@ -481,7 +481,7 @@ class Leading:
             self._supervised.stop(signal.SIGTERM, reason, grace)
 
     def _count(self) -> None:
-        if all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats or id_ in self._preparing):
+        if all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats):
             self._everybody.set()
 
     def _log(self, member: int, log: messages.Log) -> None:
@@ -525,7 +525,9 @@ class Leading:
         self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None:
+        if (
+            self._stopping or self._supervised is None or self._store is None
+        ):  # None: whoever is here forms a group soon
             return
         called, ended = self._ability()
         if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
