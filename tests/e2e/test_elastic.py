@@ -130,3 +130,17 @@ def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_pat
     (tmp_path / "end").touch()
     assert jobs[0].wait(30) == 0, texts(jobs)
     all_gone(lab)
+
+
+def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) -> None:
+    """Neither can know whether the other still runs, so that one of them has to end."""
+    jobs = [node(lab, place, tmp_path, *SHORT, nodes="1:2") for place in range(2)]
+    entered(jobs[0], 0, 2)
+    lab[1].link(False)
+    entered(jobs[0], 1, 1)
+    assert jobs[1].wait(40) == 1
+    assert "node 0 is silent, and 1 of 2 nodes are here" in jobs[1].err
+    (tmp_path / "end").touch()
+    assert jobs[0].wait(60) == 0, texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab)

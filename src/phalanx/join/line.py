@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,7 +16,7 @@ from phalanx.contract import line as words
 from phalanx.errors import LaunchError
 
 BEAT = 0.5  # seconds between two signs of life
-_FIRST = 10.0  # for the supervisor to say where we stand: it is on this machine, and waits for nothing
+_FIRST = 30.0  # for the supervisor to say where we stand: it is on this machine, and waits for nothing
 
 
 class Line:
@@ -25,15 +26,7 @@ class Line:
         self._moved = moved
         self._steps = steps
         self._changed = threading.Condition()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.settimeout(_FIRST)
-        try:
-            self._sock.connect(f"\0{name}")
-            self._send(words.Here())
-            first = words.from_supervisor(self._sock.recv(words.LARGEST))
-        except (OSError, msgspec.MsgspecError) as error:
-            self._sock.close()
-            raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+        self._sock, first = _called(name)
         self._world = first if isinstance(first, words.World) else None
         self._waiting = self._world is None  # a spare, or one of too few
         self._gone = False
@@ -103,3 +96,24 @@ class Line:
             self._gone = True
             self._changed.notify_all()
         self._sock.close()
+
+
+def _called(name: str) -> tuple[socket.socket, words.FromSupervisor]:
+    """A connection, and what is said first."""
+    until = time.monotonic() + _FIRST
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(max(until - time.monotonic(), 0.1))
+        try:
+            sock.connect(f"\0{name}")
+            sock.send(words.encode(words.Here()))
+            first = words.from_supervisor(sock.recv(words.LARGEST))
+        except (OSError, msgspec.MsgspecError) as error:
+            sock.close()
+            # A supervisor that has not heard of our birth yet does not know us.
+            if time.monotonic() < until and isinstance(error, ConnectionError | msgspec.MsgspecError):
+                time.sleep(0.01)
+                continue
+            raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+        sock.settimeout(None)
+        return sock, first

@@ -372,7 +372,7 @@ class Attempt:
         if to.listener is not before.listener:
             self._move_store(before.listener)
         at = {worker.seat.local_rank: name for name, worker in self.living}
-        ranks = {}
+        ranks: dict[int, int] = {}
         for seat in to.plan.seats:
             name = at.get(seat.local_rank)
             if name is not None:
@@ -386,8 +386,9 @@ class Attempt:
     def _fill(self, seat: Seat, name: str | None) -> None:
         if name is None:
             name = next((name for name, worker in self.living if worker.spare and worker.called), None)
-            for gone in [name for name, worker in self.workers.items() if worker.seat.rank == seat.rank and name]:
-                if self.workers[gone].code is not None:
+            dead = [name for name, worker in self.workers.items() if worker.code is not None]
+            for gone in dead:
+                if self.workers[gone].seat.local_rank == seat.local_rank:
                     del self.workers[gone]
             if name is None:
                 self.start_worker(seat, spare=self._stage.plan.spare)

@@ -525,9 +525,9 @@ class Leading:
         self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if (
-            self._stopping or self._supervised is None or self._store is None
-        ):  # None: whoever is here forms a group soon
+        if self._stopping or self._supervised is None:
+            return
+        if self._store is None:  # this node takes over, and whoever is here forms a group soon
             return
         called, ended = self._ability()
         if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
