@@ -54,6 +54,7 @@ class Ears:
     gone: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -63,7 +64,8 @@ class Ears:
 
 
 class LeaderEars(Ears):
-    def joined(self, member: int) -> None: ...
+    def joined(self, member: int) -> None:
+        self.came.append(member)
 
     def heard(self, member: int, message: messages.FromMember) -> None:
         self.said.append((member, message))
