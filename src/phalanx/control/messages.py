@@ -129,6 +129,13 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
     attempt: Count
     generation: Count
     why: Text
+    halt: bool = False  # save what there is, and end
+
+
+class Halt(Message, frozen=True, kw_only=True, tag="halt"):
+    """contract/line.py's, for your workers."""
+
+    step: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
@@ -179,9 +186,23 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
-    """A member was asked to end the run."""
+    """A member was asked to end the run. `preempt`: after a checkpoint, if there can be one."""
 
     signal: Signal
+    preempt: bool = False
+
+
+class Standing(Message, frozen=True, kw_only=True, tag="standing"):
+    """contract/line.py's, of one rank."""
+
+    rank: Count
+    step: Annotated[int, Meta(ge=0)]
+    generation: Count
+    stuck: bool = False
+
+
+class Halted(Message, frozen=True, kw_only=True, tag="halted"):
+    step: Annotated[int, Meta(ge=0)]
 
 
 class Log(Message, frozen=True, kw_only=True, tag="log"):
@@ -229,8 +250,8 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
 
 
 AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Stop | Pass | End | Note
-FromMember = Pong | Able | Failing | Progress | Signalled | Log | Over | Note | Leaving
+FromLeader = Ping | Waiting | Start | Regroup | Halt | Stop | Pass | End | Note
+FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Leaving
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -19,10 +20,18 @@ _FIRST = 10.0  # for the supervisor to say where we stand: it is on this machine
 
 
 class Line:
-    """`world` is where this worker stands. `moved` is called, in a thread, as soon as it stands elsewhere."""
+    """`world` is where this worker stands. `moved` is called, by the thread of `listen`, when it stands elsewhere;
+    `heard` with whatever else the supervisor says."""
 
-    def __init__(self, name: str, moved: Callable[[], None], steps: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        moved: Callable[[], None],
+        steps: Callable[[], int],
+        heard: Callable[[words.Halt | words.End], None],
+    ) -> None:
         self._moved = moved
+        self._heard = heard
         self._steps = steps
         self._changed = threading.Condition()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -30,12 +39,17 @@ class Line:
         try:
             self._sock.connect(f"\0{name}")
             self._send(words.Here())
-            self.world = words.from_supervisor(self._sock.recv(words.LARGEST))
+            first = words.from_supervisor(self._sock.recv(words.LARGEST))
+            if not isinstance(first, words.World):
+                raise OSError("the run is about to end")
+            self.world = first
         except (OSError, msgspec.MsgspecError) as error:
             self._sock.close()
             raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
+
+    def listen(self) -> None:
         threading.Thread(target=self._listen, name="phalanx-line", daemon=True).start()
 
     def newer(self, than: int, timeout: float) -> words.World | None:
@@ -71,9 +85,14 @@ class Line:
             except OSError:
                 packet = b""
             if not packet:
+                self._heard(words.End(signal.SIGTERM))  # the supervisor is gone
                 break
+            message = words.from_supervisor(packet)
+            if not isinstance(message, words.World):
+                self._heard(message)
+                continue
             with self._changed:
-                self.world = words.from_supervisor(packet)
+                self.world = message
                 self._changed.notify_all()
             self._moved()
         self._sock.close()

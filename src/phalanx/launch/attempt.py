@@ -66,6 +66,7 @@ class Stage:
     failing: Callable[[Fall], None]  # a worker has failed here: somebody decides what comes of it
     able: Callable[[bool, bool], None]  # workers here have called that can regroup; some are through with their work
     going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
+    halting: Callable[[int, words.Keeping | words.Standing | words.Halted], None]  # what a rank says about a halt
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
 
@@ -78,6 +79,8 @@ class Attempt:
         self.over = asyncio.Event()
         self.generation = 0
         self._why = ""  # this generation is not the first
+        self._halts = False  # it saves what there is, and ends
+        self._halt: words.Halt | None = None  # what was said of halting last
         self._line = Line(self)
         self._listening: asyncio.Task[None] | None = None
         self._called = False  # a worker that can regroup
@@ -284,6 +287,7 @@ class Attempt:
             worker.stopped = True
             if not told:
                 self.tell(name, number)
+            self._line.send(worker.pid, words.End(number))
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
@@ -297,6 +301,7 @@ class Attempt:
             for name, worker in self.living:
                 self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self.tell(name, next_signal)
+                self._line.send(worker.pid, words.End(next_signal))
 
     def kill(self) -> None:
         for name, _ in self.living:
@@ -313,9 +318,9 @@ class Attempt:
 
     # -- a group that forms anew
 
-    def regroup(self, generation: int, why: str) -> None:
+    def regroup(self, generation: int, why: str, *, halt: bool = False) -> None:
         """The dead are replaced, and the living told."""
-        self.generation, self._why = generation, why
+        self.generation, self._why, self._halts = generation, why, halt
         for seat in self._stage.plan.seats:
             worker = self.workers.get(str(seat.rank))
             if worker is None or worker.code is not None:
@@ -324,6 +329,11 @@ class Attempt:
                 self.start_worker(seat)
             else:
                 self._line.send(worker.pid, self._world(seat))
+
+    def halt(self, step: int | None) -> None:
+        self._halt = words.Halt(step)
+        for _, worker in self.living:
+            self._line.send(worker.pid, self._halt)
 
     def _world(self, seat: Seat) -> words.World:
         plan = self._stage.plan
@@ -339,6 +349,8 @@ class Attempt:
             address=plan.master_addr,
             port=plan.master_port,
             why=self._why,
+            halt=self._halts,
+            preempt=tuple(map(int, plan.ending.preempt)),
         )
 
     def knows(self, pid: int) -> bool:
@@ -352,6 +364,8 @@ class Attempt:
         match message:
             case words.Here():
                 self._line.send(pid, self._world(worker.seat))
+                if self._halt is not None:
+                    self._line.send(pid, self._halt)
                 self._called = True
                 self._tell_able()
                 if self._listening is None:
@@ -364,6 +378,11 @@ class Attempt:
             case words.Done():
                 worker.done = True
                 self._tell_able()
+            case words.Standing():
+                worker.step = message.step
+                self._stage.halting(worker.seat.rank, message)
+            case words.Keeping() | words.Halted():
+                self._stage.halting(worker.seat.rank, message)
 
     async def _listen(self) -> None:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""

@@ -68,6 +68,7 @@ class Following:
         self._running = False  # an attempt, from when it is ordered to its end here
         self._attempt = 0
         self._able = False  # our workers can regroup
+        self._keeping = False  # they make checkpoints
         self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
@@ -125,7 +126,10 @@ class Following:
                 self._inbox.put_nowait(message)
             case messages.Regroup():
                 if self._running and message.attempt == self._attempt and self._supervised is not None:
-                    self._supervised.regroup(message.generation, message.why)
+                    self._supervised.regroup(message.generation, message.why, halt=message.halt)
+            case messages.Halt():
+                if self._running and self._supervised is not None:
+                    self._supervised.halt(message.step)
             case messages.Stop():
                 self._stop(message)
             case messages.Pass():
@@ -185,6 +189,22 @@ class Following:
 
     def going(self, message: words.Going) -> None:
         self._member.send(messages.Progress(generation=message.generation, step=message.step))
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        match message:
+            case words.Keeping():
+                self._keeping = True
+            case words.Standing():
+                self._member.send(
+                    messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
+                )
+            case words.Halted():
+                self._member.send(messages.Halted(step=message.step))
+
+    def preempt(self, number: signal.Signals) -> bool:
+        if self._running and self._keeping:  # node 0 ends it, with a checkpoint or without
+            self._member.send(messages.Signalled(signal=number, preempt=True))
+        return self._running and self._keeping
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

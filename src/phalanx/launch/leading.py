@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import time
@@ -24,6 +25,7 @@ from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.plan import Plan
+from phalanx.launch.preemption import Preemption
 from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
@@ -58,6 +60,7 @@ class Leading:
         self._running = False  # an attempt, here
         self._recoveries = Recoveries(plan.budget, folder)
         self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
+        self._preemption = Preemption(plan.ending, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -156,6 +159,14 @@ class Leading:
                 self._member_failing(member, message)
             case messages.Able():
                 self._abilities[member] = (message.called, message.ended)
+                self._preemption.able(*self._all_able())
+            case messages.Standing():
+                told = words.Standing(message.step, message.generation, message.stuck)
+                self.halting(message.rank, told)
+            case messages.Halted():
+                self.halting(0, words.Halted(message.step))
+            case messages.Signalled() if message.preempt and self._preempted_at(member, message):
+                pass
             case messages.Progress():
                 self._going(message.generation, message.step)
             case messages.Signalled():
@@ -252,23 +263,66 @@ class Leading:
         self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None:
+        if self._stopping or self._supervised is None or self._preemption.halted:
             return
-        # One script runs everywhere: if some can regroup, those that have not said so yet can too.
-        called, ended = (any(flags) for flags in zip(*self._abilities.values(), strict=True))
+        called, ended = self._all_able()
         if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
             stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
             self._stop_all(fall.reason, self._plan.ending.failure_grace, beside=stopped)
             return
         generation = self._recoveries.generation
-        self._own().broadcast(messages.Regroup(attempt=self._attempt, generation=generation, why=fall.reason))
-        self._supervised.regroup(generation, fall.reason)
+        self._regroup(generation, fall.reason, halt=self._preemption.begun)
+
+    def _regroup(self, generation: int, why: str, *, halt: bool) -> None:
+        self._own().broadcast(messages.Regroup(attempt=self._attempt, generation=generation, why=why, halt=halt))
+        if self._supervised is not None:
+            self._supervised.regroup(generation, why, halt=halt)
+
+    def _all_able(self) -> tuple[bool, bool]:
+        """One script runs everywhere: if some can regroup, those that have not said so yet can too."""
+        called, ended = (any(flags) for flags in zip(*self._abilities.values(), strict=True))
+        return called, ended
 
     def _can(self, member: int | None) -> bool:
         return member is not None and self._abilities.get(member) == (True, False)
 
     def able(self, called: bool, ended: bool) -> None:
         self._abilities[self._own().id] = (called, ended)
+        self._preemption.able(*self._all_able())
+
+    # -- preemption
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        self._preemption.heard(rank, message, self._recoveries.generation)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        return self._running and self._preemption.begin(number, self._plan.placement.world_size)
+
+    def _preempted_at(self, member: int, told: messages.Signalled) -> bool:
+        """Whether that is answered."""
+        number = signal.Signals(told.signal)
+        if self._signal is None and not self._preemption.begun:
+            self.note(f"{self._name(member)} received {number.name}")
+        return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
+
+    def halt(self, step: int | None) -> None:
+        self._own().broadcast(messages.Halt(step=step))
+        if self._supervised is not None:
+            self._supervised.halt(step)
+
+    def form_anew(self, why: str) -> None:
+        if self._all_able() == (True, False):
+            self._regroup(self._recoveries.anew(), why, halt=True)
+
+    def stop(self, reason: str) -> None:
+        self._stop_all(reason, self._plan.ending.failure_grace)
+
+    def give_up(self, number: signal.Signals, reason: str) -> None:
+        self.signalled(number)
+        if self._supervised is not None:
+            self._supervised.end(number, reason)
+
+    # -- signals
 
     def going(self, message: words.Going) -> None:
         self._going(message.generation, message.step)
@@ -292,10 +346,13 @@ class Leading:
             self._leader.broadcast(messages.Pass(signal=number))
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        self._preemption.over()
         if report.trouble and self._trouble is None:
             self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
         if self._signal is not None:
             return Verdict(128 + self._signal)
+        if self._preemption.halted:
+            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._overs.values())
         death = cause.first_cause(deaths)

@@ -40,6 +40,11 @@ class Recoveries:
             self._open.append(fall)
         return self._latest.way
 
+    def anew(self) -> int:
+        """The group forms once more, though nobody has died."""
+        self.generation += 1
+        return self.generation
+
     def going(self, generation: int, step: int) -> str:
         """A line, when the group has got over what had happened: this step is the first since."""
         if not self._open or generation != self.generation:
