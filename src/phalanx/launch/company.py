@@ -124,7 +124,7 @@ class Alone:
         self._supervised: Supervised | None = None
         self._recoveries = Recoveries(plan.budget, folder)
         self._able = False
-        self._preemption = Preemption(plan.ending, folder, self)
+        self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised

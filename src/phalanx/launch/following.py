@@ -68,7 +68,7 @@ class Following:
         self._running = False  # an attempt, from when it is ordered to its end here
         self._attempt = 0
         self._able = False  # our workers can regroup
-        self._keeping = False  # they make checkpoints
+        self._called = False  # they are of a kind that can
         self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
@@ -96,7 +96,7 @@ class Following:
         if self._started:
             self.note(f"starting all ranks again: restart {next_.attempt}")
         self._started = True
-        self._attempt, self._able = next_.attempt, False
+        self._attempt, self._called, self._able = next_.attempt, False, False
         member = self._member
         seats = seats_of(self._plan, next_)
         plan = self._plan.seated(
@@ -184,7 +184,7 @@ class Following:
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
     def able(self, called: bool, ended: bool) -> None:
-        self._able = called and not ended
+        self._called, self._able = called, called and not ended
         self._member.send(messages.Able(called=called, ended=ended))
 
     def going(self, message: words.Going) -> None:
@@ -192,8 +192,6 @@ class Following:
 
     def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
         match message:
-            case words.Keeping():
-                self._keeping = True
             case words.Standing():
                 self._member.send(
                     messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
@@ -202,9 +200,10 @@ class Following:
                 self._member.send(messages.Halted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
-        if self._running and self._keeping:  # node 0 ends it, with a checkpoint or without
+        taken = self._running and self._called and not self._lost
+        if taken:  # node 0 ends it, with a checkpoint or without
             self._member.send(messages.Signalled(signal=number, preempt=True))
-        return self._running and self._keeping
+        return taken
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

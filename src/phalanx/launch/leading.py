@@ -60,7 +60,7 @@ class Leading:
         self._running = False  # an attempt, here
         self._recoveries = Recoveries(plan.budget, folder)
         self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
-        self._preemption = Preemption(plan.ending, folder, self)
+        self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised

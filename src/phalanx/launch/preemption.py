@@ -12,7 +12,8 @@ from typing import Protocol
 
 from phalanx.contract import events
 from phalanx.contract import line as words
-from phalanx.launch.plan import Ending
+from phalanx.contract.variables import CHECKPOINTS
+from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
 
 _NEVER = 1 << 62  # a step that no training gets to
@@ -36,13 +37,13 @@ class Acts(Protocol):
 
 
 class Preemption:
-    def __init__(self, ending: Ending, folder: RunFolder, acts: Acts) -> None:
+    def __init__(self, plan: Plan, folder: RunFolder, acts: Acts) -> None:
         self.begun = False
-        self._ending = ending
+        self._ending = plan.ending
         self._run_folder = folder
         self._acts = acts
         self._able = (False, False)  # ranks have called that can halt; some are through with their work
-        self._checkpoints = ""  # their folder
+        self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder, unless the script names another
         self._signal = signal.SIGTERM
         self._began = 0.0
         self._ranks = 0
@@ -63,15 +64,16 @@ class Preemption:
             self._come_to_the_end()
 
     def begin(self, number: signal.Signals, ranks: int) -> bool:
-        """False: nobody keeps anything."""
+        """False: it is a plain script, or one that keeps nothing."""
         if self.begun:
             return True
+        if not self._able[0]:
+            return False
         if not self._checkpoints:
-            if self._able[0]:
-                self._acts.note(
-                    f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
-                    "run.keep(folder=…)), so what was trained since the start is lost"
-                )
+            self._acts.note(
+                f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
+                "run.keep(folder=…)), so what was trained since the start is lost"
+            )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()
         grace = self._ending.checkpoint_grace

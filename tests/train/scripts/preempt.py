@@ -1,20 +1,20 @@
-"""preempt.py FOLDER [WORD …]: a training that is preempted in its midst. Every committed step is a line in FOLDER/steps.
+"""preempt.py FOLDER [WORD …]: 40 steps, of which those after the 6th wait until FOLDER has a file "go on".
 
-nofolder    it makes no checkpoints
-hang        rank 1 waits for ever before step 6, in what all others do not do
-evaluate    each epoch begins with something that takes very long, without a step
-workers     data is loaded by other processes
-handler     the script has a handler for SIGTERM of its own
-slow        the checkpoint takes a second to write
+hang       rank 1 waits in a collective that the others do not do, after step 6
+stuck      rank 1 does nothing at all there
+slow       a checkpoint takes a while to write, and FOLDER has a file "saving" meanwhile
+workers    data is loaded by other processes
+raw        data is read without phalanx
+often      a checkpoint of every third step
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 import phalanx
 
 FOLDER, WORDS = Path(sys.argv[1]), sys.argv[2:]
-STEPS = 40
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -47,17 +46,10 @@ def once(name: str) -> bool:
     return True
 
 
-def linger(run: phalanx.Run) -> None:
-    """Until the test lets it go: so that whatever is sent arrives in mid-training, on however slow a machine."""
-    while not (FOLDER / "go on").exists():
-        time.sleep(0.01)
-        run.barrier()
-
-
-def slowly(fd: int, sync: object = os.fsync) -> None:
+def slowly(fd: int, sync: Any = os.fsync) -> None:
     (FOLDER / "saving").touch()
-    time.sleep(1.0)
-    sync(fd)  # type: ignore[operator]
+    time.sleep(0.3)
+    sync(fd)
 
 
 def train(run: phalanx.Run) -> None:
@@ -66,24 +58,24 @@ def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=4, shuffle=True, num_workers=2 if "workers" in WORDS else 0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run.keep(model=model, opt=opt, data=data, every=1000)
+    run.keep(model=model, opt=opt, data=data, every=3 if "often" in WORDS else 1000)
     ddp = run.wrap(model)
     for _ in run.epochs(1):
-        for x, y in run.batches(data):
+        for x, y in data if "raw" in WORDS else run.batches(data):
             run.backward(nn.functional.mse_loss(ddp(x), y))
-            if "hang" in WORDS and run.steps == 6 and run.rank == 1 and once("hung"):
-                run.barrier()
             run.step(opt)
-            if run.is_main:
-                with open(FOLDER / "steps", "a") as file:
-                    file.write(f"{run.steps}\n")
-            if run.steps >= 6 and "whole" not in WORDS and not (FOLDER / "go on").exists():
+            with open(FOLDER / f"steps.{run.rank}", "a") as file:
+                file.write(f"{run.steps} {os.getpid()}\n")
+            if run.steps == 6 and run.rank == 1:
+                if "hang" in WORDS and once("hung"):
+                    run.barrier()
+                while "stuck" in WORDS:
+                    time.sleep(1)
+            if run.steps >= 6 and not (FOLDER / "go on").exists():
                 time.sleep(0.05)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(repr(end))
 
 
-if "handler" in WORDS:
-    signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
 phalanx.main(train)
 print("after the training", flush=True)
