@@ -90,6 +90,13 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     redone: int = 0  # steps that had been committed, and were lost
 
 
+class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
+    """The run ends for now: this step is in a checkpoint."""
+
+    step: int
+    seconds: float  # since it was asked for
+
+
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
@@ -115,6 +122,7 @@ AnyEvent = (
     | WorkerFailed
     | Fault
     | Recovered
+    | Preempted
     | StoreLost
     | Note
     | RunEnded

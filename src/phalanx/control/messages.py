@@ -139,6 +139,7 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
     generation: Count
     why: Text
     place: Place
+    halt: bool = False  # save what there is, and end
 
 
 class Hold(Message, frozen=True, kw_only=True, tag="hold"):
@@ -163,6 +164,12 @@ class Roll(Message, frozen=True, kw_only=True, tag="roll"):
 
     leader: Count
     peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
+
+
+class Halt(Message, frozen=True, kw_only=True, tag="halt"):
+    """contract/line.py's, for your workers."""
+
+    step: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
@@ -217,9 +224,23 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
-    """A member was asked to end the run."""
+    """A member was asked to end the run. `preempt`: after a checkpoint, if there can be one."""
 
     signal: Signal
+    preempt: bool = False
+
+
+class Standing(Message, frozen=True, kw_only=True, tag="standing"):
+    """contract/line.py's, of one rank."""
+
+    rank: Count
+    step: Annotated[int, Meta(ge=0)]
+    generation: Count
+    stuck: bool = False
+
+
+class Halted(Message, frozen=True, kw_only=True, tag="halted"):
+    step: Annotated[int, Meta(ge=0)]
 
 
 class Log(Message, frozen=True, kw_only=True, tag="log"):
@@ -267,8 +288,8 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
 
 
 AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Stop | Pass | End | Note
-FromMember = Pong | Able | Failing | Progress | Signalled | Log | Over | Note | Leaving
+FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Halt | Stop | Pass | End | Note
+FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Leaving
 
 T = TypeVar("T")
 

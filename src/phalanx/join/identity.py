@@ -104,8 +104,9 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
         keeper=rank == 0 and not hosted,
-        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died.
-        attempt=f"{run_id}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died. Our run has a
+        # name that all nodes know; its id each task of a scheduler may have made up by itself.
+        attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
         folder=environ.get(RUN_FOLDER) or None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -20,18 +21,29 @@ _FIRST = 30.0  # for the supervisor to say where we stand: it is on this machine
 
 
 class Line:
-    """`world` is where this worker stands. `moved` is called, in a thread, as soon as that is elsewhere, or nowhere."""
+    """`world` is where this worker stands. `moved` is called, by the thread of `listen`, when that is elsewhere, or
+    nowhere; `heard` with whatever else the supervisor says."""
 
-    def __init__(self, name: str, moved: Callable[[], None], steps: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        moved: Callable[[], None],
+        steps: Callable[[], int],
+        heard: Callable[[words.Halt | words.End], None],
+    ) -> None:
         self._moved = moved
+        self._heard = heard
         self._steps = steps
         self._changed = threading.Condition()
         self._sock, first = _called(name)
+        self.preempt = first.preempt  # signals that are not for a worker to die of
         self._world = first if isinstance(first, words.World) else None
         self._waiting = self._world is None  # a spare, or one of too few
         self._gone = False
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
+
+    def listen(self) -> None:
         threading.Thread(target=self._listen, name="phalanx-line", daemon=True).start()
 
     @property
@@ -85,8 +97,12 @@ class Line:
             except OSError:
                 packet = b""
             if not packet:
+                self._heard(words.End(signal.SIGTERM))  # the supervisor is gone
                 break
             message = words.from_supervisor(packet)
+            if isinstance(message, words.Halt | words.End):
+                self._heard(message)
+                continue
             with self._changed:
                 self._waiting = isinstance(message, words.Wait)
                 self._world = self._world if isinstance(message, words.Wait) else message
@@ -98,7 +114,7 @@ class Line:
         self._sock.close()
 
 
-def _called(name: str) -> tuple[socket.socket, words.FromSupervisor]:
+def _called(name: str) -> tuple[socket.socket, words.World | words.Wait]:
     """A connection, and what is said first."""
     until = time.monotonic() + _FIRST
     while True:
@@ -108,6 +124,8 @@ def _called(name: str) -> tuple[socket.socket, words.FromSupervisor]:
             sock.connect(f"\0{name}")
             sock.send(words.encode(words.Here()))
             first = words.from_supervisor(sock.recv(words.LARGEST))
+            if not isinstance(first, words.World | words.Wait):
+                raise OSError("the run is about to end")
         except (OSError, msgspec.MsgspecError) as error:
             sock.close()
             # A supervisor that has not heard of our birth yet does not know us.

@@ -68,6 +68,7 @@ class Regrouping:
     why: str
     plan: Plan  # who sits where from now on
     listener: socket.socket | None  # of the store, where this node hosts it
+    halt: bool = False  # to save what there is, and end
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Stage:
     failing: Callable[[Fall], None]  # a worker has failed here: somebody decides what comes of it
     able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
     going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
+    halting: Callable[[int, words.Keeping | words.Standing | words.Halted], None]  # what a rank says about a halt
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
 
@@ -97,6 +99,8 @@ class Attempt:
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
         self._spares_lost = 0
+        self._halts = False  # it saves what there is, and ends
+        self._halt: words.Halt | None = None  # what was said of halting last
         self._line = Line(self)
         self._listening: asyncio.Task[None] | None = None
         self._able = (False, False, False)  # as it was told
@@ -336,6 +340,7 @@ class Attempt:
             worker.stopped = True
             if not told:
                 self.tell(name, number)
+            self._line.send(worker.pid, words.End(number))
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
@@ -349,6 +354,7 @@ class Attempt:
             for name, worker in self.living:
                 self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self.tell(name, next_signal)
+                self._line.send(worker.pid, words.End(next_signal))
 
     def kill(self) -> None:
         for name, _ in self.living:
@@ -368,7 +374,7 @@ class Attempt:
     def regroup(self, to: Regrouping) -> None:
         """The dead are replaced, by a spare if there is one, and the living told."""
         before, self._stage = self._stage, replace(self._stage, plan=to.plan, listener=to.listener)
-        self.generation, self._why, self._held = to.generation, to.why, ""
+        self.generation, self._why, self._held, self._halts = to.generation, to.why, "", to.halt
         if to.listener is not before.listener:
             self._move_store(before.listener)
         at = {worker.seat.local_rank: name for name, worker in self.living}
@@ -413,6 +419,12 @@ class Attempt:
             if worker.called:
                 self._line.send(worker.pid, self._place(worker))
 
+    def halt(self, step: int | None) -> None:
+        self._halt = words.Halt(step)
+        for _, worker in self.living:
+            if not worker.spare:
+                self._line.send(worker.pid, self._halt)
+
     def _keep_spares(self) -> None:
         """As soon as it is known that the script can regroup: any other would begin to train."""
         plan = self._stage.plan
@@ -438,8 +450,9 @@ class Attempt:
     def _place(self, worker: Worker) -> words.FromSupervisor:
         """What a worker is told about where it stands."""
         plan, seat = self._stage.plan, worker.seat
+        preempt = tuple(map(int, plan.ending.preempt))
         if worker.spare or self._held:
-            return words.Wait(self._held)
+            return words.Wait(self._held, preempt)
         gathering = plan.gathering
         return words.World(
             generation=self.generation,
@@ -455,6 +468,8 @@ class Attempt:
             why=self._why,
             devices=plan.devices(seat),
             **({} if gathering is None else {"patience": gathering.lost_after + _SLACK}),
+            halt=self._halts,
+            preempt=preempt,
         )
 
     def knows(self, pid: int) -> bool:
@@ -469,6 +484,8 @@ class Attempt:
             case words.Here():
                 worker.called = True
                 self._line.send(pid, self._place(worker))
+                if self._halt is not None and not worker.spare:
+                    self._line.send(pid, self._halt)
                 self._tell_able()
                 self._keep_spares()
                 if self._listening is None:
@@ -481,6 +498,11 @@ class Attempt:
             case words.Done():
                 worker.done = True
                 self._tell_able()
+            case words.Standing():
+                worker.step = message.step
+                self._stage.halting(worker.seat.rank, message)
+            case words.Keeping() | words.Halted():
+                self._stage.halting(worker.seat.rank, message)
 
     async def _listen(self) -> None:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""

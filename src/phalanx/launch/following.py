@@ -151,12 +151,15 @@ class Following:
                 if self._running and message.attempt == self.attempt and self._supervised is not None:
                     self.generation = message.generation
                     plan = self._seated(message.place)
-                    self._supervised.regroup(Regrouping(message.generation, message.why, plan, None))
+                    self._supervised.regroup(Regrouping(message.generation, message.why, plan, None, message.halt))
             case messages.Hold():
                 if self._running and message.attempt == self.attempt and self._supervised is not None:
                     self._supervised.hold(message.why)
             case messages.Roll():
                 self.roll = message
+            case messages.Halt():
+                if self._running and self._supervised is not None:
+                    self._supervised.halt(message.step)
             case messages.Stop():
                 self._stop(message)
             case messages.Pass():
@@ -236,6 +239,22 @@ class Following:
 
     def going(self, message: words.Going) -> None:
         self._member.send(messages.Progress(generation=message.generation, step=message.step))
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        match message:
+            case words.Standing():
+                self._member.send(
+                    messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
+                )
+            case words.Halted():
+                self._member.send(messages.Halted(step=message.step))
+
+    def preempt(self, number: signal.Signals) -> bool:
+        # Where nodes come and go, this one goes, and the others go on.
+        taken = self._running and self.ability[0] and not self._lost and not self._gathering.elastic
+        if taken:  # node 0 ends it, with a checkpoint or without
+            self._member.send(messages.Signalled(signal=number, preempt=True))
+        return taken
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

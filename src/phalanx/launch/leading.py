@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -30,6 +31,7 @@ from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.plan import Plan
+from phalanx.launch.preemption import Preemption
 from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
@@ -90,6 +92,7 @@ class Leading:
         self._holding: asyncio.TimerHandle | None = None  # until then too few may be left
         self._changed = asyncio.Event()  # somebody has come
         self._moving = False  # the next attempt is one with other nodes
+        self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -268,6 +271,13 @@ class Leading:
                 self._member_failing(member, message)
             case messages.Able():
                 self._heard_able(member, message)
+            case messages.Standing():
+                told = words.Standing(message.step, message.generation, message.stuck)
+                self.halting(message.rank, told)
+            case messages.Halted():
+                self.halting(0, words.Halted(message.step))
+            case messages.Signalled() if message.preempt and self._preempted_at(member, message):
+                pass
             case messages.Progress():
                 self._going(message.generation, message.step)
             case messages.Signalled():
@@ -326,6 +336,7 @@ class Leading:
     def _heard_able(self, member: int, able: messages.Able) -> None:
         if member in self._seats:
             self._abilities[member] = (able.called, able.ended)
+            self._preemption.able(*self._ability())
             self._prepare()
         elif member in self._preparing and able.ready:
             self._preparing.discard(member)
@@ -429,8 +440,8 @@ class Leading:
             verdict = Verdict(1, f"{text}\n  and no other has come in {patience:.0f} s (--join-timeout)")
             self._holding = asyncio.get_running_loop().call_later(patience, self._give_up, verdict)
 
-    def _regroup(self, why: str) -> None:
-        leader = self._own()
+    def _regroup(self, why: str, *, halt: bool = False) -> None:
+        leader, halt = self._own(), halt or self._preemption.begun
         if self._holding is not None:
             self._holding.cancel()
             self._holding = None
@@ -442,13 +453,14 @@ class Leading:
         for id_ in list(leader.guests):
             if id_ in self._seats:
                 place = self._place(id_)
-                leader.send(
-                    id_, messages.Regroup(attempt=self._attempt, generation=generation, why=why[:4096], place=place)
+                regroup = messages.Regroup(
+                    attempt=self._attempt, generation=generation, why=why[:4096], place=place, halt=halt
                 )
+                leader.send(id_, regroup)
         self._plan = self._own_plan(self._plan.master_addr)
         self._tell_roll()
         if self._supervised is not None:
-            self._supervised.regroup(Regrouping(generation, why, self._plan, self._store))
+            self._supervised.regroup(Regrouping(generation, why, self._plan, self._store, halt))
 
     def _tell_roll(self) -> None:
         if self._gathering.elastic:
@@ -525,7 +537,7 @@ class Leading:
         self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None:
+        if self._stopping or self._supervised is None or self._preemption.halted:
             return
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
             return
@@ -543,6 +555,42 @@ class Leading:
     def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
         self._abilities[self._own().id] = (called, ended)
         self._prepare()
+        self._preemption.able(*self._ability())
+
+    # -- preemption
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        self._preemption.heard(rank, message, self._recoveries.generation)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        return self._running and self._preemption.begin(number, self._plan.placement.world_size)
+
+    def _preempted_at(self, member: int, told: messages.Signalled) -> bool:
+        """Whether that is answered."""
+        number = signal.Signals(told.signal)
+        if self._signal is None and not self._preemption.begun:
+            self.note(f"{self._name(member)} received {number.name}")
+        return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
+
+    def halt(self, step: int | None) -> None:
+        self._own().broadcast(messages.Halt(step=step))
+        if self._supervised is not None:
+            self._supervised.halt(step)
+
+    def form_anew(self, why: str) -> None:
+        if self._ability() == (True, False):
+            self._recoveries.anew()
+            self._regroup(why, halt=True)
+
+    def stop(self, reason: str) -> None:
+        self._stop_all(reason, self._plan.ending.failure_grace)
+
+    def give_up(self, number: signal.Signals, reason: str) -> None:
+        self.signalled(number)
+        if self._supervised is not None:
+            self._supervised.end(number, reason)
+
+    # -- signals
 
     def going(self, message: words.Going) -> None:
         self._going(message.generation, message.step)
@@ -566,10 +614,13 @@ class Leading:
             self._leader.broadcast(messages.Pass(signal=number))
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        self._preemption.over()
         if report.trouble and self._trouble is None:
             self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
         if self._signal is not None:
             return Verdict(128 + self._signal)
+        if self._preemption.halted:
+            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._overs.values())
         death = cause.first_cause(deaths)

@@ -62,6 +62,8 @@ class Ending:
     signals: tuple[signal.Signals, ...]
     grace: float = 30.0  # from a stop to SIGKILL
     failure_grace: float = 5.0  # the same, when a rank has failed and the others cannot go on
+    preempt: tuple[signal.Signals, ...] = (signal.SIGTERM,)  # those that leave time for a checkpoint
+    checkpoint_grace: float = 30.0  # how much
 
 
 @dataclass(frozen=True)

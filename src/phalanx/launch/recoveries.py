@@ -50,6 +50,10 @@ class Recoveries:
             self._open.append(fall)
         self._moves += 1
 
+    def anew(self) -> None:
+        """The group forms once more, though nobody has died."""
+        self.generation += 1
+
     def going(self, generation: int, step: int) -> str:
         """A line, when the group has got over what had happened: this step is the first since."""
         if not self._open or generation != self.generation:

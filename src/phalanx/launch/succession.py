@@ -148,6 +148,12 @@ class Succession:
     def going(self, message: words.Going) -> None:
         self._role.going(message)
 
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        self._role.halting(rank, message)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        return self._role.preempt(number)
+
     def signalled(self, number: signal.Signals) -> None:
         self._role.signalled(number)
 

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
+from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
+from phalanx.train.halting import Halted, Halting
 from phalanx.train.handover import Past
 from phalanx.train.run import Run
 
@@ -26,7 +28,11 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
-        self._line = Line(name, self._severing.cut, self._steps)
+        self._halting = Halting(self._steps)
+        self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
+        self._line = Line(name, self._moved, self._steps, self._heard)
+        self._ignoring = Ignoring(self._line.preempt)
+        self._line.listen()
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
         """Through as many generations as it takes. The run is still open when it returns or raises."""
@@ -38,12 +44,20 @@ class Generations:
                 run.finish()
                 self._line.tell(words.Done())
                 return run, result
+            except Halted as halted:
+                self._line.tell(words.Halted(halted.step))
+                raise
             except Exception as error:
                 # A rank may feel that another has died before it is told so; what the script itself has done is told
                 # at once.
+                self._stuck = True
                 moved = self._line.has_moved(world)
-                if not (moved or _may_be_a_death(error)) or self._line.newer(world) is None:
+                if self._halting.asked and not moved:
+                    self._stand(world.generation)
+                patient = moved or self._halting.asked or _may_be_a_death(error)
+                if not patient or self._line.newer(world) is None:
                     raise
+                self._stuck = False
             self._leave()
 
     def _begin(self, world: words.World) -> Run:
@@ -53,6 +67,9 @@ class Generations:
         run.seed_everything()
         run.generation = world.generation
         run.past = self._past
+        run.halts = world.halt
+        run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
+        run.halting = self._reached
         if world.generation:
             run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
@@ -64,7 +81,7 @@ class Generations:
         if run is None:  # it never came to be
             self._destroy()
             return
-        self._past = run.standing() or self._past
+        self._past = None if run.torn else run.standing() or self._past
         self._severing.cut()
         run.abandon()
         self._severing.forget()
@@ -78,6 +95,35 @@ class Generations:
                 dist.destroy_process_group()
         self._severing.forget()
 
+    # -- what the supervisor says
+
+    def _moved(self) -> None:
+        self._severing.cut()
+        self._halting.stir()
+
+    def _heard(self, message: words.Halt | words.End) -> None:
+        if isinstance(message, words.End):
+            self._ignoring.die(message.signal)
+        elif message.step is not None:
+            self._halting.settle(message.step)
+        else:
+            self._stand(self._line.world.generation)
+
+    def _stand(self, generation: int) -> None:
+        self._line.tell(words.Standing(self._halting.ask(), generation, self._stuck))
+
+    def _elsewhere(self) -> bool:
+        """The group forms anew, and this rank has not left it yet."""
+        return self._run is not None and self._line.world.generation > self._run.generation
+
+    def _reached(self, step: int) -> bool:
+        if self._halting.reached(step, self._elsewhere):
+            self._line.tell(words.Standing(step, self._line.world.generation))
+            return True
+        if self._elsewhere():
+            raise RuntimeError("the group forms anew")
+        return False
+
     def _steps(self) -> int:
         run = self._run
         return 0 if run is None else run.steps
@@ -88,6 +134,7 @@ class Generations:
 
     def close(self) -> None:
         self._line.close()
+        self._ignoring.end()
 
 
 def _may_be_a_death(error: Exception) -> bool:

@@ -54,6 +54,7 @@ class Stepper:
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
         self.accumulate = 1  # of the latest window
+        self.torn = False  # an update has begun; whoever commits it says when it is whole
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -185,6 +186,7 @@ class Stepper:
     def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
         scaler = self.scaler
         if scaler is None and clip is None and window.divisor == 1.0:
+            self.torn = True
             opt.step()
             opt.zero_grad(set_to_none=True)
             return DONE
@@ -196,7 +198,7 @@ class Stepper:
             norm = clipped(grads, window.divisor, clip)
         elif window.divisor != 1.0 and grads:
             torch._foreach_div_(grads, window.divisor)
-        done = True
+        done = self.torn = True
         if scaler is None:
             opt.step()
         else:

@@ -85,6 +85,8 @@ class RunOptions:
     silent_after: float  # seconds
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
+    preempt_signals: tuple[signal.Signals, ...]
+    grace: float  # seconds
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
 
@@ -177,6 +179,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         silent_after=values.silent_after,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
+        preempt_signals=values.preempt_signal,
+        grace=values.grace,
         notes=(*where.notes, *checks.notes(values, given)),
     )
 

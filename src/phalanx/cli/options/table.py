@@ -138,6 +138,14 @@ OPTIONS = (
         "or 30 (5 once a rank has failed).",
         kinds.SECONDS,
     ),
+    _ours(
+        START,
+        "--preempt-signal",
+        "Signals that make a checkpoint and end the run with 75, where a script keeps one; or none.",
+        kinds.PREEMPTION,
+        "SIGTERM",
+    ),
+    _ours(START, "--grace", "How long that may take.", kinds.DURATION, "30s"),
     Option(
         NODES,
         "--nnodes",
