@@ -248,6 +248,7 @@ class Attempt:
             self._store_exited(code)
             return
         worker = self.workers[message["name"]]
+        self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
         self._stage.folder.event(
             events.WorkerExited(
