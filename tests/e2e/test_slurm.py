@@ -129,15 +129,19 @@ def test_usr1_is_handed_to_the_workers_once(lab: Lab, slurm: Slurm) -> None:
 
 def test_a_job_that_is_preempted_says_that_it_wants_to_be_run_again(lab: Lab, slurm: Slurm, tmp_path: Path) -> None:
     """Slurm tells every process of the step: supervisors, zygotes and workers."""
+    script, out = tmp_path / "job.sh", tmp_path / "job.out"
     options = ("--cpu", "-g", "1", "--checkpoints", f"{tmp_path}/kept")
-    words = ("srun", "-N2", "-n2", "--ntasks-per-node=1", *RUN, *options, PREEMPT, str(tmp_path))
-    job = lab[0].start(words=words, env=slurm.env)
-    until(lambda: job.process.poll() is not None or (tmp_path / "steps.1").exists(), 60, "a step to be made")
+    command = " ".join([*RUN, *options, PREEMPT, str(tmp_path)])
+    script.write_text(f"#!/bin/bash\n{command}\necho ended with $?\n")
+    lab[0].run(words=("sbatch", "-N2", "-o", str(out), str(script)), env=slurm.env)
+    until(lambda: (tmp_path / "steps.1").exists(), 60, "a step to be made")
     lab[0].run(words=("scancel", "-s", "TERM", running(lab, slurm)), env=slurm.env)
-    assert job.wait() == 75, job.both
+    until(lambda: "ended with" in out.read_text(), 60, "the job to end")
+    until(lambda: not any("stepd" in process.command for node in lab for process in node.processes()), 60)
+    assert out.read_text().endswith("ended with 75\n"), out.read_text()
     steps = [int(line.split()[0]) for line in (tmp_path / "steps.1").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
-    assert f"preempted by SIGTERM: step {len(steps)} is in {tmp_path}/kept" in job.both
+    assert f"preempted by SIGTERM: step {len(steps)} is in {tmp_path}/kept" in out.read_text()
     assert [path.name for path in (tmp_path / "kept").glob("step-*")] == [f"step-{len(steps):012}"]
 
 

@@ -47,6 +47,10 @@ class Signals:
         finally:
             for number in (*handled, *preempting, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
+            if self._moment:
+                # srun ends all tasks when the first of them has ended badly: that would be the code of the others.
+                for number in handled - {signal.SIGINT}:
+                    signal.signal(number, signal.SIG_IGN)
 
     def reached_zygote(self, number: int) -> None:
         self._zygote[number] = time.monotonic()
