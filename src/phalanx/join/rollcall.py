@@ -33,6 +33,7 @@ class Presence(msgspec.Struct, frozen=True, array_like=True):
     node: int | None = None
     local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
+    word: str = ""  # what it wants all others to know before they begin
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
@@ -43,7 +44,7 @@ _people: msgspec.msgpack.Decoder[tuple[Presence, ...]] = msgspec.msgpack.Decoder
 _person: msgspec.msgpack.Decoder[Presence] = msgspec.msgpack.Decoder(Presence)
 
 
-def here(identity: Identity, *, address: str = "", devices: str | None = None) -> Presence:
+def here(identity: Identity, *, address: str = "", devices: str | None = None, word: str = "") -> Presence:
     return Presence(
         rank=identity.rank,
         world_size=identity.world_size,
@@ -54,6 +55,7 @@ def here(identity: Identity, *, address: str = "", devices: str | None = None) -
         node=identity.node_rank,
         local_rank=identity.local_rank,
         devices=devices,
+        word=word,
     )
 
 

@@ -33,6 +33,19 @@ def seed(value: int) -> None:
         numpy.seed(value % (1 << 32))
 
 
+def state(device: Any) -> Any:
+    """Of all generators that a script draws from, on the CPU and on its device."""
+    far = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
+    return (*_state(), far)
+
+
+def set_state(state: Any, device: Any) -> None:
+    *near, far = state
+    _restore((near[0], near[1], near[2]))
+    if far is not None:
+        torch.cuda.default_generators[device.index].set_state(far)
+
+
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """What is drawn in here was never drawn."""

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from phalanx.contract import line as words
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
-from phalanx.train.handover import Past
+from phalanx.train.handover import Handover, Past
+from phalanx.train.once import Once
 from phalanx.train.run import Run
 
 Result = TypeVar("Result")
@@ -27,6 +28,7 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
+        self._once = Once()
         self._line = Line(name, self._severing.cut, self._steps)
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
@@ -49,23 +51,35 @@ class Generations:
 
     def _begin(self, world: words.World) -> Run:
         with self._severing.watching():
-            run = Run.join(**self._options, world=world)
+            run = Run.join(**self._options, world=world, word=self._past.word if self._past is not None else "")
         self._run = run
         run.seed_everything()
+        self._once.enter()
+        run.made = self._once
         run.generation = world.generation
-        run.past = self._past
-        if world.generation:
-            run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
             self._severing.cut()
+        if world.generation:
+            self._inherit(run, world)
         return run
+
+    def _inherit(self, run: Run, world: words.World) -> None:
+        run.past, self._past = self._past, None
+        run.handover = handover = Handover(run, run.past)
+        handover.prepare()
+
+        def committed(step: int) -> None:
+            self._line.tell(words.Going(world.generation, step))
+            handover.conclude()
+
+        run.committed = committed
 
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is None:  # it never came to be
             self._destroy()
             return
-        self._past = run.standing() or self._past
+        self._past = run.standing()
         self._severing.cut()
         run.abandon()
         self._severing.forget()

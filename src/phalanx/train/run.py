@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -45,12 +45,14 @@ from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from phalanx.train.handover import Past
+    from phalanx.train.handover import Handover, Past
+    from phalanx.train.once import Once
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
 
+T = TypeVar("T")
 EVERY = "10m"
 
 
@@ -70,6 +72,8 @@ class Run(Group):
     resumed: Info | None = None  # the checkpoint that it goes on from
     generation = 0  # how often the group has formed anew
     past: Past | None = None  # what this process held when the last group was lost
+    handover: Handover | None = None  # in a group that has formed anew
+    made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
     committed: Callable[[int], None] | None = None  # told of the first step
 
@@ -92,6 +96,24 @@ class Run(Group):
         self._warned: set[str] = set()
 
     # -- model
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What `make` returns; where `train` is entered again after a death, what it returned then.
+
+            def make() -> tuple[Net, torch.optim.Optimizer]:
+                model = Net().to(run.device)
+                return model, torch.optim.AdamW(model.parameters())
+
+            model, opt = run.once(make)
+
+        A rank that survives keeps its objects, and all that hangs on them: memory of the device, compiled code. Things
+        are found again by the order of the calls, which has to be the same each time. Not for what belongs to one
+        formation of the group: loaders, wrapped models. What FSDP has sharded does too, and is made anew.
+
+        Random numbers go on as if it had been made: what is drawn afterwards is the same in every rank, whether it has
+        made it just now or long ago.
+        """
+        return make() if self.made is None else self.made.get(make, self.device)
 
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
@@ -375,7 +397,7 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
-        self._ready = True
+        self._ready, self.past = True, None
         return info
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
@@ -409,12 +431,9 @@ class Run(Group):
 
     def _take_over(self) -> bool:
         """After a death: from a living rank, for whatever there is on the disk is older."""
-        if not self.generation:
+        if self.handover is None:
             return False
-        from phalanx.train.handover import hand_over
-
-        received = hand_over(self, self._everything(), self.past)
-        self.past = None
+        received = self.handover.complete(self._everything())
         if received is None:
             return False
         self.steps, self.epoch = received.step, received.epoch
@@ -424,11 +443,18 @@ class Run(Group):
         """What this rank holds, as of its last committed step. None: it has nothing yet that could be gone on from."""
         from phalanx.train.handover import Past
 
-        return Past(self.steps, self.epoch, self._everything()) if self._ready else self.past
+        if not self._ready:
+            return None if self.handover is not None and self.handover.spoilt else self.past
+        for kept in self._kept.values():  # of a step that will be done again
+            if hasattr(kept, "zero_grad"):
+                kept.zero_grad(set_to_none=True)
+        return Past(self.steps, self.epoch, self._everything(), self.rank, self.world_size)
 
     def abandon(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(super().abandon)
+            if self.handover is not None:
+                stack.callback(self.handover.close)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=True)
             if self._metrics is not None:
