@@ -8,6 +8,7 @@ still making their objects, and go on without waiting for them.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from phalanx.join import objects
 from phalanx.join.group import Group
 from phalanx.join.store import Store
 from phalanx.train import pieces
+from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape, State
 from phalanx.train.parcel import Opened, Parcel
@@ -33,6 +35,7 @@ class Past:
     step: int
     epoch: int
     kept: Mapping[str, object] = field(repr=False)
+    layouts: list[Layout] = field(default_factory=list)
     rank: int = 0
     world_size: int = 1
 
@@ -40,7 +43,8 @@ class Past:
     def word(self) -> str:
         """For all to know when they meet again."""
         whose = [self.rank, self.world_size] if self._is_sharded() else None
-        return msgspec.json.encode([self.step, whose]).decode()
+        laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
+        return msgspec.json.encode([self.step, whose, laid_out]).decode()
 
     def _is_sharded(self) -> bool:
         return any(
@@ -51,13 +55,15 @@ class Past:
         )
 
 
-_offer: msgspec.json.Decoder[tuple[int, list[int] | None]] = msgspec.json.Decoder(tuple[int, list[int] | None])
+Offer = tuple[int, list[int] | None, int]  # the step, whose shard it is, how DDP was laid out
+_offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 
 @dataclass(frozen=True)
 class Received:
     step: int
     epoch: int
+    layouts: list[Layout]
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,20 @@ class Deal:
     holders: tuple[int, ...] = ()
     lacking: tuple[int, ...] = ()
     nodes: Sequence[Sequence[int]] = ()
+    alike: bool = False  # their DDPs were laid out alike
 
     @classmethod
     def of(cls, words: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
         """No holders: nobody has any state, or a part of it is lost for good."""
-        offers: list[tuple[int, list[int] | None]] = [_offer.decode(word) if word else (-1, None) for word in words]
-        newest = max(step for step, _ in offers)
-        holders = tuple(rank for rank, (step, _) in enumerate(offers) if step == newest)
-        lacking = tuple(rank for rank, (step, _) in enumerate(offers) if step != newest)
-        sharded = any(whose for _, whose in offers)
-        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, whose) in enumerate(offers))
-        return cls() if newest < 0 or (sharded and not whole) else cls(holders, lacking, nodes)
+        offers = [_offer.decode(word) if word else (-1, None, 0) for word in words]
+        newest = max(step for step, _, _ in offers)
+        holders = tuple(rank for rank, (step, _, _) in enumerate(offers) if step == newest)
+        lacking = tuple(rank for rank, (step, _, _) in enumerate(offers) if step != newest)
+        sharded = any(whose for _, whose, _ in offers)
+        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, whose, _) in enumerate(offers))
+        if newest < 0 or (sharded and not whole):
+            return cls()
+        return cls(holders, lacking, nodes, len({offers[rank][2] for rank in holders}) == 1)
 
     def near(self, rank: int) -> tuple[int, ...]:
         """Holders on its node."""
@@ -122,7 +131,7 @@ class Handover:
         if rank in deal.holders and past is not None:
             self._send(past)
             _keep_on(kept, past)
-            return Received(past.step, past.epoch)
+            return Received(past.step, past.epoch, past.layouts if deal.alike else [])
         self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
 
@@ -173,7 +182,7 @@ class Handover:
         far = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far or not near}
         pieces.receive(far, deal.giver(rank), self._wire)
         state.restore(kept, label["plain"], targets)
-        return Received(label["step"], label["epoch"])
+        return Received(label["step"], label["epoch"], label["layouts"] if deal.alike else [])
 
     @property
     def _wire(self) -> torch.device | None:
@@ -186,7 +195,13 @@ def _label(held: State, past: Past) -> dict[str, Any]:
         [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.is_cuda]
         for name, one in held.tensors.items()
     ]
-    return {"step": past.step, "epoch": past.epoch, "plain": held.plain, "tensors": tensors}
+    return {
+        "step": past.step,
+        "epoch": past.epoch,
+        "layouts": past.layouts,
+        "plain": held.plain,
+        "tensors": tensors,
+    }
 
 
 def _targets(kept: Mapping[str, object], label: Mapping[str, Any]) -> dict[str, torch.Tensor]:

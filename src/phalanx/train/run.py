@@ -93,6 +93,7 @@ class Run(Group):
         self._values: dict[str, Any] = {}  # of steps that are not committed yet
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
+        self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
         self._warned: set[str] = set()
 
     # -- model
@@ -124,11 +125,20 @@ class Run(Group):
         Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
         a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, **options)
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model), **options)
         self._adopt()
         if self.resumed is None:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
+
+    def _equal(self, model: Any) -> list[list[int]] | None:
+        """What a living rank has handed over is the same everywhere."""
+        from phalanx.train.checkpoint.state import unwrapped
+
+        kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
+        if not self.taken_over or not any(thing is model for thing in kept):
+            return None
+        return self._layouts.pop(0) if self._layouts else []
 
     def backward(self, loss: Any, **options: Any) -> None:
         """`loss.backward()`, weighed by how many samples this rank has of the batch, and scaled for fp16.
@@ -436,7 +446,7 @@ class Run(Group):
         received = self.handover.complete(self._everything())
         if received is None:
             return False
-        self.steps, self.epoch = received.step, received.epoch
+        self.steps, self.epoch, self._layouts = received.step, received.epoch, received.layouts
         return True
 
     def standing(self) -> Past | None:
@@ -448,7 +458,7 @@ class Run(Group):
         for kept in self._kept.values():  # of a step that will be done again
             if hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
-        return Past(self.steps, self.epoch, self._everything(), self.rank, self.world_size)
+        return Past(self.steps, self.epoch, self._everything(), self._stepper.layouts, self.rank, self.world_size)
 
     def abandon(self) -> None:
         with contextlib.ExitStack() as stack:

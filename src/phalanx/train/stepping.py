@@ -82,6 +82,11 @@ class Stepper:
         self._models = [model for model in self._models if model is not wrapped]
         self._forget()
 
+    @property
+    def layouts(self) -> list[list[list[int]]]:
+        """Of the models' buckets, in the order in which they were wrapped."""
+        return [model.layout for model in self._models]
+
     def adopt(self, opt: Any) -> None:
         """Make an optimizer hold what the parameters that it was made for have become."""
         for model in self._models:
