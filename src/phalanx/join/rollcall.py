@@ -229,7 +229,7 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
     """Until all are set. By looking, for a `wait` that times out writes warnings, and holds up signals."""
-    start, pause, told = time.monotonic(), 0.0005, False
+    start, told = time.monotonic(), False
     while not store.check(keys):
         passed = time.monotonic() - start
         if passed > timeout:
@@ -237,8 +237,8 @@ def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], No
         if not told and passed > NOTICE:
             told = True
             waiting()
-        time.sleep(pause)
-        pause = min(pause * 1.4, 0.05)
+        # Often at first, for whoever is about to come; later, as long as it has taken already counts for more.
+        time.sleep(min(max(passed / 8, 0.0005), 0.05))
     return True
 
 

@@ -8,6 +8,7 @@ still making their objects, and go on without waiting for them.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from phalanx.train import pieces
 from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape, State
-from phalanx.train.parcel import Opened, Parcel
+from phalanx.train.parcel import ALIGNED, Arena, Opened, Parcel
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,23 @@ def _label(held: State, past: Past) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Roomy(Shape):
+    arena: Arena
+
+    def empty(self) -> torch.Tensor:
+        return self.arena.empty(self.dtype, self.shape)
+
+
 def _targets(kept: Mapping[str, object], label: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     shapes = {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _ in label["tensors"]}
-    return state.targets(kept, label["plain"], shapes)
+    arena = Arena(sum(_rounded(math.prod(one.shape) * one.dtype.itemsize) for one in shapes.values()))
+    roomy = {name: _Roomy(one.dtype, one.shape, arena) for name, one in shapes.items()}
+    return state.targets(kept, label["plain"], roomy)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[str, torch.Tensor]:

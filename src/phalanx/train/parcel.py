@@ -5,7 +5,10 @@ It has no name, so that nothing is left of it when the process that made it is g
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 
@@ -14,13 +17,13 @@ import torch
 from phalanx.errors import LaunchError
 from phalanx.join import objects
 
-Value = object
+ALIGNED = 64  # bytes, as torch's own memory is
 
 
 class Parcel:
     """`address` is all that a reader has to know."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, Value]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
         self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
         try:
             places, end = {}, 0
@@ -38,6 +41,25 @@ class Parcel:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Arena:
+    """Room for many tensors at once, in large pages where the kernel has them: page by page, to get memory takes longer
+    than to fill it."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._used = 0
+
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        count = math.prod(shape)
+        start, size = self._used, count * dtype.itemsize
+        if not size or start + size > len(self._memory):
+            return torch.empty(shape, dtype=dtype)
+        self._used = -(-(start + size) // ALIGNED) * ALIGNED
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
 class Opened:
