@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
+from phalanx.errors import JoinError
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
 from phalanx.train.handover import Handover, Past
@@ -29,6 +30,7 @@ class Generations:
         self._run: Run | None = None
         self._past: Past | None = None
         self._once = Once()
+        self._unwatched = self._severing.watch_groups()
         self._line = Line(name, self._severing.cut, self._steps)
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
@@ -59,9 +61,20 @@ class Generations:
         run.generation = world.generation
         if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
             self._severing.cut()
+        if run.device.type == "cuda":
+            run.guard(lambda: self._vouch(run, world))
         if world.generation:
             self._inherit(run, world)
         return run
+
+    def _vouch(self, run: Run, world: words.World) -> None:
+        """Before gradients are used: what a GPU has got from the others. Of an operation of NCCL that was aborted nobody
+        hears, and what follows it on the device would take what it has left for numbers."""
+        import torch
+
+        torch.cuda.current_stream(run.device).synchronize()
+        if self._line.world.generation > world.generation:
+            raise JoinError("the group was left in the middle of a step, which will be done again")
 
     def _inherit(self, run: Run, world: words.World) -> None:
         run.past, self._past = self._past, None
@@ -102,6 +115,7 @@ class Generations:
         return self._run
 
     def close(self) -> None:
+        self._unwatched()
         self._line.close()
 
 

@@ -449,6 +449,10 @@ class Run(Group):
         self.steps, self.epoch, self._layouts = received.step, received.epoch, received.layouts
         return True
 
+    def guard(self, call: Callable[[], None]) -> None:
+        """Called before each update; raises where there is to be none."""
+        self._stepper.guard = call
+
     def standing(self) -> Past | None:
         """What this rank holds, as of its last committed step. None: it has nothing yet that could be gone on from."""
         from phalanx.train.handover import Past

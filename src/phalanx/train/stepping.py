@@ -11,6 +11,7 @@ say so: `weigh(loss, count, total)`, with the samples of this rank and of all ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Stepper:
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
         self.accumulate = 1  # of the latest window
+        self.guard: Callable[[], None] | None = None  # before gradients are used
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -189,6 +191,8 @@ class Stepper:
 
     def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
         scaler = self.scaler
+        if self.guard is not None:
+            self.guard()
         if scaler is None and clip is None and window.divisor == 1.0:
             opt.step()
             opt.zero_grad(set_to_none=True)

@@ -128,11 +128,20 @@ def restore(
         value = unpacked(plain[name], tensors)
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
-            inner.load_state_dict({key: value[plain_name(key)] for key in inner.state_dict()})
+            own = inner.state_dict(keep_vars=True)
+            inner.load_state_dict({key: _in_place(own[key], value[plain_name(key)]) for key in own})
         elif isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(_by_place(name, thing, kept, value))
         else:
             _stateful(name, thing).load_state_dict(value)
+
+
+def _in_place(own: Any, value: Any) -> Any:
+    """The model's own tensor where it has been read into its memory: torch sees that there is nothing to copy."""
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not isinstance(own, DTensor):
+        same = own.data_ptr() == value.data_ptr() and own.shape == value.shape and own.stride() == value.stride()
+        return own if same and own.dtype == value.dtype else value
+    return value
 
 
 def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
