@@ -56,6 +56,49 @@ def untouched() -> Iterator[None]:
         _restore(before)
 
 
+class Fresh:
+    """The numbers of the training, begun anew with every batch: torch's, and of Python's and NumPy's those that the
+    first batch and its step have drawn from. To seed them all would take longer than a small step allows."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any] | None = None  # at the first batch
+        self._drawn: list[str] | None = None
+
+    def begin(self, value: int, device: Any) -> None:
+        torch.default_generator.manual_seed(value)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(value)
+        drawn = self._drawn
+        if drawn is None:
+            if self._before is None:
+                self._before = _others()
+                return
+            drawn = self.drawn
+        if drawn:
+            if "python" in drawn:
+                random.seed(value)
+            if "numpy" in drawn and (numpy := sys.modules.get("numpy.random")) is not None:
+                numpy.seed(value % (1 << 32))
+
+    @property
+    def drawn(self) -> list[str] | None:
+        """Beside torch's. None: there was no batch yet."""
+        if self._drawn is None and self._before is not None:
+            now = _others()
+            names = ("python", "numpy")
+            self._drawn = [name for name, one, other in zip(names, self._before, now, strict=True) if one != other]
+        return self._drawn
+
+    @drawn.setter
+    def drawn(self, names: list[str] | None) -> None:
+        self._drawn = names
+
+
+def _others() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), _words(numpy and numpy.get_state())
+
+
 class Numbers:
     """A stream of its own, which goes on where it left off."""
 

@@ -68,8 +68,8 @@ class Generations:
         return run
 
     def _vouch(self, run: Run, world: words.World) -> None:
-        """Before gradients are used: what a GPU has got from the others. Of an operation of NCCL that was aborted nobody
-        hears, and what follows it on the device would take what it has left for numbers."""
+        """Before gradients are used, that they are what the others have sent: of an operation of NCCL that was aborted
+        nobody hears, and what follows it on the device would take whatever it has left for numbers."""
         import torch
 
         torch.cuda.current_stream(run.device).synchronize()

@@ -230,28 +230,31 @@ class Run(Group):
         trained = known and any(data is kept for kept in self._kept.values())
         here = self.device.type == "cpu"
         try:
-            for batch in batches:
+            for batch in self._drawn_anew(data, batches) if trained else batches:
                 if reading.left is not None:
                     reading.left -= 1
                 if known:
                     reading.samples += data.last_total
                 reading.stepped = None
-                if trained:
-                    self._draw_anew(data)
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
 
-    def _draw_anew(self, data: Loader) -> None:
-        """Torch's numbers for a batch depend on where in the data it is, and on the rank, and on nothing before: so
-        that whoever takes the place of another, and whoever does a step again, draws as if nothing had happened."""
-        epoch, consumed = data.taken
-        number = chance.number(self.seed, self.rank, epoch, consumed)
-        torch.default_generator.manual_seed(number)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(number)
+    def _drawn_anew(self, data: Loader, batches: Iterator[Any]) -> Iterator[Any]:
+        """Random numbers for a batch and its step depend on where in the data it is, and on the rank, and on nothing
+        before: so that whoever takes the place of another, and whoever does a step again, draws as if nothing had
+        happened."""
+        fresh = self._stepper.fresh
+        while True:
+            epoch, consumed = data.taken
+            fresh.begin(chance.number(self.seed, self.rank, epoch, consumed), self.device)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def _turn_to(self, reading: Reading | None) -> None:
         self._reading = reading

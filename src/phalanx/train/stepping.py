@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train.chance import Fresh
 
 if TYPE_CHECKING:
     from phalanx.train.wrapped import Wrapped
@@ -56,6 +57,7 @@ class Stepper:
         self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
         self.accumulate = 1  # of the latest window
         self.guard: Callable[[], None] | None = None  # before gradients are used
+        self.fresh = Fresh()
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -266,11 +268,15 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        return {"scaler": self._loaded if self.scaler is None else self.scaler.state_dict()}
+        return {
+            "scaler": self._loaded if self.scaler is None else self.scaler.state_dict(),
+            "drawn": self.fresh.drawn,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before models are wrapped, or after."""
         self._loaded = state.get("scaler") or {}
+        self.fresh.drawn = state.get("drawn", self.fresh.drawn)
         self._unsettled = False
         if self.scaler is not None and self._loaded:
             self.scaler.load_state_dict(self._loaded)
