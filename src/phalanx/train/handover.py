@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.join import objects
@@ -131,7 +132,7 @@ class Handover:
             return None
         if rank in deal.holders and past is not None:
             self._send(past)
-            _keep_on(kept, past)
+            _keep_on(kept, past, self._group.device)
             return Received(past.step, past.epoch, past.layouts if deal.alike else [])
         self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
@@ -235,7 +236,16 @@ def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[
     return mine
 
 
-def _keep_on(kept: Mapping[str, object], past: Past) -> None:
+def _whole(shard: DTensor, device: torch.device) -> torch.Tensor:
+    """By all ranks together: each has a part of it, from a group that is gone."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    again = DTensor.from_local(
+        shard.to_local(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+    return again.full_tensor()
+
+
+def _keep_on(kept: Mapping[str, object], past: Past, device: torch.device) -> None:
     """What this rank held, in the objects that it has now; many are the very ones."""
     changed = {name for name, thing in kept.items() if thing is not past.kept.get(name)}
     if not changed:
@@ -246,8 +256,13 @@ def _keep_on(kept: Mapping[str, object], past: Past) -> None:
     models = {name for name in changed if isinstance(kept[name], torch.nn.Module)}
     with torch.no_grad():
         for name, target in targets.items():
-            if any(name.startswith(f"{model}.") for model in models):
-                target.copy_(held.tensors[name])
+            source = held.tensors[name]
+            if isinstance(target, DTensor) and isinstance(source, DTensor):
+                target.to_local().copy_(source.to_local())
+            elif isinstance(source, DTensor):  # it will be sharded again later
+                target.copy_(_whole(source, device))
+            elif any(name.startswith(f"{model}.") for model in models):
+                target.copy_(source)
             else:  # an optimizer takes over the tensors themselves: nobody else will use them
-                targets[name] = held.tensors[name]
+                targets[name] = source
     state.restore(kept, held.plain, targets, only=changed)

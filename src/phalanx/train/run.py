@@ -462,7 +462,10 @@ class Run(Group):
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past
-        for kept in self._kept.values():  # of a step that will be done again
+        for kept in self._kept.values():  # a step that came to nothing leaves nothing
+            for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
+                if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
+                    part.reshard()
             if hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
         return Past(self.steps, self.epoch, self._everything(), self._stepper.layouts, self.rank, self.world_size)
