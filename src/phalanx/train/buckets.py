@@ -21,12 +21,13 @@ def layout(ddp: Any) -> Layout:
     if ddp.find_unused_parameters or ddp.reducer is None:
         return []
     with contextlib.suppress(Exception):  # DDP tells it for people to read, and may not in another version
+        ddp.logger.set_runtime_stats_and_log()  # as the next forward would
         told = ddp._get_ddp_logging_data()
         if known := told.get("rebuilt_per_bucket_param_indices"):
             return [[int(place) for place in bucket.split()] for bucket in known.split(",")]
         if ready := told.get("prev_iteration_grad_ready_order_indices"):
             return _after(ddp, [int(place) for place in ready.split(",")])
-    return []
+    return getattr(ddp, "given_layout", [])
 
 
 def _after(ddp: Any, order: list[int]) -> Layout:

@@ -61,37 +61,34 @@ class Fresh:
     first batch and its step have drawn from. To seed them all would take longer than a small step allows."""
 
     def __init__(self) -> None:
+        self.drawn: list[str] | None = None  # beside torch's; None: no step was committed yet
         self._before: tuple[Any, Any] | None = None  # at the first batch
-        self._drawn: list[str] | None = None
+        self._others: list[str] | None = None
 
     def begin(self, value: int, device: Any) -> None:
         torch.default_generator.manual_seed(value)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(value)
-        drawn = self._drawn
-        if drawn is None:
+        others = self.drawn if self.drawn is not None else self._others
+        if others is None:
             if self._before is None:
                 self._before = _others()
                 return
-            drawn = self.drawn
-        if drawn:
-            if "python" in drawn:
+            others = self._others = self._look()
+        if others:
+            if "python" in others:
                 random.seed(value)
-            if "numpy" in drawn and (numpy := sys.modules.get("numpy.random")) is not None:
+            if "numpy" in others and (numpy := sys.modules.get("numpy.random")) is not None:
                 numpy.seed(value % (1 << 32))
 
-    @property
-    def drawn(self) -> list[str] | None:
-        """Beside torch's. None: there was no batch yet."""
-        if self._drawn is None and self._before is not None:
-            now = _others()
-            names = ("python", "numpy")
-            self._drawn = [name for name, one, other in zip(names, self._before, now, strict=True) if one != other]
-        return self._drawn
+    def settle(self) -> None:
+        """The first step is committed: whoever goes on from it draws as this does from now on."""
+        if self.drawn is None and self._before is not None:
+            self.drawn = self._others if self._others is not None else self._look()
 
-    @drawn.setter
-    def drawn(self, names: list[str] | None) -> None:
-        self._drawn = names
+    def _look(self) -> list[str]:
+        pairs = zip(("python", "numpy"), self._before or (), _others(), strict=True)
+        return [name for name, before, now in pairs if before != now]
 
 
 def _others() -> tuple[Any, Any]:

@@ -94,6 +94,8 @@ class Run(Group):
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
         self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
+        self._wraps = 0
+        self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
 
     # -- model
@@ -138,7 +140,8 @@ class Run(Group):
         kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
         if not self.taken_over or not any(thing is model for thing in kept):
             return None
-        return self._layouts.pop(0) if self._layouts else []
+        self._wraps += 1
+        return self._layouts[self._wraps - 1] if self._wraps <= len(self._layouts) else []
 
     def backward(self, loss: Any, **options: Any) -> None:
         """`loss.backward()`, weighed by how many samples this rank has of the batch, and scaled for fp16.
@@ -321,6 +324,8 @@ class Run(Group):
                     deep=1,
                 )
             reading_now.stepped = opt
+        if self.steps == self._began:
+            self._stepper.fresh.settle()
         self.steps += 1
         if self.committed is not None:
             self.committed(self.steps)
@@ -410,7 +415,7 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
-        self._ready, self.past = True, None
+        self._ready, self.past, self._began = True, None, self.steps
         return info
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
@@ -468,7 +473,9 @@ class Run(Group):
                     part.reshard()
             if hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
-        return Past(self.steps, self.epoch, self._everything(), self._stepper.layouts, self.rank, self.world_size)
+        # DDP lays out its buckets anew after a step: one that came to nothing does not count.
+        layouts = self._stepper.layouts if self.steps > self._began else self._layouts
+        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size)
 
     def abandon(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -112,6 +112,7 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
         ddp = nn.parallel.DistributedDataParallel(
             model, device_ids=own, gradient_as_bucket_view=True, init_sync=equal is None, **options
         )
+    ddp.given_layout = equal or []
     # Buffers that are no part of the state are constants (masks, tables): the same everywhere since the first
     # broadcast, and not worth one before every forward.
     kept = set(model.state_dict())
