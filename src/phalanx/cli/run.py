@@ -64,9 +64,11 @@ def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings,
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
-    from phalanx.launch.hosting import open_door
+    from phalanx.launch.hosting import open_door, open_side_door
 
     leads, sockets = open_door(gathering)
+    if gathering.elastic and not leads:
+        sockets = open_side_door(gathering)
     return _run(replace(plan, gathering=replace(gathering, leads=leads)), environ, sockets, outside)
 
 
@@ -247,6 +249,10 @@ def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[sock
         from phalanx.launch.leading import Leading
 
         return Leading(plan, plan.gathering, folder, console, sockets)
+    if plan.gathering.elastic:
+        from phalanx.launch.succession import Succession
+
+        return Succession(plan, plan.gathering, folder, console, sockets)
     from phalanx.launch.following import Following
 
     return Following(plan, plan.gathering, folder, console)

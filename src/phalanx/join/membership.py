@@ -12,10 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.contract.line import World
+from phalanx.contract.variables import place as place_of
 from phalanx.errors import JoinError, UsageError
 from phalanx.join import addresses, device, ending, methods, rollcall, tcp
 from phalanx.join.device import check_backend
-from phalanx.join.identity import PHALANX, Identity, identify, moved
+from phalanx.join.identity import PHALANX, Identity, identify
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence
 from phalanx.join.topology import Topology
@@ -78,6 +79,10 @@ def form(
         _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
         return _adopt(device, timeout)
     environ = os.environ
+    if world is not None:
+        environ.update(place_of(world))
+        if world.devices is not None:  # a spare has touched no device yet
+            environ["CUDA_VISIBLE_DEVICES"] = world.devices
     told = methods.parse(method)
     identity = identify(
         environ,
@@ -85,7 +90,7 @@ def form(
         world_size=told.world_size if world_size is None else world_size,
     )
     if world is not None:
-        identity = moved(identity, world)
+        identity = replace(identity, generation=world.generation)
     if identity.nobody and (told.place is not None or store is not None):
         raise UsageError(
             "nobody says which rank this is, or of how many",

@@ -42,7 +42,7 @@ class Line:
     def callers(self) -> frozenset[int]:
         return frozenset(self._callers)
 
-    def send(self, pid: int, message: words.World) -> None:
+    def send(self, pid: int, message: words.FromSupervisor) -> None:
         """To one that does not listen any more nothing can be told; that it has died is told by others."""
         caller = self._callers.get(pid)
         if caller is not None:

@@ -19,6 +19,7 @@ class Recoveries:
         self._folder = folder
         self._faults: list[Fault] = []
         self._latest = Recovery(Way.STOP)
+        self._moves = 0  # of nodes
         self._open: list[Fall] = []  # those that the group has not got over yet
         self._began = time.time()
         self._lost = 0.0  # seconds from a fault to the next step
@@ -40,6 +41,19 @@ class Recoveries:
             self._open.append(fall)
         return self._latest.way
 
+    def moved(self, fall: Fall, way: Way) -> None:
+        """A node has come or gone, as it may: it costs nothing of the budget."""
+        self._latest = Recovery(way)
+        self._folder.event(events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))
+        if way is Way.REGROUP:
+            self.generation += 1
+            self._open.append(fall)
+        self._moves += 1
+
+    def anew(self) -> None:
+        """The group forms once more, though nobody has died."""
+        self.generation += 1
+
     def going(self, generation: int, step: int) -> str:
         """A line, when the group has got over what had happened: this step is the first since."""
         if not self._open or generation != self.generation:
@@ -59,6 +73,8 @@ class Recoveries:
         return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
     def again(self) -> str:
+        if not self._latest.used:
+            return "starting all ranks again"
         most = f" of {self._budget.most}" if self._budget.most is not None else ""
         return f"starting all ranks again: restart {self._latest.used}{most}"
 
@@ -67,11 +83,13 @@ class Recoveries:
 
     def summary(self) -> str:
         """Nothing, where nothing happened."""
-        if not self._faults:
+        if not self._faults and not self._moves:
             return ""
         whole = time.time() - self._began
-        count = len(self._faults)
+        count, moves = len(self._faults), self._moves
+        happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
+        happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
         return (
-            f"{count} fault{'s' if count > 1 else ''} survived, {self._lost:.1f} s of {whole:.0f} s lost by them: "
+            f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost by them: "
             f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
         )

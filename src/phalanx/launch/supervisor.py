@@ -17,14 +17,14 @@ from typing import Protocol
 from phalanx.contract import events
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
-from phalanx.launch.attempt import Attempt, Stage
+from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.signals import Signals
+from phalanx.launch.signals import SAME, Signals
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
@@ -83,6 +83,7 @@ class Supervisor:
         self._closing = False
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
+        self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
         self._lost_zygote = ""  # how it ended, if it did so by itself
         self._kills = memory.read()
         self._leftovers = Leftovers()
@@ -95,7 +96,9 @@ class Supervisor:
         if self._outside is not None:
             self._outside.begin(self)
         code, text = 1, ""
-        with self._signals.taken(end=self._signalled, pass_on=self._pass_on, resized=self._resized):
+        with self._signals.taken(
+            end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
+        ):
             try:
                 self.together = await self._come_together()
                 if self.together:
@@ -329,15 +332,16 @@ class Supervisor:
             company.failing,
             company.able,
             company.going,
+            company.halting,
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
         )
-        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson)
+        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
         for seat in orders.plan.seats:
             if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat)
+            attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
         if not attempt.living:
@@ -390,14 +394,29 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        if self._preempting is not None and self._signal is None and number == signal.SIGINT:
+            self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:
             self._company.signalled(number)
         elif number == signal.SIGINT and not self._showing_rest:
             self._company.signalled(signal.SIGKILL)
         self._obey(number, ours=True)
 
+    def _preempted(self, number: signal.Signals) -> None:
+        """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        now = time.monotonic()
+        if self._preempting is not None and now - self._preempting < SAME:
+            return
+        first = self._preempting is None and self._signal is None and self._attempt is not None
+        if first and self._company.preempt(number):
+            self._preempting = now
+        elif number in self._plan.ending.signals:
+            self._signalled(number)
+        else:
+            self._pass_on(number)
+
     def end(self, number: signal.Signals, reason: str) -> None:
-        """Another node ends the run."""
+        """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
         self._folder.event(events.Note(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
@@ -423,10 +442,21 @@ class Supervisor:
         elif self._attempt.living and not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
 
-    def regroup(self, generation: int, why: str) -> None:
+    def regroup(self, to: Regrouping) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
-            self._attempt.regroup(generation, why)
+            self._plan = to.plan
+            self._attempt.regroup(to)
+
+    def hold(self, why: str) -> None:
+        """Too few nodes are left: workers wait for others."""
+        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
+            self._attempt.hold(why)
+
+    def halt(self, step: int | None) -> None:
+        """Workers say which step they have committed; later, at which one they end."""
+        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
+            self._attempt.halt(step)
 
     def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None
@@ -473,8 +503,10 @@ class Supervisor:
 
     def _resized(self) -> None:
         if self._attempt is not None:
-            for rank in self._attempt.output.resized():
-                self._attempt.tell(str(rank), signal.SIGWINCH)
+            ranks = self._attempt.output.resized()
+            for name, worker in self._attempt.living:
+                if worker.seat.rank in ranks:
+                    self._attempt.tell(name, signal.SIGWINCH)
 
 
 def _few(ranks: list[int]) -> str:

@@ -100,12 +100,12 @@ def store_order(zygote: Zygote, plan: Plan, port: int) -> wire.Message:
     return order
 
 
-def worker_order(zygote: Zygote, command: Command, seat: Seat, environ: Mapping[str, str]) -> wire.Message:
+def worker_order(zygote: Zygote, name: str, command: Command, seat: Seat, environ: Mapping[str, str]) -> wire.Message:
     """Fork a worker that goes on as this command, or execute the command."""
     line = command.line(seat.local_rank)
     order: wire.Message = {
         "do": "start",
-        "name": str(seat.rank),
+        "name": name,
         "environ": dict(environ),
         "cores": list(seat.slot.cores),
         "command": line,

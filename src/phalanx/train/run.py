@@ -31,10 +31,11 @@ import torch
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
-from phalanx.errors import UsageError
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
 from phalanx.train import chance
+from phalanx.train.halting import Halted
 from phalanx.train.interval import Interval
 from phalanx.train.loader import Loader
 from phalanx.train.metrics import Metrics, held, read
@@ -76,6 +77,9 @@ class Run(Group):
     made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
     committed: Callable[[int], None] | None = None  # told of the first step
+    keeping: Callable[[str], None] | None = None  # told where checkpoints are
+    halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
+    halts = False  # it ends as soon as what is kept is as it should be
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -241,6 +245,8 @@ class Run(Group):
                 reading.stepped = None
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
+                if trained:
+                    self._pause()  # before the next is drawn, and after all that the script does in a step
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
@@ -293,6 +299,7 @@ class Run(Group):
         What one loss's backward leaves in another optimizer's parameters is cleared by opt_d.zero_grad(), as ever.
         Metrics are written as rank 0 has them; `loss=run.mean(loss)` is that of all ranks.
         """
+        self._pause()  # for a script that reads its data without us
         reading = self._reading
         if reading is not None and not self._stepper.scaled:
             self._check_weights(reading.data)
@@ -327,6 +334,7 @@ class Run(Group):
         if self.steps == self._began:
             self._stepper.fresh.settle()
         self.steps += 1
+        self._stepper.torn = False
         if self.committed is not None:
             self.committed(self.steps)
             self.committed = None
@@ -416,6 +424,12 @@ class Run(Group):
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
         self._ready, self.past, self._began = True, None, self.steps
+        if self._checkpoints is not None and self.keeping is not None:
+            self.keeping(self._checkpoints.folder)
+        if self.halts:
+            newest = self._checkpoints.latest() if self._checkpoints is not None and self.is_main else None
+            self._saved = self.broadcast(0 if newest is None else newest.step)
+            self.halt()
         return info
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
@@ -462,7 +476,7 @@ class Run(Group):
         self._stepper.guard = call
 
     def standing(self) -> Past | None:
-        """What this rank holds, as of its last committed step. None: it has nothing yet that could be gone on from."""
+        """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from."""
         from phalanx.train.handover import Past
 
         if not self._ready:
@@ -528,6 +542,27 @@ class Run(Group):
         if self._checkpoints is not None and self.steps > self._saved:
             self._checkpoints.wait()
             self.checkpoint(**self._latest)
+
+    def _pause(self) -> None:
+        if self.halting is not None and self.halting(self.steps):
+            self.halt()
+
+    def halt(self) -> None:
+        """Ends the training here. A checkpoint of the last committed step is on the disk by then; without a folder for
+        it, the training goes on."""
+        if self._checkpoints is None:
+            return
+        if self.steps != self._saved:
+            with contextlib.suppress(CheckpointError):  # of one before it
+                self._checkpoints.wait()
+            self.checkpoint(**self._latest)
+        self._checkpoints.wait()
+        raise Halted(self.steps)
+
+    @property
+    def torn(self) -> bool:
+        """An update has begun whose step is not committed: what is kept belongs to no step."""
+        return self._stepper.torn
 
     def close(self, *, failed: bool = False) -> None:
         """Everything that was saved is on the disk afterwards. Raises what went wrong with it."""

@@ -58,6 +58,7 @@ class Stepper:
         self.accumulate = 1  # of the latest window
         self.guard: Callable[[], None] | None = None  # before gradients are used
         self.fresh = Fresh()
+        self.torn = False  # an update has begun; whoever commits it says when it is whole
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -196,6 +197,7 @@ class Stepper:
         if self.guard is not None:
             self.guard()
         if scaler is None and clip is None and window.divisor == 1.0:
+            self.torn = True
             opt.step()
             opt.zero_grad(set_to_none=True)
             return DONE
@@ -207,7 +209,7 @@ class Stepper:
             norm = clipped(grads, window.divisor, clip)
         elif window.divisor != 1.0 and grads:
             torch._foreach_div_(grads, window.divisor)
-        done = True
+        done = self.torn = True
         if scaler is None:
             opt.step()
         else:

@@ -55,6 +55,8 @@ class RunOptions:
     master_port: int | None  # None: a free one
     local_addr: str | None
     join_timeout: float
+    last_call: float
+    spares: int
     lost_after: float
     token_file: str | None
     open: bool
@@ -83,6 +85,8 @@ class RunOptions:
     silent_after: float  # seconds
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
+    preempt_signals: tuple[signal.Signals, ...]
+    grace: float  # seconds
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
 
@@ -116,7 +120,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
     hosts = checks.hosts_of(values, given, verb)
     min_nodes, max_nodes = checks.count_nodes(values, given, verb)
     where = rendezvous(values, {dest: this.name for dest, this in given.items()}, max_nodes, verb)
-    checks.check_node_id(values, given, max_nodes, verb)
+    checks.check_node_id(values, given, max_nodes + values.spares, verb)
+    checks.check_spares(values, given, max_nodes, verb)
     checks.check_cpu(values, given, verb)
     slots = checks.slots_of_nodes(values, given, max_nodes, verb)
     return RunOptions(
@@ -146,6 +151,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         master_port=where.port,
         local_addr=values.local_addr,
         join_timeout=values.join_timeout,
+        last_call=values.last_call,
+        spares=values.spares,
         lost_after=values.lost_after,
         token_file=values.token_file,
         open=values.open,
@@ -172,6 +179,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         silent_after=values.silent_after,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
+        preempt_signals=values.preempt_signal,
+        grace=values.grace,
         notes=(*where.notes, *checks.notes(values, given)),
     )
 
