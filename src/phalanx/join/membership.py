@@ -60,8 +60,9 @@ def form(
     timeout: float | timedelta,
     device: str | torch.device | None,
     world: World | None = None,
+    word: str = "",
 ) -> Membership:
-    """`world`: where this process stands now, which is not where it stood when it was started."""
+    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all."""
     import torch.distributed as dist
 
     timeout = _seconds(timeout)
@@ -101,7 +102,7 @@ def form(
     place = methods.choose(identity, told, environ, given=store is not None)
     keeper = place.kind == "tcp" and _keeps(identity, place)
     bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout)
+    where, people = _meet(bare, identity, place, environ, timeout, word=word)
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend, device, identity, people, store=where, place=place, keeper=keeper, timeout=timeout, group=asked
@@ -172,7 +173,7 @@ def _leave(path: str, world_size: int, pid: int) -> None:
 
 
 def _meet(
-    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float
+    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float, *, word: str = ""
 ) -> tuple[Any, tuple[Presence, ...]]:
     """The roll call, and the store under a prefix of this formation's own."""
     global _formed
@@ -182,7 +183,7 @@ def _meet(
     # One that has taken the place of another has formed fewer groups than those that it meets.
     which = str(_formed) if identity.generation is None else f"generation {identity.generation}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
-    me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"), word=word)
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
     return store, rollcall.call(store, me, timeout, place=words, say=tcp.notice)
 

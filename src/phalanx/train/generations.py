@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
+from phalanx.errors import JoinError
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
 from phalanx.train.halting import Halted, Halting
-from phalanx.train.handover import Past
+from phalanx.train.handover import Handover, Past
+from phalanx.train.once import Once
 from phalanx.train.run import Run
 
 Result = TypeVar("Result")
@@ -28,6 +30,8 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
+        self._once = Once()
+        self._unwatched = self._severing.watch_groups()
         self._halting = Halting(self._steps)
         self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
         self._line = Line(name, self._moved, self._steps, self._heard)
@@ -62,26 +66,49 @@ class Generations:
 
     def _begin(self, world: words.World) -> Run:
         with self._severing.watching():
-            run = Run.join(**self._options, world=world)
+            run = Run.join(**self._options, world=world, word=self._past.word if self._past is not None else "")
         self._run = run
         run.seed_everything()
+        self._once.enter()
+        run.made = self._once
         run.generation = world.generation
-        run.past = self._past
         run.halts = world.halt
         run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
         run.halting = self._reached
-        if world.generation:
-            run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
+        if run.device.type == "cuda":
+            run.guard(lambda: self._vouch(run, world))
+        if world.generation:
+            self._inherit(run, world)
         return run
+
+    def _vouch(self, run: Run, world: words.World) -> None:
+        """Before gradients are used, that they are what the others have sent: of an operation of NCCL that was aborted
+        nobody hears, and what follows it on the device would take whatever it has left for numbers."""
+        import torch
+
+        torch.cuda.current_stream(run.device).synchronize()
+        if self._line.has_moved(world):
+            raise JoinError("the group was left in the middle of a step, which will be done again")
+
+    def _inherit(self, run: Run, world: words.World) -> None:
+        run.past, self._past = self._past, None
+        run.handover = handover = Handover(run, run.past)
+        handover.prepare()
+
+        def committed(step: int) -> None:
+            self._line.tell(words.Going(world.generation, step))
+            handover.conclude()
+
+        run.committed = committed
 
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is None:  # it never came to be
             self._destroy()
             return
-        self._past = None if run.torn else run.standing() or self._past
+        self._past = None if run.torn else run.standing()
         self._severing.cut()
         run.abandon()
         self._severing.forget()
@@ -133,6 +160,7 @@ class Generations:
         return self._run
 
     def close(self) -> None:
+        self._unwatched()
         self._line.close()
         self._ignoring.end()
 

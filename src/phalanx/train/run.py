@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -46,12 +46,14 @@ from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from phalanx.train.handover import Past
+    from phalanx.train.handover import Handover, Past
+    from phalanx.train.once import Once
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
 
+T = TypeVar("T")
 EVERY = "10m"
 
 
@@ -71,6 +73,8 @@ class Run(Group):
     resumed: Info | None = None  # the checkpoint that it goes on from
     generation = 0  # how often the group has formed anew
     past: Past | None = None  # what this process held when the last group was lost
+    handover: Handover | None = None  # in a group that has formed anew
+    made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
     committed: Callable[[int], None] | None = None  # told of the first step
     keeping: Callable[[str], None] | None = None  # told where checkpoints are
@@ -93,9 +97,30 @@ class Run(Group):
         self._values: dict[str, Any] = {}  # of steps that are not committed yet
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
+        self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
+        self._wraps = 0
+        self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
 
     # -- model
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What `make` returns; where `train` is entered again after a death, what it returned then.
+
+            def make() -> tuple[Net, torch.optim.Optimizer]:
+                model = Net().to(run.device)
+                return model, torch.optim.AdamW(model.parameters())
+
+            model, opt = run.once(make)
+
+        A rank that survives keeps its objects, and all that hangs on them: memory of the device, compiled code. Things
+        are found again by the order of the calls, which has to be the same each time. Not for what belongs to one
+        formation of the group: loaders, wrapped models. What FSDP has sharded does too, and is made anew.
+
+        Random numbers go on as if it had been made: what is drawn afterwards is the same in every rank, whether it has
+        made it just now or long ago.
+        """
+        return make() if self.made is None else self.made.get(make, self.device)
 
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
@@ -106,11 +131,21 @@ class Run(Group):
         Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
         a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, **options)
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model), **options)
         self._adopt()
         if self.resumed is None:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
+
+    def _equal(self, model: Any) -> list[list[int]] | None:
+        """What a living rank has handed over is the same everywhere."""
+        from phalanx.train.checkpoint.state import unwrapped
+
+        kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
+        if not self.taken_over or not any(thing is model for thing in kept):
+            return None
+        self._wraps += 1
+        return self._layouts[self._wraps - 1] if self._wraps <= len(self._layouts) else []
 
     def backward(self, loss: Any, **options: Any) -> None:
         """`loss.backward()`, weighed by how many samples this rank has of the batch, and scaled for fp16.
@@ -202,14 +237,12 @@ class Run(Group):
         trained = known and any(data is kept for kept in self._kept.values())
         here = self.device.type == "cpu"
         try:
-            for batch in batches:
+            for batch in self._drawn_anew(data, batches) if trained else batches:
                 if reading.left is not None:
                     reading.left -= 1
                 if known:
                     reading.samples += data.last_total
                 reading.stepped = None
-                if trained:
-                    self._draw_anew(data)
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
                 if trained:
@@ -218,14 +251,19 @@ class Run(Group):
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
 
-    def _draw_anew(self, data: Loader) -> None:
-        """Torch's numbers for a batch depend on where in the data it is, and on the rank, and on nothing before: so
-        that whoever takes the place of another, and whoever does a step again, draws as if nothing had happened."""
-        epoch, consumed = data.taken
-        number = chance.number(self.seed, self.rank, epoch, consumed)
-        torch.default_generator.manual_seed(number)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(number)
+    def _drawn_anew(self, data: Loader, batches: Iterator[Any]) -> Iterator[Any]:
+        """Random numbers for a batch and its step depend on where in the data it is, and on the rank, and on nothing
+        before: so that whoever takes the place of another, and whoever does a step again, draws as if nothing had
+        happened."""
+        fresh = self._stepper.fresh
+        while True:
+            epoch, consumed = data.taken
+            fresh.begin(chance.number(self.seed, self.rank, epoch, consumed), self.device)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def _turn_to(self, reading: Reading | None) -> None:
         self._reading = reading
@@ -293,6 +331,8 @@ class Run(Group):
                     deep=1,
                 )
             reading_now.stepped = opt
+        if self.steps == self._began:
+            self._stepper.fresh.settle()
         self.steps += 1
         self._stepper.torn = False
         if self.committed is not None:
@@ -383,7 +423,7 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
-        self._ready = True
+        self._ready, self.past, self._began = True, None, self.steps
         if self._checkpoints is not None and self.keeping is not None:
             self.keeping(self._checkpoints.folder)
         if self.halts:
@@ -423,26 +463,39 @@ class Run(Group):
 
     def _take_over(self) -> bool:
         """After a death: from a living rank, for whatever there is on the disk is older."""
-        if not self.generation:
+        if self.handover is None:
             return False
-        from phalanx.train.handover import hand_over
-
-        received = hand_over(self, self._everything(), self.past)
-        self.past = None
+        received = self.handover.complete(self._everything())
         if received is None:
             return False
-        self.steps, self.epoch = received.step, received.epoch
+        self.steps, self.epoch, self._layouts = received.step, received.epoch, received.layouts
         return True
+
+    def guard(self, call: Callable[[], None]) -> None:
+        """Called before each update; raises where there is to be none."""
+        self._stepper.guard = call
 
     def standing(self) -> Past | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from."""
         from phalanx.train.handover import Past
 
-        return Past(self.steps, self.epoch, self._everything()) if self._ready else self.past
+        if not self._ready:
+            return None if self.handover is not None and self.handover.spoilt else self.past
+        for kept in self._kept.values():  # a step that came to nothing leaves nothing
+            for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
+                if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
+                    part.reshard()
+            if hasattr(kept, "zero_grad"):
+                kept.zero_grad(set_to_none=True)
+        # DDP lays out its buckets anew after a step: one that came to nothing does not count.
+        layouts = self._stepper.layouts if self.steps > self._began else self._layouts
+        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size)
 
     def abandon(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(super().abandon)
+            if self.handover is not None:
+                stack.callback(self.handover.close)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=True)
             if self._metrics is not None:
