@@ -68,6 +68,7 @@ class Stage:
     going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
+    memory: str = ""  # where workers get memory that outlives them; empty: nowhere
 
 
 class Attempt:
@@ -170,6 +171,7 @@ class Attempt:
             rank_folder=folder,
             port=plan.master_port,
             line=self._line.name,
+            memory=self._stage.memory,
         )
         order = zygotes.worker_order(self._zygote, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:

@@ -184,7 +184,7 @@ class Following:
         self._member.send(messages.Able(called=called, ended=ended))
 
     def going(self, message: words.Going) -> None:
-        self._member.send(messages.Progress(generation=message.generation, step=message.step))
+        self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.

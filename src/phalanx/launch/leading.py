@@ -157,7 +157,7 @@ class Leading:
             case messages.Able():
                 self._abilities[member] = (message.called, message.ended)
             case messages.Progress():
-                self._going(message.generation, message.step)
+                self._going(message.generation, message.step, message.before)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
                 if self._signal is None:
@@ -271,10 +271,10 @@ class Leading:
         self._abilities[self._own().id] = (called, ended)
 
     def going(self, message: words.Going) -> None:
-        self._going(message.generation, message.step)
+        self._going(message.generation, message.step, message.before)
 
-    def _going(self, generation: int, step: int) -> None:
-        text = self._recoveries.going(generation, step)
+    def _going(self, generation: int, step: int, before: int) -> None:
+        text = self._recoveries.going(generation, step, before)
         if text:
             self.note(text)
 

@@ -109,7 +109,7 @@ class Plan:
         return Budget(self.max_restarts if self.restarts_told else None, self.restart_window)
 
     def environment(
-        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str
+        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
     ) -> dict[str, str]:
         """Everything in one worker's environment."""
         member = Membership(
@@ -131,6 +131,7 @@ class Plan:
             signals=",".join(number.name for number in self.ending.signals),
             topology=self.topology,
             line=line,
+            memory=memory,
         )
         devices = {}
         if self.devices_isolated or self.virtual_local_rank:

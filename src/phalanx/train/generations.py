@@ -54,8 +54,9 @@ class Generations:
         run.seed_everything()
         run.generation = world.generation
         run.past = self._past
+        run.regroups = True
         if world.generation:
-            run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
+            run.committed = lambda step: self._line.tell(words.Going(world.generation, step, run.before))
         if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
             self._severing.cut()
         return run

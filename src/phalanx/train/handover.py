@@ -36,11 +36,12 @@ class Received:
 
 def hand_over(group: Group, kept: Mapping[str, object], past: Past | None) -> Received | None:
     """Everybody has the newest state afterwards. None: nobody has any, or a part of it is lost for good."""
-    offers = group.gather([-1 if past is None else past.step, past is not None and _is_sharded(past)], all=True) or []
+    offers = group.gather([-1 if past is None else past.step, 0 if past is None else _shards(past)], all=True) or []
     steps = [step for step, _ in offers]
     newest = max(steps)
     lacking = [rank for rank, step in enumerate(steps) if step != newest]
-    if newest < 0 or (lacking and any(sharded for _, sharded in offers)):
+    shards = max(shards for _, shards in offers)
+    if newest < 0 or (shards and (lacking or shards != group.world_size)):
         return None
     source = steps.index(newest)
     held = state.taken(past.kept) if past is not None and past.step == newest else None
@@ -58,12 +59,17 @@ def hand_over(group: Group, kept: Mapping[str, object], past: Past | None) -> Re
     return Received(past.step, past.epoch)
 
 
-def _is_sharded(past: Past) -> bool:
-    return any(
-        isinstance(parameter, DTensor)
-        for thing in past.kept.values()
-        if isinstance(thing, torch.nn.Module)
-        for parameter in thing.parameters()
+def _shards(past: Past) -> int:
+    """Over how many ranks a model is sharded; 0: none is."""
+    return max(
+        (
+            parameter.device_mesh.size()
+            for thing in past.kept.values()
+            if isinstance(thing, torch.nn.Module)
+            for parameter in thing.parameters()
+            if isinstance(parameter, DTensor)
+        ),
+        default=0,
     )
 
 

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
-from phalanx.errors import UsageError
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, SNAPSHOT_EVERY
+from phalanx.errors import LaunchError, UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
 from phalanx.train import chance
@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.snapshot.snapshots import Snapshots
 
 EVERY = "10m"
+SNAPSHOTS = "30s"  # the copy of a state of 1 GB takes a tenth of a second
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,8 @@ class Run(Group):
     generation = 0  # how often the group has formed anew
     past: Past | None = None  # what this process held when the last group was lost
     taken_over = False  # its state is that of a living rank
+    regroups = False  # somebody takes the place of a rank that has died
+    before = 0  # the newest step that was committed before the last group was lost
     committed: Callable[[int], None] | None = None  # told of the first step
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -79,6 +83,8 @@ class Run(Group):
         self._kept: dict[str, object] = {}
         self._checkpoints: Checkpoints | None = None
         self._due = Interval(None)
+        self._snapshots: Snapshots | None = None
+        self._snapshot_due = Interval(None)
         self._ready = False  # what is kept is as it should be
         self._saved = 0  # the step of the newest checkpoint
         self._latest: dict[str, Any] = {}  # metrics of the newest step, where there are checkpoints
@@ -301,6 +307,8 @@ class Run(Group):
             self._latest = values
             if self._due.passed(self):
                 self.checkpoint(**values)
+        if self._snapshots is not None and self._snapshot_due.passed(self):
+            self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
@@ -381,7 +389,9 @@ class Run(Group):
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
         environ = environment()
         folder = folder or environ.get(CHECKPOINTS)
+        self.before = self.past.step if self.past is not None else 0
         self.taken_over = self._take_over()
+        self._snapshots = self._watched(environ)
         if folder is None:
             if every is not None and self.is_main:
                 self._warn(
@@ -389,23 +399,71 @@ class Run(Group):
                     f"checkpoints every {every}, but no folder to put them in, so that none are made: "
                     'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
                 )
+            self._recall()
             return None
-        from phalanx.train.checkpoint import randomness, state
+        from phalanx.train.checkpoint import state
         from phalanx.train.checkpoint.checkpoints import Checkpoints
 
         self._due = Interval(every if every is not None else environ.get(CHECKPOINT_EVERY, EVERY))
         self._checkpoints = Checkpoints(folder, self, generators=[self.generator], **options)
         state.taken(self._everything())  # what cannot be kept is told now, and not after the first hundred steps
         self._checkpoints.open()
-        info = None if self.taken_over else self._checkpoints.load(self._everything())
+        recalled = self.taken_over or self._recall(self._checkpoints)
+        info = None if recalled else self._checkpoints.load(self._everything())
         if info is not None:
             self.resumed = info
-            epoch = info.extra.get("epoch")
-            self.steps, self.epoch = info.step, epoch if isinstance(epoch, int) else 0
+            self._go_on(info.step, info.extra)
             self._saved = self.steps
-            self._random = randomness.packed(randomness.taken([self.generator]))
             self.print(f"resumed at step {self.steps}, epoch {self.epoch}")
         return info
+
+    def _watched(self, environ: Mapping[str, str]) -> Snapshots | None:
+        """Snapshots, where somebody holds the memory for them, and would start us again."""
+        told = environ.get(SNAPSHOT_EVERY)
+        again = self.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        from phalanx.join.vault import Vault
+
+        vault = None
+        if environ.get(MEMORY) and told != OFF and (told or again):
+            with contextlib.suppress(LaunchError):
+                vault = Vault(environ[MEMORY])
+        if self.nodes > 1:  # they may have been told different things
+            offers: list[Any] = self.gather([vault is not None, told], all=True) or []
+            told = offers[0][1]
+            if vault is not None and not all(there for there, _ in offers):
+                vault.close()
+                vault = None
+        if vault is None:
+            return None
+        from phalanx.train.snapshot.snapshots import Snapshots
+
+        self._snapshot_due = Interval(told or SNAPSHOTS)
+        return Snapshots(self, vault, generators=[self.generator])
+
+    def _recall(self, checkpoints: Checkpoints | None = None) -> bool:
+        """Go on from memory, if it has something newer than the disk."""
+        if self._snapshots is None or self.taken_over:
+            return False
+        if not self.generation and environment().get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return False  # there was nobody before us
+        self.before = max(self.gather(self.before, all=True) or [0])
+        found = self._snapshots.newest()
+        latest = self.broadcast(checkpoints.latest_step() if self.is_main and checkpoints is not None else -1)
+        if found is None or found.step < latest:
+            return False
+        extra = self._snapshots.load(found, self._everything())
+        if extra is None:
+            return False
+        self._go_on(found.step, extra)
+        self.print(f"went on from memory, at step {self.steps}, epoch {self.epoch}")
+        return True
+
+    def _go_on(self, step: int, extra: Mapping[str, object]) -> None:
+        from phalanx.train.checkpoint import randomness
+
+        epoch = extra.get("epoch")
+        self.steps, self.epoch = step, epoch if isinstance(epoch, int) else 0
+        self._random = randomness.packed(randomness.taken([self.generator]))
 
     def _take_over(self) -> bool:
         """After a death: from a living rank, for whatever there is on the disk is older."""
@@ -431,6 +489,8 @@ class Run(Group):
             stack.callback(super().abandon)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=True)
+            if self._snapshots is not None:
+                stack.callback(self._snapshots.close)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:
@@ -485,6 +545,8 @@ class Run(Group):
             stack.callback(super().close, failed=failed)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=failed)
+            if self._snapshots is not None:
+                stack.callback(self._snapshots.close)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:
