@@ -16,8 +16,8 @@ TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
-SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or OFF; not set: not told
-OFF = "off"
+SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: not told
+OFF = ("off", "0")
 
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}

@@ -98,7 +98,7 @@ class Supervisor:
         if self._outside is not None:
             self._outside.begin(self)
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
-        if every != OFF:
+        if every not in OFF:
             self._vault = Vault(self._knows, told=bool(every))
         code, text = 1, ""
         with self._signals.taken(end=self._signalled, pass_on=self._pass_on, resized=self._resized):

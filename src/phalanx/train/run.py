@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, SNAPSHOT_EVERY
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import LaunchError, UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
@@ -307,8 +307,10 @@ class Run(Group):
             self._latest = values
             if self._due.passed(self):
                 self.checkpoint(**values)
-        if self._snapshots is not None and self._snapshot_due.passed(self):
-            self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
+        if self._snapshots is not None:
+            self._snapshots.committed(self.steps)
+            if self._snapshot_due.passed(self):
+                self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
@@ -391,7 +393,7 @@ class Run(Group):
         folder = folder or environ.get(CHECKPOINTS)
         self.before = self.past.step if self.past is not None else 0
         self.taken_over = self._take_over()
-        self._snapshots = self._watched(environ)
+        self._snapshots = self._remembering(environ)
         if folder is None:
             if every is not None and self.is_main:
                 self._warn(
@@ -417,28 +419,27 @@ class Run(Group):
             self.print(f"resumed at step {self.steps}, epoch {self.epoch}")
         return info
 
-    def _watched(self, environ: Mapping[str, str]) -> Snapshots | None:
+    def _remembering(self, environ: Mapping[str, str]) -> Snapshots | None:
         """Snapshots, where somebody holds the memory for them, and would start us again."""
+        if RUN not in environ:
+            return None
         told = environ.get(SNAPSHOT_EVERY)
         again = self.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        from phalanx.join.vault import Vault
+        snapshots = None
+        if environ.get(MEMORY) and told not in OFF and (told or again):
+            from phalanx.join.vault import Vault
+            from phalanx.train.snapshot.snapshots import Snapshots
 
-        vault = None
-        if environ.get(MEMORY) and told != OFF and (told or again):
             with contextlib.suppress(LaunchError):
-                vault = Vault(environ[MEMORY])
-        if self.nodes > 1:  # they may have been told different things
-            offers: list[Any] = self.gather([vault is not None, told], all=True) or []
-            told = offers[0][1]
-            if vault is not None and not all(there for there, _ in offers):
-                vault.close()
-                vault = None
-        if vault is None:
-            return None
-        from phalanx.train.snapshot.snapshots import Snapshots
-
-        self._snapshot_due = Interval(told or SNAPSHOTS)
-        return Snapshots(self, vault, generators=[self.generator])
+                snapshots = Snapshots(self, Vault(environ[MEMORY]), generators=[self.generator])
+        # Nodes may have been told different things.
+        offers: list[Any] = self.gather([snapshots is not None, told], all=True) or []
+        if snapshots is not None and not all(there for there, _ in offers):
+            snapshots.close()
+            snapshots = None
+        if snapshots is not None:
+            self._snapshot_due = Interval(offers[0][1] or SNAPSHOTS)
+        return snapshots
 
     def _recall(self, checkpoints: Checkpoints | None = None) -> bool:
         """Go on from memory, if it has something newer than the disk."""
@@ -446,7 +447,7 @@ class Run(Group):
             return False
         if not self.generation and environment().get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return False  # there was nobody before us
-        self.before = max(self.gather(self.before, all=True) or [0])
+        self.before = max(self.gather(max(self.before, self._snapshots.reached()), all=True) or [0])
         found = self._snapshots.newest()
         latest = self.broadcast(checkpoints.latest_step() if self.is_main and checkpoints is not None else -1)
         if found is None or found.step < latest:
@@ -455,6 +456,7 @@ class Run(Group):
         if extra is None:
             return False
         self._go_on(found.step, extra)
+        self._snapshots.committed(self.steps)
         self.print(f"went on from memory, at step {self.steps}, epoch {self.epoch}")
         return True
 

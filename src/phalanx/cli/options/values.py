@@ -85,7 +85,7 @@ def interval(value: str) -> str:
 
 
 def interval_or_off(value: str) -> str:
-    return OFF if value.strip() in (OFF, "0") else interval(value)
+    return value.strip() if value.strip() in OFF else interval(value)
 
 
 def nodes(value: str) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import Values
 from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.shares import share
+from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import Found, Held, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
@@ -61,6 +62,7 @@ class Snapshots:
         self._say = say if say is not None else _say
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
         self._writers = [Writer(partial(vault.lend, name)) for name in names]
+        self._counter = Counter(vault, group.rank)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
@@ -68,6 +70,16 @@ class Snapshots:
         self._turn = 0  # to be written next
         self._cleared = False
         self.off = False
+
+    # -- steps
+
+    def committed(self, step: int) -> None:
+        """Every step is told, for those who come after us to know how many of them they do again."""
+        self._counter.set(step)
+
+    def reached(self) -> int:
+        """The newest step that was committed by any rank that this node has ever had, until the training went back."""
+        return 0 if self._place else reached(self._vault)
 
     # -- saving
 
@@ -115,6 +127,7 @@ class Snapshots:
         self._thread.shutdown()
         for writer in self._writers:
             writer.close()
+        self._counter.close()
         self._vault.close()
 
     def _finish(
@@ -168,7 +181,7 @@ class Snapshots:
         if self._place:
             return
         writers = {rank for rank, node in self._partners().items() if node == self._group.node_rank} | {*self._local}
-        used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)}
+        used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, self._local)}
         for name in set(self._vault.names()) - used:
             self._vault.drop(name)
 
@@ -259,7 +272,7 @@ class Snapshots:
         """By all nodes; each is looked at by its first rank."""
         mine = []
         for name in self._vault.names() if not self._place else ():
-            part = self._part(name)
+            part = self._part(name) if not is_counter(name) else None
             if part is not None:
                 turn = int(name.partition(".")[2])
                 mine.append(Held(self._group.node_rank, part.rank, turn, part.step, part.era, part.together))
