@@ -27,8 +27,9 @@ _MOST = 4096  # memories
 class Vault:
     """An address that is no file. Lends as much as there is room for."""
 
-    def __init__(self, knows: Callable[[int], bool], *, told: bool) -> None:
+    def __init__(self, knows: Callable[[int], bool], *, told: bool, room: Callable[[], int] = memory.room) -> None:
         self._knows = knows  # whether a process is a worker of ours
+        self._room = room
         self._share = _TOLD if told else _UNTOLD
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, int] = {}  # name -> descriptor
@@ -99,7 +100,7 @@ class Vault:
         here = sizes[name].st_size if name in sizes else 0
         if size > here:
             promised = sum(max(0, one.st_size - one.st_blocks * 512) for one in sizes.values())
-            room = int(memory.room() * self._share) - promised
+            room = int(self._room() * self._share) - promised
             if size - here > room:
                 return f"{_amount(size - here)} more are needed, and {_amount(max(0, room))} may be used"
         try:

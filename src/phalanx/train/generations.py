@@ -15,7 +15,7 @@ from phalanx.contract import line as words
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
 from phalanx.train.handover import Past
-from phalanx.train.run import Run
+from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
 PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has felt before
@@ -24,6 +24,7 @@ PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has
 class Generations:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._options = options
+        self._training = next(trainings)
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
@@ -54,7 +55,7 @@ class Generations:
         run.seed_everything()
         run.generation = world.generation
         run.past = self._past
-        run.regroups = True
+        run.training, run.regroups = self._training, True
         if world.generation:
             run.committed = lambda step: self._line.tell(words.Going(world.generation, step, run.before))
         if self._line.world.generation > world.generation:  # it was cut before there was anything to cut

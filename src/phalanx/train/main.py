@@ -12,7 +12,7 @@ from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.join import errorfile
 from phalanx.join.ending import is_failure
-from phalanx.train.run import Run
+from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
 
@@ -40,6 +40,7 @@ def init(
         device=device,
     )
     run.seed_everything()
+    run.training = next(trainings)
     return run
 
 

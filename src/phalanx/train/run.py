@@ -20,6 +20,7 @@ A step that `run.step` has returned from is committed: its update, its samples a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import warnings
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only
 
 EVERY = "10m"
 SNAPSHOTS = "30s"  # the copy of a state of 1 GB takes a tenth of a second
+trainings = itertools.count()  # of this process
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,8 @@ class Run(Group):
     generation = 0  # how often the group has formed anew
     past: Past | None = None  # what this process held when the last group was lost
     taken_over = False  # its state is that of a living rank
+    recalled = False  # its state comes from a snapshot in memory
+    training = 0  # how many there were before, in this process
     regroups = False  # somebody takes the place of a rank that has died
     before = 0  # the newest step that was committed before the last group was lost
     committed: Callable[[int], None] | None = None  # told of the first step
@@ -110,7 +114,7 @@ class Run(Group):
         """
         wrapped = wrap(model, how, group=self, stepper=self._stepper, **options)
         self._adopt()
-        if self.resumed is None:  # else every rank has its own numbers back
+        if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
 
@@ -431,7 +435,7 @@ class Run(Group):
             from phalanx.train.snapshot.snapshots import Snapshots
 
             with contextlib.suppress(LaunchError):
-                snapshots = Snapshots(self, Vault(environ[MEMORY]), generators=[self.generator])
+                snapshots = Snapshots(self, Vault(environ[MEMORY], str(self.training)), generators=[self.generator])
         # Nodes may have been told different things.
         offers: list[Any] = self.gather([snapshots is not None, told], all=True) or []
         if snapshots is not None and not all(there for there, _ in offers):
@@ -455,6 +459,7 @@ class Run(Group):
         extra = self._snapshots.load(found, self._everything())
         if extra is None:
             return False
+        self.recalled = True
         self._go_on(found.step, extra)
         self._snapshots.committed(self.steps)
         self.print(f"went on from memory, at step {self.steps}, epoch {self.epoch}")

@@ -1,4 +1,10 @@
-"""snapshot.py FOLDER HOW FAULTS: a training, "ddp" or "fsdp", whose ranks die: [[step, rank], …] as JSON, each once.
+"""snapshot.py FOLDER HOW FAULTS: a training whose ranks die: [[step, rank], …] as JSON, each once.
+
+ddp    phalanx.main, and a wait after each step until the snapshot is there
+saved  the same, and until the checkpoint is
+init   without phalanx.main: all ranks are started again
+long   waits for ever after the first snapshot
+fsdp   with shards
 
 At the end each rank writes where it had begun in each generation, and its parameters, to FOLDER.
 """
@@ -38,12 +44,12 @@ def train(run: phalanx.Run) -> None:
         shuffle=True,
     )
     model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Dropout(0.2), nn.Linear(17, 1))
-    wrapped = run.wrap(model, HOW) if HOW == "fsdp" else None
+    wrapped = run.wrap(model, "fsdp") if HOW == "fsdp" else None
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.keep(model=model, opt=opt, data=data)
     with open(FOLDER / f"begun.{run.rank}", "a") as file:
         file.write(f"{run.steps} ")
-    wrapped = wrapped or run.wrap(model, HOW)
+    wrapped = wrapped or run.wrap(model)
     for _ in run.epochs(2):
         for x, y in run.batches(data):
             die(run)
@@ -51,6 +57,11 @@ def train(run: phalanx.Run) -> None:
             run.step(opt)
             if run._snapshots is not None:
                 run._snapshots.wait()
+            if HOW == "saved" and run._checkpoints is not None:
+                run._checkpoints.wait()
+            if HOW == "long" and run.steps == 6:
+                run.print("waits")
+                signal.pause()
     whole = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().tolist()
         for name, value in model.state_dict().items()
@@ -58,4 +69,7 @@ def train(run: phalanx.Run) -> None:
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, whole]))
 
 
-phalanx.main(train)
+if HOW == "init":
+    train(phalanx.init())
+else:
+    phalanx.main(train)

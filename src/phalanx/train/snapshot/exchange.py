@@ -5,6 +5,7 @@ Not over those of the training: a large part would hold up its collectives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +43,7 @@ class Exchange:
     def carry(
         self, transfers: Sequence[Transfer], show: Callable[[str], int], lend: Callable[[str, int], int]
     ) -> list[int]:
-        """All of them at once: every rank gives the same list. Returns the memories of what has come, to be closed.
+        """All of them at once: every rank gives the same list. Returns what has come here, for the caller to close.
 
         One for which there is no room here is not sent, and raises LaunchError when the others have come.
         """
@@ -65,9 +66,12 @@ class Exchange:
         self._pass(transfers, {tag: [one] for tag, one in taken.items()}, back=True)
         agreed = [tag for tag in memories if int(taken[tag]) and _seal(seals[tag]).end]
         self._pass(transfers, {tag: part.body(memories[tag], _seal(seals[tag]).end).split(_CHUNK) for tag in agreed})
-        for tag in agreed:
-            if tag not in out:
-                part.make_seal(memories[tag], _seal(seals[tag]))
+        for tag, fd in out.items():
+            os.close(fd)
+            del memories[tag]
+        for tag, fd in memories.items():
+            if tag in agreed:
+                part.make_seal(fd, _seal(seals[tag]))
         if refusal is not None:
             raise refusal
         return list(memories.values())

@@ -57,6 +57,7 @@ class Snapshots:
         self._nodes = group.topology.nodes
         self._local = group.topology.local_ranks
         self._place = self._local.index(group.rank)
+        self._others = len(self._nodes) > 1
         self._vault = vault
         self._generators = generators
         self._say = say if say is not None else _say
@@ -102,7 +103,7 @@ class Snapshots:
             packed(dict(extra), "extra", {}),
             found.plain if place == 0 else None,
         )
-        carried = self._to_partners() if sharded and len(self._nodes) > 1 else []
+        carried = partial(self._carry, self._between(), self._to_partners()) if sharded and self._others else None
         random = randomness.taken(self._generators)
         try:
             placed = self._writers[self._turn].take(chunks)
@@ -122,8 +123,9 @@ class Snapshots:
 
     def close(self) -> None:
         """What is not finished is not there; the one before is."""
-        if self._exchange is not None:
-            self._exchange.close()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
         self._thread.shutdown()
         for writer in self._writers:
             writer.close()
@@ -136,10 +138,11 @@ class Snapshots:
         part: Part,
         placed: Sequence[Placed],
         random: dict[str, Any],
-        carried: Sequence[Transfer],
+        carried: Callable[[], None] | None,
     ) -> None:
         writer.finish(msgspec.structs.replace(part, random=randomness.packed(random)), placed)
-        self._fetch(carried)
+        if carried is not None:
+            carried()
 
     def _settled(self) -> bool:
         """Whether the one before is there on all ranks: only then may the one before that be written over."""
@@ -182,8 +185,7 @@ class Snapshots:
             return
         writers = {rank for rank, node in self._partners().items() if node == self._group.node_rank} | {*self._local}
         used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, self._local)}
-        for name in set(self._vault.names()) - used:
-            self._vault.drop(name)
+        self._vault.keep_only(used)
 
     # -- the next node
 
@@ -191,9 +193,20 @@ class Snapshots:
         """The node that has a copy of each rank's part."""
         return {rank: (node + 1) % len(self._nodes) for node, ranks in enumerate(self._nodes) for rank in ranks}
 
-    def _to_partners(self) -> list[Transfer]:
-        if self._exchange is None:  # by all ranks together
+    def _between(self) -> Exchange:
+        """All ranks make it together, when they first need it."""
+        if self._exchange is None:
             self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
+        return self._exchange
+
+    def _carry(self, exchange: Exchange, planned: Sequence[Transfer], *, check: bool = False) -> None:
+        for fd in exchange.carry(planned, self._vault.show, self._vault.lend):
+            problems = differences(fd) if check else []
+            os.close(fd)
+            if problems:
+                raise CheckpointError(problems[0])
+
+    def _to_partners(self) -> list[Transfer]:
         planned = []
         for node, ranks in enumerate(self._nodes):
             others = self._nodes[(node + 1) % len(self._nodes)]
@@ -224,19 +237,13 @@ class Snapshots:
         targets = state.targets(kept, plain, loading.shapes(tables))
         needed = loading.needed(tables, targets)
         wanted = self._group.gather(needed, all=True) or []
-        for stage in (
-            partial(self._fetch, transfers(found, wanted, self._nodes)),
-            partial(self._read, found, [parts[rank] for rank in needed], targets),
-        ):
-            problem = ""
-            try:
-                stage()
-            except (LaunchError, CheckpointError, OSError) as error:
-                problem = f"rank {self._group.rank}: {error}"
-            problems = [one for one in self._group.gather(problem, all=True) or [] if one]
-            if problems:
-                self._tell(found, problems[0])
-                return None
+        planned = transfers(found, wanted, self._nodes)
+        if planned and (problem := self._problem(partial(self._carry, self._between(), planned, check=True))):
+            self._tell(found, problem)
+            return None
+        problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
+        if problem:  # some of it is in place by now
+            raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
         state.restore(kept, plain, targets)
         rank = self._group.rank
         others = [one.random for one in parts.values()]
@@ -247,13 +254,14 @@ class Snapshots:
         extra: dict[str, Any] = unpacked(first.extra, {})
         return extra
 
-    def _fetch(self, planned: Sequence[Transfer]) -> None:
-        """From memory to memory."""
-        if planned:
-            if self._exchange is None:
-                self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
-            for fd in self._exchange.carry(planned, self._vault.show, self._vault.lend):
-                os.close(fd)
+    def _problem(self, stage: Callable[[], None]) -> str:
+        """What went wrong with it on any rank."""
+        problem = ""
+        try:
+            stage()
+        except (LaunchError, CheckpointError, OSError) as error:
+            problem = f"rank {self._group.rank}: {error}"
+        return next(filter(None, self._group.gather(problem, all=True) or []), "")
 
     def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
         fds: list[int] = []
