@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only
 
 EVERY = "10m"
 SNAPSHOTS = "30s"  # the copy of a state of 1 GB takes a tenth of a second
+LAST_WORDS = 1.0  # seconds for a snapshot that is nearly there, when the group is lost: it may be the one to go on from
 trainings = itertools.count()  # of this process
 
 
@@ -313,7 +314,7 @@ class Run(Group):
                 self.checkpoint(**values)
         if self._snapshots is not None:
             self._snapshots.committed(self.steps)
-            if self._snapshot_due.passed(self):
+            if self._snapshot_due.passed(self) or self._snapshots.wanted(self.steps):
                 self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
 
     def _begin(self, values: dict[str, Any]) -> None:
@@ -497,7 +498,7 @@ class Run(Group):
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=True)
             if self._snapshots is not None:
-                stack.callback(self._snapshots.close)
+                stack.callback(self._snapshots.close, LAST_WORDS)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:

@@ -45,12 +45,8 @@ class Buffer:
         self._tensors: list[torch.Tensor] = []
         self._copies: list[Any] = []  # of GPUs, not known to be through
 
-    def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
-        """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
-
-        A GPU copies in the stream of the training: after the update that was asked for before, and before the next
-        one. So nobody waits for it here, and the training's thread is free to ask for the next step.
-        """
+    def prepare(self, chunks: Sequence[Chunk]) -> list[Placed]:
+        """Memory for chunks like these, if there is not enough: to have it takes longer than to copy."""
         placed = []
         end = self._head
         for place in order([chunk.part.element_size() for chunk in chunks]):
@@ -58,8 +54,17 @@ class Buffer:
             begin = end + -end % _LINE
             end = begin + chunks[place].part.nbytes
             placed.append(Placed(chunks[place], begin, end))
+        self._reserve(end, any(chunk.part.is_cuda for chunk in chunks))
+        return placed
+
+    def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
+        """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
+
+        A GPU copies in the stream of the training: after the update that was asked for before, and before the next
+        one. So nobody waits for it here, and the training's thread is free to ask for the next step.
+        """
+        placed = self.prepare(chunks)
         gpus = {chunk.part.device for chunk in chunks if chunk.part.is_cuda}
-        self._reserve(end, bool(gpus))
         for item, target in zip(placed, self._targets(placed), strict=True):
             target.copy_(item.chunk.part, non_blocking=item.chunk.part.is_cuda)
         for gpu in gpus:

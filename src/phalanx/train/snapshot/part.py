@@ -16,9 +16,10 @@ import msgspec
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import loading, seal, tensorfile
+from phalanx.train.checkpoint import loading, seal
 from phalanx.train.checkpoint.buffer import Buffer, Placed
 from phalanx.train.checkpoint.manifest import Piece, Table
+from phalanx.train.checkpoint.saver import piece_of
 from phalanx.train.checkpoint.shares import Chunk
 
 HEAD = 64  # bytes for the seal
@@ -60,7 +61,12 @@ class Writer:
     def __init__(self, lend: Callable[[int], int]) -> None:
         self._lend = lend
         self._fd: int | None = None
+        self.abandoned = False  # nobody waits for what is being finished
         self._buffer = Buffer(self._make, HEAD)
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Memory for chunks like these."""
+        self._buffer.prepare(chunks)
 
     def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
         """Copy everything in; `finish` makes a part of it."""
@@ -69,23 +75,20 @@ class Writer:
         break_seal(self._fd)
         return self._buffer.take(chunks)
 
+    @property
+    def sealed(self) -> bool:
+        return self._fd is not None and read_seal(self._fd) is not None
+
     def finish(self, part: Part, placed: Sequence[Placed]) -> None:
         if self._fd is None:
             return
         self._buffer.ready()
-        pieces = [
-            Piece(
-                item.chunk.name,
-                tensorfile.dtype_name(item.chunk.part.dtype),
-                list(item.chunk.shape),
-                list(item.chunk.offsets),
-                list(item.chunk.part.shape),
-                item.begin,
-                item.end,
-                seal.checksum(self._buffer.view(item.begin, item.end)),
-            )
-            for item in placed
-        ]
+        pieces = []
+        for item in placed:
+            if self.abandoned:
+                return
+            checksum = seal.checksum(self._buffer.view(item.begin, item.end))
+            pieces.append(piece_of(item.chunk, item.begin, item.end, checksum))
         table = msgspec.json.encode(msgspec.structs.replace(part, pieces=pieces))
         begin = max((item.end for item in placed), default=HEAD)
         _write(self._fd, table, begin)
@@ -102,6 +105,7 @@ class Writer:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = fd
+        os.posix_fallocate(fd, 0, size)  # one page after the other, while it is written, would take longer
         return mmap.mmap(fd, size)
 
 

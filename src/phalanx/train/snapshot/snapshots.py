@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from phalanx.train.checkpoint.checkpoints import step_back
 from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import Values
 from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
-from phalanx.train.checkpoint.shares import share
+from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import Found, Held, newest, transfers
@@ -67,6 +67,10 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
+        self._writing = False  # what the job does, when it does not prepare to
+        self._prepared = False
+        self._again = 0  # the step at which one that was left out is due
+        self._pause = 1  # steps
         self._era = ""
         self._turn = 0  # to be written next
         self._cleared = False
@@ -86,7 +90,10 @@ class Snapshots:
 
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
         """Copy the state. False if it was left out: the one before is not finished, or there is no room."""
-        if self.off or not self._settled():
+        if self.off:
+            return False
+        if not self._settled():
+            self._again, self._pause = step + self._pause, self._pause * 2
             return False
         if not self._era:
             self._begin()
@@ -95,6 +102,12 @@ class Snapshots:
         together = tuple(range(self._group.world_size)) if sharded else self._local
         place = together.index(self._group.rank)
         chunks = share(found.tensors, place, len(together), frozenset(found.own))
+        if not self._prepared:
+            self._prepared = True
+            self._job = self._start(partial(self._prepare, chunks), chunks)
+            if not self._settled():
+                self._again, self._pause = step + 1, 2
+                return False
         part = Part(
             step,
             self._era,
@@ -111,21 +124,27 @@ class Snapshots:
             self._job = _done(partial(_raise, error))
             return False
         finish = partial(self._finish, self._writers[self._turn], part, placed, random, carried)
-        small = sum(item.end - item.begin for item in placed) <= _SMALL
-        here = small and not carried and not any(chunk.part.is_cuda for chunk in chunks)
-        self._job = _done(finish) if here else self._thread.submit(finish)
+        self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
+        self._writing, self._pause = True, 1
         return True
+
+    def wanted(self, step: int) -> bool:
+        """One that was left out is made up for, as soon as all ranks can."""
+        return step == self._again and not self.off
 
     def wait(self) -> None:
         """Until the snapshot that was begun is there, as far as this rank is concerned."""
         if self._job is not None:
-            self._job.exception()
+            wait([self._job])
 
-    def close(self) -> None:
-        """What is not finished is not there; the one before is."""
+    def close(self, patience: float = 0.0) -> None:
+        """What is not finished, and cannot be in so many seconds, is not there; the one before is."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
+        wait([self._job] if self._job is not None else [], patience)
+        for writer in self._writers:
+            writer.abandoned = True
         self._thread.shutdown()
         for writer in self._writers:
             writer.close()
@@ -144,23 +163,36 @@ class Snapshots:
         if carried is not None:
             carried()
 
+    def _prepare(self, chunks: Sequence[Chunk]) -> None:
+        for turn in (self._turn, 1 - self._turn):
+            self._writers[turn].prepare(chunks)
+
+    def _start(self, call: Callable[[], None], chunks: Sequence[Chunk]) -> Future[None]:
+        """In the thread, or at once where that takes no longer."""
+        size = sum(chunk.part.nbytes for chunk in chunks)
+        here = size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
+        return _done(call) if here else self._thread.submit(call)
+
     def _settled(self) -> bool:
         """Whether the one before is there on all ranks: only then may the one before that be written over."""
         job = self._job
         if job is None:
             return True
-        failure = str(job.exception() or "") if job.done() else ""
-        told = self._group.gather([job.done(), failure], all=True) or []
+        done = job.done()
+        failure = str(job.exception() or "") if done else ""
+        told = self._group.gather([done, failure], all=True) or []
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
         if failures:
             self._turn_off(failures[0])
         if failures or not all(done for done, _ in told):
             return False
         self._job = None
-        self._turn = 1 - self._turn
-        if not self._cleared:
-            self._cleared = True
-            self._clear()
+        if self._writing:
+            self._writing = False
+            self._turn = 1 - self._turn
+            if not self._cleared:
+                self._cleared = True
+                self._clear()
         return True
 
     def _begin(self) -> None:
@@ -171,8 +203,10 @@ class Snapshots:
 
     def _turn_off(self, why: str) -> None:
         self.off = True
-        self._writers[self._turn].close()
-        self._vault.drop(f"{self._group.rank}.{self._turn}")
+        for turn, writer in enumerate(self._writers):
+            if turn == self._turn or not writer.sealed:  # the other one may still be of use
+                writer.close()
+                self._vault.drop(f"{self._group.rank}.{turn}")
         if self._group.is_main:
             self._say(
                 f"phalanx: the training goes on without snapshots in memory: {why}\n"
