@@ -463,7 +463,7 @@ class Run(Group):
         self.recalled = True
         self._go_on(found.step, extra)
         self._snapshots.committed(self.steps)
-        self.print(f"went on from memory, at step {self.steps}, epoch {self.epoch}")
+        self.print(f"going on from memory at step {self.steps}, epoch {self.epoch}")
         return True
 
     def _go_on(self, step: int, extra: Mapping[str, object]) -> None:
