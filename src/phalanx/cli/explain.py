@@ -130,6 +130,7 @@ def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: boo
         rank_folder=f"RUN/attempt_0/{seat.rank}",
         port=plan.master_port,
         line="(free)",
+        memory="(free)",
     )
     if not plan.master_port or several:
         whole["MASTER_PORT"] = "(free)"

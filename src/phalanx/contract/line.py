@@ -26,6 +26,7 @@ class Going(msgspec.Struct, frozen=True, tag="going"):
 
     generation: int
     step: int
+    before: int = 0  # the newest step that any rank had committed when the generation before was lost, if that is known
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

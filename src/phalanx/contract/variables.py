@@ -14,11 +14,14 @@ HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
 LINE = "PHALANX_LINE"  # where a worker that can regroup reaches its supervisor: contract/line.py
+MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/vault.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
+SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: not told
+OFF = ("off", "0")
 
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
@@ -49,6 +52,7 @@ class Membership:
     signals: str  # names with commas between them
     topology: str = ""
     line: str = ""
+    memory: str = ""
 
 
 def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -67,6 +71,7 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         RUN: member.run,
         RUN_FOLDER: member.run_folder,
         LINE: member.line,
+        MEMORY: member.memory,
     }
 
 

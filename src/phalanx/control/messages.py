@@ -221,6 +221,7 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
     generation: Count
     step: Annotated[int, Meta(ge=0)]
+    before: Annotated[int, Meta(ge=0)] = 0
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from phalanx.contract.variables import (
     INTERFACES,
+    MEMORY,
     RUN,
     RUN_FOLDER,
     THREADS,
@@ -212,7 +213,7 @@ def _writer(fd: int) -> TextIO:
 def _environment(crew: Crew, rank: int) -> dict[str, str]:
     """As under `phalanx run` on one node, with a store that is there already."""
     for name in [*os.environ]:
-        if name in (RUN, RUN_FOLDER, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
+        if name in (RUN, RUN_FOLDER, MEMORY, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     member = Membership(
         rank=rank,

@@ -86,6 +86,7 @@ class Stage:
     halting: Callable[[int, words.Keeping | words.Standing | words.Halted], None]  # what a rank says about a halt
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
+    memory: str = ""  # where workers get memory that outlives them; empty: nowhere
 
 
 class Attempt:
@@ -202,6 +203,7 @@ class Attempt:
             rank_folder=folder,
             port=plan.master_port,
             line=self._line.name,
+            memory=self._stage.memory,
         )
         order = zygotes.worker_order(self._zygote, name, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:

@@ -209,7 +209,7 @@ class Alone:
             self._supervised.end(number, reason)
 
     def going(self, message: words.Going) -> None:
-        text = self._recoveries.going(message.generation, message.step)
+        text = self._recoveries.going(message.generation, message.step, message.before)
         if text and self._supervised is not None:
             self._supervised.note(text)
 

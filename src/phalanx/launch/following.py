@@ -238,7 +238,7 @@ class Following:
         self._member.send(messages.Able(called=called, ended=ended, ready=ready))
 
     def going(self, message: words.Going) -> None:
-        self._member.send(messages.Progress(generation=message.generation, step=message.step))
+        self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
 
     def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
         match message:

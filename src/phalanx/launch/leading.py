@@ -279,7 +279,7 @@ class Leading:
             case messages.Signalled() if message.preempt and self._preempted_at(member, message):
                 pass
             case messages.Progress():
-                self._going(message.generation, message.step)
+                self._going(message.generation, message.step, message.before)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
                 if self._gathering.elastic and number == signal.SIGTERM:  # it goes, and the others go on
@@ -593,10 +593,10 @@ class Leading:
     # -- signals
 
     def going(self, message: words.Going) -> None:
-        self._going(message.generation, message.step)
+        self._going(message.generation, message.step, message.before)
 
-    def _going(self, generation: int, step: int) -> None:
-        text = self._recoveries.going(generation, step)
+    def _going(self, generation: int, step: int, before: int) -> None:
+        text = self._recoveries.going(generation, step, before)
         if text:
             self.note(text)
 

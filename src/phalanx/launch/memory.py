@@ -1,4 +1,4 @@
-"""Did the kernel kill for memory? Counters of the cgroup and of the machine, read before and after."""
+"""Did the kernel kill for memory? How much is free? Counters of the cgroup and of the machine."""
 
 from __future__ import annotations
 
@@ -42,6 +42,34 @@ def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
     return MemoryKills(group, _field(f"{proc}/vmstat", "oom_kill"), limit)
 
 
+def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
+    """Bytes that may still be used: by the machine, and by every cgroup that this process is in."""
+    rooms = [_field(f"{proc}/meminfo", "MemAvailable:") * 1024]
+    with contextlib.suppress(OSError), open(f"{proc}/self/cgroup") as file:
+        for line in file.read().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                for base in (cgroups, os.path.join(cgroups, "unified")):
+                    rooms += _rooms(base, path, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                rooms += _rooms(os.path.join(cgroups, "memory"), path, *names)
+    return max(0, min(rooms))
+
+
+def _rooms(root: str, path: str, limit: str, usage: str, cache: str) -> list[int]:
+    """Of a cgroup and all above it; in a container the path may be one that is not seen from inside."""
+    found = []
+    while True:
+        folder = os.path.normpath(f"{root}/{path}")
+        most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
+        if most is not None and used is not None:
+            found.append(most - used + _field(f"{folder}/memory.stat", cache))  # files that can be read again
+        if path in ("/", ""):
+            return found
+        path = os.path.dirname(path)
+
+
 def _version2(root: str, path: str) -> tuple[int, int | None]:
     """Counts processes of this cgroup, whoever's limit it was that killed them: its own or an ancestor's."""
     for base in (root, os.path.join(root, "unified")):
@@ -67,7 +95,7 @@ def _field(path: str, name: str) -> int:
         for line in file:
             key, _, value = line.partition(" ")
             if key == name:
-                return int(value)
+                return int(value.removesuffix("kB\n"))
     return 0
 
 

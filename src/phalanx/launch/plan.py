@@ -113,7 +113,7 @@ class Plan:
         return Budget(self.max_restarts if self.restarts_told else None, self.restart_window)
 
     def environment(
-        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str
+        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
     ) -> dict[str, str]:
         """Everything in one worker's environment."""
         member = Membership(
@@ -135,6 +135,7 @@ class Plan:
             signals=",".join(number.name for number in self.ending.signals),
             topology=self.topology,
             line=line,
+            memory=memory,
         )
         devices = self.devices(seat)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}

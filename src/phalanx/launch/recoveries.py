@@ -54,8 +54,11 @@ class Recoveries:
         """The group forms once more, though nobody has died."""
         self.generation += 1
 
-    def going(self, generation: int, step: int) -> str:
-        """A line, when the group has got over what had happened: this step is the first since."""
+    def going(self, generation: int, step: int, before: int = 0) -> str:
+        """A line, when the group has got over what had happened: this step is the first since.
+
+        `before` is the newest step that survivors know of; the fallen themselves have told of theirs now and then.
+        """
         if not self._open or generation != self.generation:
             return ""
         now = time.time()
@@ -63,8 +66,8 @@ class Recoveries:
         self._open = []
         took = now - first.time
         self._lost += took
-        before = max((fall.step for fall in fallen if fall.step is not None), default=None)
-        redone = max(0, before - (step - 1)) if before is not None else 0
+        newest = max([before, *(fall.step for fall in fallen if fall.step is not None)])
+        redone = max(0, newest - (step - 1))
         self._folder.event(
             events.Recovered(time=now, generation=generation, seconds=round(took, 4), step=step, redone=redone)
         )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx.contract import events
+from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
@@ -25,6 +26,7 @@ from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.signals import SAME, Signals
+from phalanx.launch.vault import Vault
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
@@ -88,6 +90,7 @@ class Supervisor:
         self._kills = memory.read()
         self._leftovers = Leftovers()
         self._signals = Signals(plan)
+        self._vault: Vault | None = None  # what workers leave for those who come after them
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
@@ -95,6 +98,9 @@ class Supervisor:
         self._company.meet(self)
         if self._outside is not None:
             self._outside.begin(self)
+        every = self._plan.environ.get(SNAPSHOT_EVERY, "")
+        if every not in OFF:
+            self._vault = Vault(self._knows, told=bool(every))
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -114,6 +120,8 @@ class Supervisor:
                 raise LaunchError(text) from error
             finally:
                 await self._close()
+                if self._vault is not None:
+                    self._vault.close()
                 self._showing_rest = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
@@ -140,6 +148,9 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(self._joining, imports, return_exceptions=True)
             self._console.waiting(None)
+
+    def _knows(self, pid: int) -> bool:
+        return self._attempt is not None and self._attempt.knows(pid)
 
     def note(self, text: str) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet."""
@@ -335,6 +346,7 @@ class Supervisor:
             company.halting,
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
+            memory=self._vault.name if self._vault is not None else "",
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
-from phalanx.errors import JoinError
+from phalanx.errors import JoinError, RankError
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
 from phalanx.train.halting import Halted, Halting
 from phalanx.train.handover import Handover, Past
 from phalanx.train.once import Once
-from phalanx.train.run import Run
+from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
 
@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 class Generations:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._options = options
+        self._training = next(trainings)
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
@@ -75,6 +76,7 @@ class Generations:
         run.halts = world.halt
         run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
         run.halting = self._reached
+        run.training, run.regroups = self._training, True
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
         if run.device.type == "cuda":
@@ -98,7 +100,7 @@ class Generations:
         handover.prepare()
 
         def committed(step: int) -> None:
-            self._line.tell(words.Going(world.generation, step))
+            self._line.tell(words.Going(world.generation, step, run.before))
             handover.conclude()
 
         run.committed = committed
@@ -167,4 +169,4 @@ class Generations:
 
 def _may_be_a_death(error: Exception) -> bool:
     """torch tells of a lost peer in many words, but always by these kinds."""
-    return isinstance(error, RuntimeError | OSError) or type(error).__module__.startswith("phalanx.")
+    return isinstance(error, RuntimeError | OSError | JoinError | RankError)

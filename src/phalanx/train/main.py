@@ -13,7 +13,7 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.join import errorfile
 from phalanx.join.ending import is_failure
 from phalanx.train.halting import Halted
-from phalanx.train.run import Run
+from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,7 @@ def init(
         device=device,
     )
     run.seed_everything()
+    run.training = next(trainings)
     return run
 
 

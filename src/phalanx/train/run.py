@@ -20,6 +20,7 @@ A step that `run.step` has returned from is committed: its update, its samples a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import warnings
@@ -30,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
+from phalanx.errors import CheckpointError, LaunchError, UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
 from phalanx.train import chance
@@ -52,9 +53,13 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.snapshot.snapshots import Snapshots
 
 T = TypeVar("T")
 EVERY = "10m"
+SNAPSHOTS = "30s"  # the copy of a state of 1 GB takes a tenth of a second
+LAST_WORDS = 1.0  # seconds for a snapshot that is nearly there, when the group is lost: it may be the one to go on from
+trainings = itertools.count()  # of this process
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +81,10 @@ class Run(Group):
     handover: Handover | None = None  # in a group that has formed anew
     made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
+    recalled = False  # its state comes from a snapshot in memory
+    training = 0  # how many there were before, in this process
+    regroups = False  # somebody takes the place of a rank that has died
+    before = 0  # the newest step that was committed before the last group was lost
     committed: Callable[[int], None] | None = None  # told of the first step
     keeping: Callable[[str], None] | None = None  # told where checkpoints are
     halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
@@ -87,6 +96,8 @@ class Run(Group):
         self._kept: dict[str, object] = {}
         self._checkpoints: Checkpoints | None = None
         self._due = Interval(None)
+        self._snapshots: Snapshots | None = None
+        self._snapshot_due = Interval(None)
         self._ready = False  # what is kept is as it should be
         self._saved = 0  # the step of the newest checkpoint
         self._latest: dict[str, Any] = {}  # metrics of the newest step, where there are checkpoints
@@ -133,7 +144,7 @@ class Run(Group):
         """
         wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model), **options)
         self._adopt()
-        if self.resumed is None:  # else every rank has its own numbers back
+        if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
 
@@ -349,6 +360,10 @@ class Run(Group):
             self._latest = values
             if self._due.passed(self):
                 self.checkpoint(**values)
+        if self._snapshots is not None:
+            self._snapshots.committed(self.steps)
+            if self._snapshot_due.passed(self) or self._snapshots.wanted(self.steps):
+                self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
@@ -435,7 +450,9 @@ class Run(Group):
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
         environ = environment()
         folder = folder or environ.get(CHECKPOINTS)
+        self.before = self.past.step if self.past is not None else 0
         self.taken_over = self._take_over()
+        self._snapshots = self._remembering(environ)
         if folder is None:
             if every is not None and self.is_main:
                 self._warn(
@@ -443,23 +460,72 @@ class Run(Group):
                     f"checkpoints every {every}, but no folder to put them in, so that none are made: "
                     'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
                 )
+            self._recall()
             return None
-        from phalanx.train.checkpoint import randomness, state
+        from phalanx.train.checkpoint import state
         from phalanx.train.checkpoint.checkpoints import Checkpoints
 
         self._due = Interval(every if every is not None else environ.get(CHECKPOINT_EVERY, EVERY))
         self._checkpoints = Checkpoints(folder, self, generators=[self.generator], **options)
         state.taken(self._everything())  # what cannot be kept is told now, and not after the first hundred steps
         self._checkpoints.open()
-        info = None if self.taken_over else self._checkpoints.load(self._everything())
+        recalled = self.taken_over or self._recall(self._checkpoints)
+        info = None if recalled else self._checkpoints.load(self._everything())
         if info is not None:
             self.resumed = info
-            epoch = info.extra.get("epoch")
-            self.steps, self.epoch = info.step, epoch if isinstance(epoch, int) else 0
+            self._go_on(info.step, info.extra)
             self._saved = self.steps
-            self._random = randomness.packed(randomness.taken([self.generator]))
             self.print(f"resumed at step {self.steps}, epoch {self.epoch}")
         return info
+
+    def _remembering(self, environ: Mapping[str, str]) -> Snapshots | None:
+        """Snapshots, where somebody holds the memory for them, and would start us again."""
+        if RUN not in environ:
+            return None
+        told = environ.get(SNAPSHOT_EVERY)
+        again = self.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        snapshots = None
+        if environ.get(MEMORY) and told not in OFF and (told or again):
+            from phalanx.join.vault import Vault
+            from phalanx.train.snapshot.snapshots import Snapshots
+
+            with contextlib.suppress(LaunchError):
+                snapshots = Snapshots(self, Vault(environ[MEMORY], str(self.training)), generators=[self.generator])
+        # Nodes may have been told different things.
+        offers: list[Any] = self.gather([snapshots is not None, told], all=True) or []
+        if snapshots is not None and not all(there for there, _ in offers):
+            snapshots.close()
+            snapshots = None
+        if snapshots is not None:
+            self._snapshot_due = Interval(offers[0][1] or SNAPSHOTS)
+        return snapshots
+
+    def _recall(self, checkpoints: Checkpoints | None = None) -> bool:
+        """Go on from memory, if it has something newer than the disk."""
+        if self._snapshots is None or self.taken_over:
+            return False
+        if not self.generation and environment().get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return False  # there was nobody before us
+        self.before = max(self.gather(max(self.before, self._snapshots.reached()), all=True) or [0])
+        found = self._snapshots.newest()
+        latest = self.broadcast(checkpoints.latest_step() if self.is_main and checkpoints is not None else -1)
+        if found is None or found.step < latest:
+            return False
+        extra = self._snapshots.load(found, self._everything())
+        if extra is None:
+            return False
+        self.recalled = True
+        self._go_on(found.step, extra)
+        self._snapshots.committed(self.steps)
+        self.print(f"going on from memory at step {self.steps}, epoch {self.epoch}")
+        return True
+
+    def _go_on(self, step: int, extra: Mapping[str, object]) -> None:
+        from phalanx.train.checkpoint import randomness
+
+        epoch = extra.get("epoch")
+        self.steps, self.epoch = step, epoch if isinstance(epoch, int) else 0
+        self._random = randomness.packed(randomness.taken([self.generator]))
 
     def _take_over(self) -> bool:
         """After a death: from a living rank, for whatever there is on the disk is older."""
@@ -498,6 +564,8 @@ class Run(Group):
                 stack.callback(self.handover.close)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=True)
+            if self._snapshots is not None:
+                stack.callback(self._snapshots.close, LAST_WORDS)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:
@@ -573,6 +641,8 @@ class Run(Group):
             stack.callback(super().close, failed=failed)
             if self._checkpoints is not None:
                 stack.callback(self._checkpoints.close, broken=failed)
+            if self._snapshots is not None:
+                stack.callback(self._snapshots.close)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:

@@ -14,7 +14,7 @@ from phalanx.cli.options.rendezvous import rendezvous
 from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.values import SECONDS, Streams
 from phalanx.cluster.sources.hosts import Host
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 from phalanx.errors import OptionError
 
 __all__ = ["HelpRequested", "RunOptions", "Streams", "parse_explain", "parse_run"]
@@ -190,6 +190,7 @@ def _checkpoints(values: Any) -> dict[str, str]:
     told = {
         CHECKPOINTS: values.checkpoints and os.path.abspath(values.checkpoints),
         CHECKPOINT_EVERY: values.checkpoint_every,
+        SNAPSHOT_EVERY: values.snapshot_every,
     }
     return {name: value for name, value in told.items() if value}
 

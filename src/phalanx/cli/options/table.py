@@ -34,6 +34,12 @@ OPTIONS = (
     _ours(OFTEN, "--env", "Sets a variable in every worker; may be given again.", kinds.VARIABLE, repeated=True),
     _ours(OFTEN, "--checkpoints", "Folder of the checkpoints of a script that uses phalanx.main.", kinds.FOLDER),
     _ours(OFTEN, "--checkpoint-every", "How often they are made: 100 (steps), 10m (unless told).", kinds.INTERVAL),
+    _ours(
+        OFTEN,
+        "--snapshot-every",
+        "How often the state is copied to memory that outlives the workers: 100 (steps), 30s (unless told), off.",
+        kinds.SNAPSHOTS,
+    ),
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
     _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),

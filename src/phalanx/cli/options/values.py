@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx.contract.variables import OFF
+
 if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
@@ -80,6 +82,10 @@ def interval(value: str) -> str:
     if not re.fullmatch(r"0*[1-9]\d*[smh]?", value.strip()):
         raise ValueError("it is neither a number of steps nor a time")
     return value.strip()
+
+
+def interval_or_off(value: str) -> str:
+    return value.strip() if value.strip() in OFF else interval(value)
 
 
 def nodes(value: str) -> tuple[int, int]:
@@ -232,6 +238,7 @@ HOSTS = Kind(
     "HOST[:N],…", hosts, "hosts with commas between them: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
 )
 INTERVAL = Kind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
+SNAPSHOTS = Kind("N|TIME|off", interval_or_off, "a number of steps, a time, or off: 100, 30s, 10m, off", "30s")
 FILE = Kind("FILE", text, "a file", "hostfile")
 FOLDER = Kind("DIR", text, "a folder", "logs")
 NAME = Kind("NAME", text, "a name", "trainer")

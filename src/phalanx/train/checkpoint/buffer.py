@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,19 @@ class Placed:
     end: int
 
 
-class Buffer:
-    """Anonymous memory, which both torch and a file can take without a copy; pinned where a GPU copies into it."""
+def _anonymous(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def __init__(self) -> None:
+
+class Buffer:
+    """Memory which both torch and a file can take without a copy; pinned where a GPU copies into it.
+
+    `make` gives so many bytes of it, of which the first `head` are not ours.
+    """
+
+    def __init__(self, make: Callable[[int], mmap.mmap] = _anonymous, head: int = 0) -> None:
+        self._make = make
+        self._head = head
         self._memory: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
@@ -36,21 +45,26 @@ class Buffer:
         self._tensors: list[torch.Tensor] = []
         self._copies: list[Any] = []  # of GPUs, not known to be through
 
+    def prepare(self, chunks: Sequence[Chunk]) -> list[Placed]:
+        """Memory for chunks like these, if there is not enough: to have it takes longer than to copy."""
+        placed = []
+        end = self._head
+        for place in order([chunk.part.element_size() for chunk in chunks]):
+            # In the file there is no gap. Here there is, or one small tensor would make all that follow slow to copy.
+            begin = end + -end % _LINE
+            end = begin + chunks[place].part.nbytes
+            placed.append(Placed(chunks[place], begin, end))
+        self._reserve(end, any(chunk.part.is_cuda for chunk in chunks))
+        return placed
+
     def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
         """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
 
         A GPU copies in the stream of the training: after the update that was asked for before, and before the next
         one. So nobody waits for it here, and the training's thread is free to ask for the next step.
         """
-        placed = []
-        end = 0
-        for place in order([chunk.part.element_size() for chunk in chunks]):
-            # In the file there is no gap. Here there is, or one small tensor would make all that follow slow to copy.
-            begin = end + -end % _LINE
-            end = begin + chunks[place].part.nbytes
-            placed.append(Placed(chunks[place], begin, end))
+        placed = self.prepare(chunks)
         gpus = {chunk.part.device for chunk in chunks if chunk.part.is_cuda}
-        self._reserve(end, bool(gpus))
         for item, target in zip(placed, self._targets(placed), strict=True):
             target.copy_(item.chunk.part, non_blocking=item.chunk.part.is_cuda)
         for gpu in gpus:
@@ -90,7 +104,7 @@ class Buffer:
     def _reserve(self, size: int, pin: bool) -> None:
         if size > len(self._bytes):
             self.close()
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = self._make(size)
             # Not for the forks of a loader: the next copy would have to divide every page from theirs.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 with contextlib.suppress(OSError, AttributeError):  # a kernel that knows no such thing

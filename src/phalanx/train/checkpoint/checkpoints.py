@@ -79,7 +79,7 @@ class Checkpoints:
         self._saves: deque[Save] = deque()
         # A thread that is there already: to start one takes longer than to copy a small state. It is joined at the
         # exit of Python, so a script that ends without a word still leaves what it had begun to save.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=step_back)
         self._pid = os.getpid()
         self._token = ""
         self._number = 0
@@ -259,6 +259,11 @@ class Checkpoints:
                 return self._folder.info(name)
         return None
 
+    def latest_step(self) -> int:
+        """-1: there is none."""
+        info = self.latest()
+        return -1 if info is None else info.step
+
     def load(self, kept: Mapping[str, object], info: Info | None = None, *, random: bool = True) -> Info | None:
         """Restore in place from the newest good one, or from this one. None if there is none to restore from.
 
@@ -348,7 +353,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _step_back() -> None:
+def step_back() -> None:
     """The writer's thread alone: on Linux each has a priority of its own, and anybody may lower it."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):

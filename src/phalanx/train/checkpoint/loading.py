@@ -39,11 +39,15 @@ class Contents:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        return {
-            piece.name: Shape(tensorfile.dtype_of(piece.dtype), tuple(piece.shape))
-            for table in self.tables
-            for piece in table.pieces
-        }
+        return shapes(self.tables)
+
+
+def shapes(tables: Sequence[Table]) -> dict[str, Shape]:
+    return {
+        piece.name: Shape(tensorfile.dtype_of(piece.dtype), tuple(piece.shape))
+        for table in tables
+        for piece in table.pieces
+    }
 
 
 def contents(info: Info, manifest: Manifest) -> Contents:
@@ -91,24 +95,33 @@ def differences(path: str, tables: Sequence[Table]) -> list[str]:
 
 def read(contents: Contents, targets: Tensors) -> None:
     """Fill the targets, whole tensors or shards of any layout, with what the checkpoint has under their names."""
-    tables = contents.tables
-    files = {(piece.name, tuple(piece.offsets)): (table, piece) for table in tables for piece in table.pieces}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), _metadata(tables), False)
-    plan = planner.create_local_plan()
-    by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
-    owners: dict[str, Table] = {}
-    for item in plan.items:
-        table, piece = files[item.storage_index.fqn, tuple(item.storage_index.offset)]
-        owners[table.file] = table
-        by_file.setdefault(table.file, []).append((piece, item))
+    planner, planned = _planned(contents.tables, targets)
     with torch.no_grad():
-        for name, items in by_file.items():
-            with _File(contents.path, owners[name]) as file:
+        for table, items in planned:
+            with _File(contents.path, table) as file:
                 for piece, item in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(file.box(piece, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
+
+
+def needed(tables: Sequence[Table], targets: Tensors) -> list[int]:
+    """The ranks that wrote what these targets are filled with."""
+    return [table.rank for table, _ in _planned(tables, targets)[1]]
+
+
+def _planned(
+    tables: Sequence[Table], targets: Tensors
+) -> tuple[DefaultLoadPlanner, list[tuple[Table, list[tuple[Piece, ReadItem]]]]]:
+    """What to read from each file."""
+    files = {(piece.name, tuple(piece.offsets)): (table, piece) for table in tables for piece in table.pieces}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), _metadata(tables), False)
+    planned: dict[int, tuple[Table, list[tuple[Piece, ReadItem]]]] = {}
+    for item in planner.create_local_plan().items:
+        table, piece = files[item.storage_index.fqn, tuple(item.storage_index.offset)]
+        planned.setdefault(table.rank, (table, []))[1].append((piece, item))
+    return planner, list(planned.values())
 
 
 def _metadata(tables: Sequence[Table]) -> Metadata:

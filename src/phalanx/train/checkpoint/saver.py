@@ -132,7 +132,7 @@ def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None
         for item in placed:
             data = buffer.view(item.begin, item.end)
             begin, end = end, end + len(data)
-            pieces.append(_piece(item.chunk, begin, end, seal.checksum(data)))
+            pieces.append(piece_of(item.chunk, begin, end, seal.checksum(data)))
             seal.write_all(fd, data)
         os.fsync(fd)
     finally:
@@ -143,7 +143,7 @@ def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None
     seal.write_durably(f"{order.staging}/{table_file(order.rank)}", seal.sealed(table))
 
 
-def _piece(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
+def piece_of(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
     return Piece(
         chunk.name,
         tensorfile.dtype_name(chunk.part.dtype),

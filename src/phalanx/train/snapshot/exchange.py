@@ -1,0 +1,111 @@
+"""Parts of a snapshot from node to node, memory to memory, over connections of their own.
+
+Not over those of the training: a large part would hold up its collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import LaunchError
+from phalanx.join.severing import Severing
+from phalanx.train.snapshot import part
+from phalanx.train.snapshot.part import Seal
+
+_CHUNK = 64 << 20  # bytes a message
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part that one rank has, or has the memory of, and another is to have."""
+
+    name: str
+    sender: int
+    receiver: int
+
+
+class Exchange:
+    """Made by all ranks together, as every process group is."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank = rank
+        self._severing = Severing()
+        with self._severing.watching():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def carry(
+        self, transfers: Sequence[Transfer], show: Callable[[str], int], lend: Callable[[str, int], int]
+    ) -> list[int]:
+        """All of them at once: every rank gives the same list. Returns what has come here, for the caller to close.
+
+        One for which there is no room here is not sent, and raises LaunchError when the others have come.
+        """
+        out = {tag: show(one.name) for tag, one in enumerate(transfers) if one.sender == self._rank}
+        seals = {tag: _numbers(part.read_seal(fd)) for tag, fd in out.items()}
+        seals |= {tag: torch.zeros(3, dtype=torch.int64) for tag in self._coming(transfers)}
+        self._pass(transfers, {tag: [seal] for tag, seal in seals.items()})
+        memories = dict(out)
+        refusal: LaunchError | None = None
+        taken = {tag: torch.zeros(1, dtype=torch.int64) for tag in seals}
+        for tag in self._coming(transfers):
+            try:
+                fd = lend(transfers[tag].name, _seal(seals[tag]).end)
+            except LaunchError as error:
+                refusal = error
+                continue
+            part.break_seal(fd)
+            memories[tag] = fd
+            taken[tag][0] = 1
+        self._pass(transfers, {tag: [one] for tag, one in taken.items()}, back=True)
+        agreed = [tag for tag in memories if int(taken[tag]) and _seal(seals[tag]).end]
+        self._pass(transfers, {tag: part.body(memories[tag], _seal(seals[tag]).end).split(_CHUNK) for tag in agreed})
+        for tag, fd in out.items():
+            os.close(fd)
+            del memories[tag]
+        for tag, fd in memories.items():
+            if tag in agreed:
+                part.make_seal(fd, _seal(seals[tag]))
+        if refusal is not None:
+            raise refusal
+        return list(memories.values())
+
+    def close(self) -> None:
+        """Whoever waits in it stops waiting."""
+        self._severing.cut()
+
+    def _coming(self, transfers: Sequence[Transfer]) -> list[int]:
+        return [tag for tag, one in enumerate(transfers) if one.receiver == self._rank]
+
+    def _pass(
+        self, transfers: Sequence[Transfer], tensors: dict[int, Sequence[torch.Tensor]], *, back: bool = False
+    ) -> None:
+        """From senders to receivers, or back. Everything is asked for before anything is waited for: no order of ranks
+        can make one wait for another."""
+        works: list[Any] = []
+        for tag, parts in tensors.items():
+            one = transfers[tag]
+            sends = (one.sender == self._rank) is not back
+            for tensor in parts:
+                if sends:
+                    works.append(dist.isend(tensor, one.sender if back else one.receiver, self._group, tag))
+                else:
+                    works.append(dist.irecv(tensor, one.receiver if back else one.sender, self._group, tag))
+        for work in works:
+            work.wait()
+
+
+def _numbers(seal: Seal | None) -> torch.Tensor:
+    """Zeros: there is none to send."""
+    return torch.tensor([seal.begin, seal.length, seal.checksum] if seal is not None else [0, 0, 0], dtype=torch.int64)
+
+
+def _seal(numbers: torch.Tensor) -> Seal:
+    begin, length, checksum = numbers.tolist()
+    return Seal(begin, length, checksum)

@@ -1,0 +1,378 @@
+"""The state, copied to memory that the supervisor of each node holds: there when all workers of a node are gone.
+
+    snapshots = Snapshots(run, vault)
+    snapshots.save(step, kept, extra)          # returns after one copy in memory
+    found = snapshots.newest()                 # all nodes together
+    extra = snapshots.load(found, kept)
+
+Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
+one is written the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
+that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import CheckpointError, LaunchError
+from phalanx.join.group import Group
+from phalanx.join.vault import Vault
+from phalanx.train.checkpoint import loading, randomness, state
+from phalanx.train.checkpoint.buffer import Placed
+from phalanx.train.checkpoint.checkpoints import step_back
+from phalanx.train.checkpoint.folder import Info
+from phalanx.train.checkpoint.manifest import Values
+from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
+from phalanx.train.checkpoint.shares import Chunk, share
+from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached
+from phalanx.train.snapshot.exchange import Exchange, Transfer
+from phalanx.train.snapshot.found import Found, Held, newest, transfers
+from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
+
+if TYPE_CHECKING:
+    import torch
+
+_SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a thread, and to wait for Python's lock
+
+
+class Snapshots:
+    def __init__(
+        self,
+        group: Group,
+        vault: Vault,
+        *,
+        generators: Sequence[torch.Generator] = (),
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._group = group
+        self._nodes = group.topology.nodes
+        self._local = group.topology.local_ranks
+        self._place = self._local.index(group.rank)
+        self._others = len(self._nodes) > 1
+        self._vault = vault
+        self._generators = generators
+        self._say = say if say is not None else _say
+        names = [f"{group.rank}.{turn}" for turn in (0, 1)]
+        self._writers = [Writer(partial(vault.lend, name)) for name in names]
+        self._counter = Counter(vault, group.rank)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
+        self._exchange: Exchange | None = None
+        self._job: Future[None] | None = None
+        self._writing = False  # what the job does, when it does not prepare to
+        self._prepared = False
+        self._again = 0  # the step at which one that was left out is due
+        self._pause = 1  # steps
+        self._era = ""
+        self._turn = 0  # to be written next
+        self._cleared = False
+        self.off = False
+
+    # -- steps
+
+    def committed(self, step: int) -> None:
+        """Every step is told, for those who come after us to know how many of them they do again."""
+        self._counter.set(step)
+
+    def reached(self) -> int:
+        """The newest step that was committed by any rank that this node has ever had, until the training went back."""
+        return 0 if self._place else reached(self._vault)
+
+    # -- saving
+
+    def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
+        """Copy the state. False if it was left out: the one before is not finished, or there is no room."""
+        if self.off:
+            return False
+        if not self._settled():
+            self._again, self._pause = step + self._pause, self._pause * 2
+            return False
+        if not self._era:
+            self._begin()
+        found = state.taken(kept)
+        sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
+        together = tuple(range(self._group.world_size)) if sharded else self._local
+        place = together.index(self._group.rank)
+        chunks = share(found.tensors, place, len(together), frozenset(found.own))
+        if not self._prepared:
+            self._prepared = True
+            self._job = self._start(partial(self._prepare, chunks), chunks)
+            if not self._settled():
+                self._again, self._pause = step + 1, 2
+                return False
+        part = Part(
+            step,
+            self._era,
+            self._group.rank,
+            together,
+            packed(dict(extra), "extra", {}),
+            found.plain if place == 0 else None,
+        )
+        carried = partial(self._carry, self._between(), self._to_partners()) if sharded and self._others else None
+        random = randomness.taken(self._generators)
+        try:
+            placed = self._writers[self._turn].take(chunks)
+        except (LaunchError, OSError) as error:
+            self._job = _done(partial(_raise, error))
+            return False
+        finish = partial(self._finish, self._writers[self._turn], part, placed, random, carried)
+        self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
+        self._writing, self._pause = True, 1
+        return True
+
+    def wanted(self, step: int) -> bool:
+        """One that was left out is made up for, as soon as all ranks can."""
+        return step == self._again and not self.off
+
+    def wait(self) -> None:
+        """Until the snapshot that was begun is there, as far as this rank is concerned."""
+        if self._job is not None:
+            wait([self._job])
+
+    def close(self, patience: float = 0.0) -> None:
+        """What is not finished, and cannot be in so many seconds, is not there; the one before is."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+        wait([self._job] if self._job is not None else [], patience)
+        for writer in self._writers:
+            writer.abandoned = True
+        self._thread.shutdown()
+        for writer in self._writers:
+            writer.close()
+        self._counter.close()
+        self._vault.close()
+
+    def _finish(
+        self,
+        writer: Writer,
+        part: Part,
+        placed: Sequence[Placed],
+        random: dict[str, Any],
+        carried: Callable[[], None] | None,
+    ) -> None:
+        writer.finish(msgspec.structs.replace(part, random=randomness.packed(random)), placed)
+        if carried is not None:
+            carried()
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> None:
+        for turn in (self._turn, 1 - self._turn):
+            self._writers[turn].prepare(chunks)
+
+    def _start(self, call: Callable[[], None], chunks: Sequence[Chunk]) -> Future[None]:
+        """In the thread, or at once where that takes no longer."""
+        size = sum(chunk.part.nbytes for chunk in chunks)
+        here = size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
+        return _done(call) if here else self._thread.submit(call)
+
+    def _settled(self) -> bool:
+        """Whether the one before is there on all ranks: only then may the one before that be written over."""
+        job = self._job
+        if job is None:
+            return True
+        done = job.done()
+        failure = str(job.exception() or "") if done else ""
+        told = self._group.gather([done, failure], all=True) or []
+        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
+        if failures:
+            self._turn_off(failures[0])
+        if failures or not all(done for done, _ in told):
+            return False
+        self._job = None
+        if self._writing:
+            self._writing = False
+            self._turn = 1 - self._turn
+            if not self._cleared:
+                self._cleared = True
+                self._clear()
+        return True
+
+    def _begin(self) -> None:
+        """The first snapshot in this group: the newest of earlier ones is not the one to be written over."""
+        self._era = self._group.broadcast(secrets.token_hex(4))
+        found = newest(self._held())
+        self._turn = 1 - found.turn if found is not None else 0
+
+    def _turn_off(self, why: str) -> None:
+        self.off = True
+        for turn, writer in enumerate(self._writers):
+            if turn == self._turn or not writer.sealed:  # the other one may still be of use
+                writer.close()
+                self._vault.drop(f"{self._group.rank}.{turn}")
+        if self._group.is_main:
+            self._say(
+                f"phalanx: the training goes on without snapshots in memory: {why}\n"
+                "  fix: more memory; or --snapshot-every off, which says no word"
+            )
+
+    def _clear(self) -> None:
+        """Of what others have left here, who stand elsewhere now."""
+        if self._place:
+            return
+        writers = {rank for rank, node in self._partners().items() if node == self._group.node_rank} | {*self._local}
+        used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, self._local)}
+        self._vault.keep_only(used)
+
+    # -- the next node
+
+    def _partners(self) -> dict[int, int]:
+        """The node that has a copy of each rank's part."""
+        return {rank: (node + 1) % len(self._nodes) for node, ranks in enumerate(self._nodes) for rank in ranks}
+
+    def _between(self) -> Exchange:
+        """All ranks make it together, when they first need it."""
+        if self._exchange is None:
+            self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
+        return self._exchange
+
+    def _carry(self, exchange: Exchange, planned: Sequence[Transfer], *, check: bool = False) -> None:
+        for fd in exchange.carry(planned, self._vault.show, self._vault.lend):
+            problems = differences(fd) if check else []
+            os.close(fd)
+            if problems:
+                raise CheckpointError(problems[0])
+
+    def _to_partners(self) -> list[Transfer]:
+        planned = []
+        for node, ranks in enumerate(self._nodes):
+            others = self._nodes[(node + 1) % len(self._nodes)]
+            for place, rank in enumerate(ranks):
+                planned.append(Transfer(f"{rank}.{self._turn}", rank, others[place % len(others)]))
+        return planned
+
+    # -- finding and loading
+
+    def newest(self) -> Found | None:
+        """The newest that is whole, and is what was written, wherever its parts are."""
+        held = self._held()
+        while True:
+            found = newest(held)
+            bad = self._bad(found) if found is not None else {}
+            if found is None or not bad:
+                return found
+            self._tell(found, next(iter(bad.values())))
+            held = [one for one in held if one.turn != found.turn or (one.node, one.rank) not in bad]
+
+    def load(self, found: Found, kept: Mapping[str, object]) -> dict[str, Any] | None:
+        """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
+        parts = self._parts(found)
+        whole = found.whole_for(self._group.node_rank)
+        first = parts[whole[0]]
+        plain = first.plain or {}
+        tables = [parts[rank].table("", 0) for rank in whole]
+        targets = state.targets(kept, plain, loading.shapes(tables))
+        needed = loading.needed(tables, targets)
+        wanted = self._group.gather(needed, all=True) or []
+        planned = transfers(found, wanted, self._nodes)
+        if planned and (problem := self._problem(partial(self._carry, self._between(), planned, check=True))):
+            self._tell(found, problem)
+            return None
+        problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
+        if problem:  # some of it is in place by now
+            raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
+        state.restore(kept, plain, targets)
+        rank = self._group.rank
+        others = [one.random for one in parts.values()]
+        if rank in parts:
+            randomness.restore([parts[rank].random], 0, self._generators)
+        else:
+            randomness.restore(others, len(others) + rank, self._generators)
+        extra: dict[str, Any] = unpacked(first.extra, {})
+        return extra
+
+    def _problem(self, stage: Callable[[], None]) -> str:
+        """What went wrong with it on any rank."""
+        problem = ""
+        try:
+            stage()
+        except (LaunchError, CheckpointError, OSError) as error:
+            problem = f"rank {self._group.rank}: {error}"
+        return next(filter(None, self._group.gather(problem, all=True) or []), "")
+
+    def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
+        fds: list[int] = []
+        try:
+            tables = []
+            for part in parts:
+                fds.append(self._vault.show(found.name(part.rank)))
+                tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
+            contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
+            loading.read(contents, targets)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _held(self) -> list[Held]:
+        """By all nodes; each is looked at by its first rank."""
+        mine = []
+        for name in self._vault.names() if not self._place else ():
+            part = self._part(name) if not is_counter(name) else None
+            if part is not None:
+                turn = int(name.partition(".")[2])
+                mine.append(Held(self._group.node_rank, part.rank, turn, part.step, part.era, part.together))
+        told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
+        return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
+
+    def _bad(self, found: Found) -> dict[tuple[int, int], str]:
+        """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
+        node = self._group.node_rank
+        here = [rank for rank, holders in found.holders.items() if node in holders]
+        mine: list[Any] = []
+        for rank in here[self._place :: len(self._local)]:
+            fd = self._vault.show(found.name(rank))
+            try:
+                problems = differences(fd)
+            finally:
+                os.close(fd)
+            if problems:
+                mine.append([node, rank, f"the part of rank {rank}, on node {node}: {problems[0]}"])
+        told = self._group.gather(mine, all=True) or []
+        return {(where, rank): why for rows in told for where, rank, why in rows}
+
+    def _parts(self, found: Found) -> dict[int, Part]:
+        """All that is known, on all ranks."""
+        mine = []
+        for rank, holders in found.holders.items():
+            if not self._place and holders[0] == self._group.node_rank:
+                part = self._part(found.name(rank))
+                mine += [msgspec.json.encode(part).decode()] if part is not None else []
+        told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
+        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in told)}
+
+    def _part(self, name: str) -> Part | None:
+        fd = self._vault.show(name)
+        try:
+            return read(fd)
+        finally:
+            os.close(fd)
+
+    def _tell(self, found: Found, why: str) -> None:
+        if self._group.is_main:
+            self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+
+
+def _done(call: Callable[[], None]) -> Future[None]:
+    """What is done at once, as if a thread had done it."""
+    job: Future[None] = Future()
+    try:
+        call()
+        job.set_result(None)
+    except Exception as error:
+        job.set_exception(error)
+    return job
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

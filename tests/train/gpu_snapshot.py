@@ -1,0 +1,108 @@
+"""Run by hand on a machine with an NVIDIA GPU: python tests/train/gpu_snapshot.py
+
+One process, one GPU. Takes snapshots of what is on the GPU into memory that another process holds, loads them again and
+compares to the bit, and measures for how long the training's thread is held, beside one copy of the state to pinned
+memory. Fails where something differs, where the memory could not be pinned, or where the thread is held for a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.join.vault import Vault
+from phalanx.launch import vault
+from phalanx.train.snapshot.snapshots import Snapshots
+
+
+def serve(writing: int) -> None:
+    async def wait() -> None:
+        held = vault.Vault(lambda pid: True, told=True)
+        os.write(writing, held.name.encode())
+        await asyncio.Event().wait()
+
+    asyncio.run(wait())
+
+
+def main() -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        serve(writing)
+    try:
+        check(os.read(reading, 100).decode())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def check(name: str) -> None:
+    run = phalanx.init()
+    for how in ("ddp", "fsdp"):
+        model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]).to(run.device)
+        net = run.wrap(model, how)
+        opt = torch.optim.AdamW(model.parameters())
+        kept = {"model": model, "opt": opt}
+        snapshots = Snapshots(run, Vault(name, how))
+        x = torch.randn(64, 2048, device=run.device)
+
+        def step(net: nn.Module = net, opt: torch.optim.Optimizer = opt, x: torch.Tensor = x) -> None:
+            net(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        held = []
+        for number in range(8):
+            step()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            assert snapshots.save(number, kept, {"epoch": number})
+            held.append(time.perf_counter() - begin)
+            snapshots.wait()
+        there = [one.clone() for one in tensors(model, opt)]
+        step()  # what was taken is not what is there now
+        copies = []
+        pinned = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in there]
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for target, one in zip(pinned, there, strict=True):
+                target.copy_(one, non_blocking=True)
+            torch.cuda.synchronize()
+            copies.append(time.perf_counter() - begin)
+        found = snapshots.newest()
+        assert found is not None
+        assert snapshots.load(found, kept) == {"epoch": 7}
+        same = all(torch.equal(one, other) for one, other in zip(tensors(model, opt), there, strict=True))
+        size = sum(one.nbytes for one in there)
+        pins = all(writer._buffer._pinned for writer in snapshots._writers)
+        ratio = statistics.median(held[2:]) / statistics.median(copies)
+        print(
+            f"{how}: {size / 2**30:.2f} GiB, held {statistics.median(held[2:]) * 1e3:.2f} ms "
+            f"({ratio:.2f} of a copy of {statistics.median(copies) * 1e3:.1f} ms), the first two "
+            f"{held[0] * 1e3:.0f} and {held[1] * 1e3:.0f} ms; the same {same}, pinned {pins}"
+        )
+        assert same
+        assert pins
+        assert ratio < 1
+        snapshots.close()
+    run.close()
+
+
+def tensors(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = [*model.parameters(), *(value for state in opt.state.values() for value in state.values())]
+    return [(one.to_local() if hasattr(one, "to_local") else one).detach() for one in found]
+
+
+if __name__ == "__main__":
+    main()

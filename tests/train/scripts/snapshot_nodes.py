@@ -1,0 +1,160 @@
+"""snapshot_nodes.py: snapshots of ranks on several nodes, each of which has a vault; nodes and ranks go and come.
+
+Prints a line for each act that went as it should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo  # here, and not in every rank
+import torch.distributed.fsdp
+from torch import nn
+
+import phalanx
+from phalanx.join.topology import Topology
+from phalanx.join.vault import Vault
+from phalanx.launch import vault
+from phalanx.train.snapshot.snapshots import Snapshots
+
+Nodes = tuple[tuple[int, ...], ...]
+State = dict[str, list[float]]
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def vaults(*rooms: int) -> Iterator[list[str]]:
+    """In a process of their own, as a supervisor's are; each with so much room."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+
+        async def serve() -> None:
+            made = [vault.Vault(lambda pid: True, told=True, room=lambda room=room: room) for room in rooms]  # type: ignore[misc]
+            os.write(writing, " ".join(one.name for one in made).encode())
+            os.close(writing)
+            await asyncio.Event().wait()
+
+        asyncio.run(serve())
+    os.close(writing)
+    try:
+        yield os.read(reading, 1 << 16).decode().split()
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+class Rank:
+    def __init__(self, nodes: Nodes, names: list[str], how: str) -> None:
+        self.run = phalanx.init()
+        self.run.topology = Topology(nodes, self.run.rank)
+        self.run.node_rank = self.run.topology.node_rank
+        self.said: list[str] = []
+        self.vault = Vault(names[self.run.node_rank])
+        self.snapshots = Snapshots(self.run, self.vault, say=self.said.append)
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 1))
+        self.net = self.run.wrap(self.model, how)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.kept = {"model": self.model, "opt": self.opt}
+
+    def step(self, number: int) -> State:
+        self.net(torch.full((2, 6), float(number))).square().mean().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        assert self.snapshots.save(number, self.kept, {"epoch": number})
+        self.snapshots.wait()
+        return self.state()
+
+    def state(self) -> State:
+        found = {**self.model.state_dict()}
+        for name, parameter in self.model.named_parameters():
+            found[f"{name} average"] = self.opt.state[parameter]["exp_avg"]
+        return {
+            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().tolist()
+            for name, value in found.items()
+        }
+
+    def restored(self) -> tuple[int, int, State]:
+        found = self.snapshots.newest()
+        assert found is not None
+        extra = self.snapshots.load(found, self.kept)
+        assert extra is not None
+        return found.step, extra["epoch"], self.state()
+
+    def close(self) -> None:
+        self.snapshots.close()
+        self.run.close()
+
+
+def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -> list[Any]:
+    def body() -> Any:
+        torch.set_num_threads(1)
+        rank = Rank(nodes, names, how)
+        try:
+            return act(rank)
+        finally:
+            rank.close()
+
+    return phalanx.spawn(body, ranks=sum(map(len, nodes)), timeout=60)
+
+
+def main() -> None:
+    three: Nodes = ((0, 1), (2,))
+    with vaults(MIB, MIB, MIB) as names:
+        before = play(three, names, "fsdp", lambda rank: [rank.step(number) for number in (1, 2, 3)])
+        assert before[0] == before[1] == before[2]
+        # Node 1 is lost, and node 0 has a copy of what rank 2 had. Two ranks go on, one of them on a new node.
+        left = [names[0], names[2]]
+        after = play(((0,), (1,)), left, "fsdp", Rank.restored)
+        assert after == [(3, 3, before[0][2])] * 2, after
+        print("a lost node's part is with its neighbour", flush=True)
+
+        # With DDP the same memory will do, for what is sharded is known by where it is in the whole.
+        assert play(((0,),), left[:1], "ddp", Rank.restored) == [(3, 3, before[0][2])]
+        print("another number of ranks, and no shards", flush=True)
+
+        def spoil(rank: Rank) -> Any:
+            newest = rank.snapshots.newest()
+            assert newest is not None
+            fd = rank.vault.show(newest.name(1))
+            byte = os.pread(fd, 1, 200)
+            os.pwrite(fd, bytes([byte[0] ^ 1]), 200)
+            os.close(fd)
+            return *rank.restored(), rank.said
+
+        (found,) = play(((0,),), left[:1], "fsdp", spoil)
+        assert found[:3] == (2, 2, before[0][1]), found
+        assert "the snapshot of step 3 is not used: the part of rank 1, on node 0" in found[3][0], found[3]
+        print("a flipped byte is noticed", flush=True)
+
+    with vaults(MIB, MIB) as names:
+        before = play(three, names, "ddp", lambda rank: [rank.step(number) for number in (1, 2)])
+        for node, nodes in ((0, ((0,),)), (1, ((0, 1),))):
+            after = play(nodes, names[node : node + 1], "ddp", Rank.restored)
+            assert after == [(2, 2, before[0][1])] * len(nodes[0]), after
+        print("without shards each node has all", flush=True)
+
+    def crowded(rank: Rank) -> Any:
+        saved = [rank.snapshots.save(number, rank.kept, {}) for number in (1, 2, 3)]
+        return saved, rank.snapshots.off, rank.said, rank.snapshots.newest()
+
+    with vaults(9200) as names:
+        found = play(((0, 1),), names, "ddp", crowded)
+        assert [one[1] for one in found] == [True, True], found
+        assert not any(found[0][0][1:])
+        assert "goes on without snapshots in memory: rank" in found[0][2][0], found
+        assert len(found[0][2]) == 1
+        assert not found[1][2]
+        print("no room is told once", flush=True)
+
+
+if __name__ == "__main__":
+    main()

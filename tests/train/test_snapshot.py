@@ -1,0 +1,225 @@
+"""Snapshots in memory: what is left of them when their writers die at any moment, and what goes on from them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.train.checkpoint.shares import Chunk
+from phalanx.train.snapshot import part
+from phalanx.train.snapshot.found import Held, newest, transfers
+from phalanx.train.snapshot.part import Part, Writer
+from tests.kit.cli import Result, descendants, phalanx, python, start, until
+
+pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = str(SCRIPTS / "snapshot.py")
+EVERY = ("--snapshot-every", "5")
+
+
+# -- a part in its memory
+
+
+def memories() -> list[int]:
+    return [os.memfd_create("test") for _ in range(2)]
+
+
+def writers(fds: list[int]) -> list[Writer]:
+    def lend(fd: int, size: int) -> int:
+        os.truncate(fd, max(size, os.fstat(fd).st_size))
+        return os.dup(fd)
+
+    return [Writer(functools.partial(lend, fd)) for fd in fds]
+
+
+def write(writer: Writer, step: int, size: int = 1000) -> None:
+    tensor = torch.full((size,), float(step))
+    writer.finish(Part(step, "era", 0, (0,), {}, {}), writer.take([Chunk("x", (size,), (0,), tensor)]))
+
+
+def test_killed_at_any_moment_one_of_the_two_is_whole() -> None:
+    chance = random.Random(3)
+    for _ in range(12):
+        fds = memories()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                torch.set_num_threads(1)
+                both = writers(fds)
+                for step in range(1 << 30):
+                    write(both[step % 2], step, 300_000)
+            finally:
+                os._exit(1)
+        until(lambda fds=fds: any(part.read(fd) for fd in fds), 20, "a first part")  # type: ignore[misc]
+        time.sleep(chance.random() / 30)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found = [one for fd in fds if (one := part.read(fd)) is not None]
+        assert found
+        for fd in fds:
+            one = part.read(fd)
+            if one is not None:
+                assert part.differences(fd) == []
+                (piece,) = one.pieces
+                values = torch.frombuffer(
+                    bytearray(os.pread(fd, piece.end - piece.begin, piece.begin)), dtype=torch.float32
+                )
+                assert values.unique().tolist() == [one.step]
+            os.close(fd)
+
+
+def test_what_is_being_written_has_no_seal_and_what_was_changed_is_noticed() -> None:
+    fds = memories()
+    both = writers(fds)
+    for writer, step in zip(both, (7, 8), strict=True):
+        write(writer, step)
+    found = part.read(fds[0])
+    assert found is not None
+    assert (found.step, [piece.name for piece in found.pieces]) == (7, ["x"])
+    os.pwrite(fds[0], b"!", found.pieces[0].begin + 5)
+    assert "x: checksum is" in part.differences(fds[0])[0]
+    table = part.read_seal(fds[1])
+    assert table is not None
+    os.pwrite(fds[1], b"!", table.begin + 5)
+    assert part.read(fds[1]) is None
+    both[0].take([Chunk("x", (3,), (0,), torch.zeros(3))])
+    assert part.read_seal(fds[0]) is None
+    for writer in both:
+        writer.close()
+    for fd in fds:
+        os.close(fd)
+
+
+# -- which snapshot is the newest
+
+
+def held(node: int, rank: int, step: int, together: tuple[int, ...], turn: int = 0, era: str = "a") -> Held:
+    return Held(node, rank, turn, step, era, together)
+
+
+BOTH = (0, 1)
+CASES: dict[str, tuple[list[Held], int | None]] = {
+    "nothing": ([], None),
+    "one of two": ([held(0, 0, 5, BOTH)], None),
+    "both": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH)], 5),
+    "the newest common one": ([held(0, r, 5, BOTH) for r in BOTH] + [held(0, 0, 10, BOTH, 1)], 5),
+    "two eras": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH, era="b")], None),
+    "on two nodes": ([held(0, 0, 5, BOTH), held(1, 1, 5, BOTH)], 5),
+    "one node has all": ([held(0, 0, 5, (0,)), held(1, 1, 10, (1,), 1), held(1, 2, 10, (2, 3), 1)], 10),
+    "at a neighbour": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH), held(1, 1, 10, BOTH)], 5),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_newest_that_is_whole(name: str) -> None:
+    there, step = CASES[name]
+    found = newest(there)
+    assert (found.step if found else None) == step
+
+
+def test_each_node_gets_once_what_its_ranks_need() -> None:
+    together = (0, 1, 2)
+    found = newest([held(0, 0, 5, together), held(0, 1, 5, together), held(0, 2, 5, together), held(1, 2, 5, together)])
+    assert found is not None
+    assert found.whole_for(1) == together
+    planned = transfers(found, [[0], [0, 1], [0, 1, 2], [1]], ((0, 1), (2, 3)))
+    assert [(one.name, one.sender, one.receiver) for one in planned] == [("0.0", 0, 2), ("1.0", 1, 3)]
+
+
+# -- real ranks
+
+
+def test_nodes_and_ranks_go_and_come() -> None:
+    done = python(str(SCRIPTS / "snapshot_nodes.py"), timeout=150)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "a lost node's part is with its neighbour",
+        "another number of ranks, and no shards",
+        "a flipped byte is noticed",
+        "without shards each node has all",
+        "no room is told once",
+    ]
+
+
+def trained(folder: Path, how: str, *faults: list[int], options: tuple[str, ...] = EVERY) -> Result:
+    done = phalanx("run", "-g", "2", "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults), timeout=120)
+    assert done.code == 0, done.err
+    return done
+
+
+def ended(folder: Path) -> tuple[list[str], Any]:
+    """The steps at which the ranks began, and what they had in the end."""
+    begun, ends = ([(folder / f"{name}.{rank}").read_text() for rank in (0, 1)] for name in ("begun", "end"))
+    assert begun[0] == begun[1]
+    assert ends[0] == ends[1]
+    return begun[0].split(), json.loads(ends[0])
+
+
+@functools.cache
+def undisturbed(how: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        trained(Path(folder), how, options=())
+        return ended(Path(folder))[1]
+
+
+def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
+    done = trained(tmp_path, "fsdp", [7, 1])
+    assert ended(tmp_path) == (["0", "5"], undisturbed("fsdp"))
+    assert re.search(r"rank 1 failed; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again", done.err)
+
+
+def test_all_ranks_die_at_once_and_again(tmp_path: Path) -> None:
+    done = trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
+    assert ended(tmp_path) == (["0", "5", "10"], undisturbed("ddp"))
+    assert done.err.count("2 steps done again") == 2
+
+
+def test_the_disk_may_have_a_newer_one(tmp_path: Path) -> None:
+    kept = str(tmp_path / "kept")
+    options = (*EVERY, "--checkpoints", kept, "--checkpoint-every", "6")
+    done = trained(tmp_path, "saved", [7, 0], [7, 1], [11, 0], [11, 1], options=options)
+    assert ended(tmp_path) == (["0", "6", "10"], undisturbed("ddp"))
+    assert "resumed at step 6" in done.out
+
+
+def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path) -> None:
+    trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
+    assert ended(tmp_path) == (["0", "5"], undisturbed("ddp"))
+
+
+def test_off_is_off_and_nothing_is_left_by_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
+    assert ended(tmp_path)[0] == ["0", "0"]
+    (tmp_path / "long").mkdir()
+    with start("run", "-g", "2", "--cpu", *EVERY, SCRIPT, str(tmp_path / "long"), "long", "[]") as job:
+        job.wait_for(re.compile("waits"), timeout=60)
+        family = [job.pid, *descendants(job.pid)]
+        assert len(holders(family)) == 3  # two workers, and the supervisor
+        os.kill(job.pid, signal.SIGKILL)
+        until(lambda: not holders(family), 20, "no process to hold memory of snapshots")
+
+
+def holders(pids: list[int]) -> list[int]:
+    """Those that hold memory of a snapshot."""
+    found = []
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                mapped = "phalanx-snapshot" in file.read()
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        if mapped or any("phalanx-snapshot" in link for link in links):
+            found.append(pid)
+    return found
