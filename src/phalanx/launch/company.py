@@ -131,8 +131,10 @@ class Alone:
         return not failed or self._recoveries.way is not Way.RESTART
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        if report.trouble and self._recoveries.way is Way.RESTART:
+            return self._once_more(report.attempt, report.trouble)
         if report.trouble:
-            return Verdict(128 + signal.SIGKILL, report.trouble)
+            return Verdict(128 + signal.SIGKILL, self._recoveries.last_words(report.trouble))
         if not report.deaths:
             return Verdict(0, self._recoveries.summary())
         death = cause.first_cause(report.deaths)
@@ -141,9 +143,12 @@ class Alone:
         record_failure(self._folder, death, report.attempt)
         if self._recoveries.way is not Way.RESTART:
             return Verdict(death.exit_code, self._recoveries.last_words(report.block))
+        return self._once_more(report.attempt, report.block)
+
+    def _once_more(self, attempt: int, why: str) -> Orders:
         if self._supervised is not None:
-            self._supervised.note(f"{report.block}\nphalanx: {self._recoveries.again()}")
-        return Orders(report.attempt + 1, self._plan, self._listener)
+            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}")
+        return Orders(attempt + 1, self._plan, self._listener)
 
     def failing(self, fall: Fall) -> None:
         if self._supervised is None:

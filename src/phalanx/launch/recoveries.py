@@ -20,7 +20,8 @@ class Recoveries:
         self._faults: list[Fault] = []
         self._latest = Recovery(Way.STOP)
         self._open: list[Fall] = []  # those that the group has not got over yet
-        self._began = time.time()
+        self._since = 0.0  # the first of them
+        self._began = time.monotonic()  # somebody may set the clock on the wall, which must not change anything here
         self._lost = 0.0  # seconds from a fault to the next step
 
     @property
@@ -29,7 +30,8 @@ class Recoveries:
         return self._latest.way
 
     def decide(self, fall: Fall, *, able: bool) -> Way:
-        fault = Fault(fall.place, fall.time, fall.lived, fall.step)
+        now = time.monotonic()
+        fault = Fault(fall.place, now, fall.lived, fall.step)
         self._latest = decide(self._faults, fault, self._budget, able=able)
         self._faults.append(fault)
         self._folder.event(
@@ -37,6 +39,7 @@ class Recoveries:
         )
         if self._latest.way is Way.REGROUP:
             self.generation += 1
+            self._since = self._since if self._open else now
             self._open.append(fall)
         return self._latest.way
 
@@ -44,15 +47,13 @@ class Recoveries:
         """A line, when the group has got over what had happened: this step is the first since."""
         if not self._open or generation != self.generation:
             return ""
-        now = time.time()
-        first, fallen = self._open[0], self._open
-        self._open = []
-        took = now - first.time
+        fallen, self._open = self._open, []
+        took = time.monotonic() - self._since
         self._lost += took
         before = max((fall.step for fall in fallen if fall.step is not None), default=None)
         redone = max(0, before - (step - 1)) if before is not None else 0
         self._folder.event(
-            events.Recovered(time=now, generation=generation, seconds=round(took, 4), step=step, redone=redone)
+            events.Recovered(time=time.time(), generation=generation, seconds=round(took, 4), step=step, redone=redone)
         )
         who = ", ".join(fall.reason for fall in fallen)
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
@@ -69,7 +70,7 @@ class Recoveries:
         """Nothing, where nothing happened."""
         if not self._faults:
             return ""
-        whole = time.time() - self._began
+        whole = time.monotonic() - self._began
         count = len(self._faults)
         return (
             f"{count} fault{'s' if count > 1 else ''} survived, {self._lost:.1f} s of {whole:.0f} s lost by them: "

@@ -156,6 +156,16 @@ def modules(value: str) -> tuple[str, ...]:
     return found
 
 
+def faults(value: str) -> tuple[str, ...]:
+    from phalanx.launch.chaos import KINDS
+
+    found = tuple(part.strip() for part in value.split(","))
+    for part in found:
+        if part not in KINDS:
+            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "nothing is there")
+    return found
+
+
 def variable(value: str) -> tuple[str, str]:
     name, equals, content = value.partition("=")
     if not equals:
@@ -218,6 +228,7 @@ STDIN = Kind("RANK|none", stdin_rank, "the rank that reads this terminal, or non
 FILTERS = Kind("TEXT,…", filters, "texts with commas between them", "apple,orange")
 SIGNALS = Kind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
 DEVICES = Kind("ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5")
+FAULTS = Kind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
 MODULES = Kind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
 VARIABLE = Kind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
 PAIRS = Kind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
