@@ -53,6 +53,7 @@ class Fall:
     time: float
     lived: float
     step: int | None  # the newest that any worker here has committed
+    everybody: bool = False  # nobody is left who could hand anything over
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,7 @@ class Attempt:
             time=time.time(),
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
+            everybody=worker is None and not self.living,
         )
 
     def refused(self, name: str, why: str) -> None:
@@ -382,8 +384,6 @@ class Attempt:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
                 worker.step = message.step
-                if message.step and not self.generation:
-                    worker.formed = 0
             case words.Going():
                 worker.step, worker.formed = message.step, message.generation
                 self._stage.going(message)

@@ -57,6 +57,8 @@ class Recoveries:
         )
         who = ", ".join(fall.reason for fall in fallen)
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
+        if not redone and any(fall.everybody for fall in fallen):  # how far they had come, nobody can tell any more
+            cost = f"from step {step - 1} on"
         return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
     def again(self) -> str:
@@ -72,6 +74,8 @@ class Recoveries:
             return ""
         whole = time.monotonic() - self._began
         count = len(self._faults)
+        if not self.generation:
+            return f"{count} fault{'s' if count > 1 else ''} survived: all ranks were started again"
         return (
             f"{count} fault{'s' if count > 1 else ''} survived, {self._lost:.1f} s of {whole:.0f} s lost by them: "
             f"goodput {max(0.0, 1 - self._lost / whole):.1%}"

@@ -27,12 +27,14 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
-        self._line = Line(name, self._severing.cut, self._steps)
+        self._forming = 0  # or formed: the generation that this process is in
+        self._line = Line(name, self._severing.cut, self._pulse)
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
         """Through as many generations as it takes. The run is still open when it returns or raises."""
         while True:
             world = self._line.world
+            self._forming = world.generation
             try:
                 run = self._begin(world)
                 result = train(run)
@@ -54,8 +56,7 @@ class Generations:
         run.seed_everything()
         run.generation = world.generation
         run.past = self._past
-        if world.generation:
-            run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
+        run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
             self._severing.cut()
         return run
@@ -77,11 +78,18 @@ class Generations:
         with contextlib.suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # torch has counted it, though it never came to be: the next one would not be called as a new rank calls it.
+        dist.distributed_c10d._world.group_count = 0
         self._severing.forget()
 
-    def _steps(self) -> int:
+    def _pulse(self) -> int:
+        """Called by the line's thread now and then: how many steps are committed."""
         run = self._run
-        return 0 if run is None else run.steps
+        if run is not None:
+            return run.steps
+        if self._line.world.generation > self._forming:
+            self._severing.cut()  # again: what it waits for now may not have been there the first time
+        return 0
 
     @property
     def run(self) -> Run | None:

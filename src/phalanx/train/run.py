@@ -430,7 +430,7 @@ class Run(Group):
         with contextlib.ExitStack() as stack:
             stack.callback(super().abandon)
             if self._checkpoints is not None:
-                stack.callback(self._checkpoints.close, broken=True)
+                stack.callback(self._checkpoints.close, broken=True, patience=0.0)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self._progress is not None:
