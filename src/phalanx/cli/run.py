@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
     from phalanx.launch.console import Console
     from phalanx.launch.supervisor import Outside
 
-_TORCH = ("torch", "torch.distributed")
-
 
 def main(argv: list[str]) -> int:
     environ = environment()
@@ -127,13 +125,12 @@ def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
-            return Started(zygotes.fresh(plan.environ, log=log))
+            return Started(zygotes.make(plan, fresh_ones=True, welcome=(), log=log))
         found, words = _warm(plan, base)
         if found is not None:
             return Started(found, words=tuple(words))
         lesson = lessons.recall(plan.command, base)
-        required = [*_TORCH, *plan.start.preload]
-        zygote = zygotes.cold(plan.command, plan.environ, required=required, welcome=lesson.modules, log=log)
+        zygote = zygotes.make(plan, fresh_ones=False, welcome=lesson.modules, log=log)
         return Started(zygote, lesson, tuple(words))
     finally:
         os.close(log)

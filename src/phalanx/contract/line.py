@@ -22,7 +22,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Going(msgspec.Struct, frozen=True, tag="going"):
-    """The first step of this generation is committed."""
+    """The first step of this generation is committed: its group has formed."""
 
     generation: int
     step: int

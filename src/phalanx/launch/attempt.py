@@ -37,15 +37,16 @@ class Worker:
     seat: Seat
     folder: str
     pid: int = 0
-    born: float = 0.0
+    born: float = 0.0  # by a clock that nobody sets
     code: int | None = None  # exit code, or minus the signal
-    ended: float = 0.0
+    ended: float = 0.0  # by the clock on the wall, which error files go by
     stopped: bool = False  # it was told to stop before it ended
     step: int | None = None  # committed, as far as it has told
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
     called: bool = False  # it can regroup
     spare: bool = False  # it waits for a place
+    formed: int = -1  # the last generation that it has committed a step of, as far as it has told
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Fall:
     time: float
     lived: float
     step: int | None  # the newest that any worker here has committed
+    everybody: bool = False  # nobody is left who could hand anything over
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,21 @@ class Attempt:
     @property
     def living(self) -> list[tuple[str, Worker]]:
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
+
+    @property
+    def full(self) -> bool:
+        """Every seat is taken, by a worker that is alive."""
+        return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+
+    @property
+    def silence(self) -> float:
+        """Seconds after which a rank that is silent is lost."""
+        return self._stage.plan.silence
+
+    @property
+    def formed(self) -> bool:
+        """Every rank of this node has committed a step of this generation."""
+        return all(worker.formed == self.generation for worker in self.workers.values() if not worker.spare)
 
     @property
     def stopping(self) -> bool:
@@ -210,7 +227,7 @@ class Attempt:
             order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
-        self.workers[name] = Worker(seat, folder, born=time.time(), spare=spare)
+        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare)
         try:
             self._zygote.order(order, [stdin, out, err])
         except OSError:
@@ -268,6 +285,8 @@ class Attempt:
             self._tell_able()
         elif not worker.stopped:
             self._stage.failing(self.fall(f"rank {worker.seat.rank} failed", worker))
+            if not self.stopping:
+                return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
     def _look_for_the_end(self) -> None:
@@ -291,17 +310,18 @@ class Attempt:
             self._stage.note(told)
             self.start_worker(worker.seat, spare=True)
 
-    def fall(self, reason: str, worker: Worker | None = None) -> Fall:
+    def fall(self, reason: str, worker: Worker | None = None, place: str = "") -> Fall:
         """Of one worker, or of all of them at once."""
-        first = worker or next(iter(self.workers.values()))
+        workers = [worker] if worker is not None else list(self.workers.values())
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return Fall(
-            rank=first.seat.rank,
+            rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=cause.place(self._death(worker, "")) if worker is not None else "",
-            time=first.ended,
-            lived=first.ended - first.born,
+            place=cause.place(self._death(worker, "")) if worker is not None else place,
+            time=time.time(),
+            lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
+            everybody=worker is None and not self.living,
         )
 
     def refused(self, name: str, why: str) -> None:
@@ -323,13 +343,19 @@ class Attempt:
         self._stage.note(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()
+        if self._able[:2] == (True, False) and not self.formed:  # who had told the old one waits for ever
+            self._stage.failing(self.fall("the store was ended while the group formed", place="store"))
 
     def lost(self) -> None:
         """The zygote is gone, and its workers with it."""
         for _, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
-        self._stage.able(False, True, False)
-        self.over.set()
+        self._store_started = False
+
+    def transplant(self, zygote: Zygote) -> None:
+        """To another zygote: the old one is gone, and so are its store and its workers."""
+        self._zygote = zygote
+        self.prepare_store()
 
     def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
@@ -496,7 +522,7 @@ class Attempt:
             case words.Beat():
                 worker.step = message.step
             case words.Going():
-                worker.step = message.step
+                worker.step, worker.formed = message.step, message.generation
                 self._stage.going(message)
             case words.Done():
                 worker.done = True

@@ -148,8 +148,10 @@ class Alone:
 
     async def concluded(self, report: Report) -> Orders | Verdict:
         self._preemption.over()
+        if report.trouble and self._recoveries.way is Way.RESTART:
+            return self._once_more(report.attempt, report.trouble)
         if report.trouble:
-            return Verdict(128 + signal.SIGKILL, report.trouble)
+            return Verdict(128 + signal.SIGKILL, self._recoveries.last_words(report.trouble))
         if self._preemption.halted:
             return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         if not report.deaths:
@@ -160,9 +162,12 @@ class Alone:
         record_failure(self._folder, death, report.attempt)
         if self._recoveries.way is not Way.RESTART:
             return Verdict(death.exit_code, self._recoveries.last_words(report.block))
+        return self._once_more(report.attempt, report.block)
+
+    def _once_more(self, attempt: int, why: str) -> Orders:
         if self._supervised is not None:
-            self._supervised.note(f"{report.block}\nphalanx: {self._recoveries.again()}")
-        return Orders(report.attempt + 1, self._plan, self._listener)
+            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}")
+        return Orders(attempt + 1, self._plan, self._listener)
 
     def failing(self, fall: Fall) -> None:
         if self._supervised is None or self._preemption.halted:

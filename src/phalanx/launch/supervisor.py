@@ -86,7 +86,9 @@ class Supervisor:
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
         self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
-        self._lost_zygote = ""  # how it ended, if it did so by itself
+        self._lost_zygote = ""  # how it ended, if it did so by itself, and no other has taken its place
+        self._renewing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
+        self._next: Regrouping | None = None  # what these are to form
         self._kills = memory.read()
         self._leftovers = Leftovers()
         self._signals = Signals(plan)
@@ -169,6 +171,15 @@ class Supervisor:
             self._told_waiting = now
             self.note(text)
 
+    @property
+    def attempt(self) -> Attempt | None:
+        """The one that is under way."""
+        return self._attempt
+
+    @property
+    def zygote(self) -> Zygote:
+        return self._zygote
+
     # -- the zygote
 
     async def _zygote_ready(self) -> bool:
@@ -180,7 +191,8 @@ class Supervisor:
             report = await self._start_fresh(report["unsafe"])
         if self._signal is not None or not report:
             return False
-        self._show_import_output()
+        if self._attempt is None and not self.together:  # what a later one prints is the same
+            self._show_import_output()
         self._folder.event(
             events.ZygoteReady(
                 time=time.time(),
@@ -239,8 +251,41 @@ class Supervisor:
             self._sweeping.set()
         if self._attempt is not None:
             self._attempt.lost()
-            if self._lost_zygote:
-                self._company.failing(self._attempt.fall("a zygote was ended from outside"))
+            if self._lost_zygote and not self._attempt.over.is_set():
+                self._company.failing(self._attempt.fall("the zygote was ended from outside", place="zygote"))
+
+    async def _another_zygote(self) -> bool:
+        """In the place of one that was killed. False if it never comes to listen."""
+        await self._clear()
+        if self._signal is not None or self._failure is not None:
+            return False
+        self._lost_zygote = ""
+        welcome = self._lesson.modules if self._lesson is not None else ()
+        with open(f"{self._folder.path}/zygote.log", "ab") as log:
+            fresh = not self._zygote.forks
+            self._zygote = zygotes.make(self._plan, fresh_ones=fresh, welcome=welcome, log=log.fileno())
+        return await self._zygote_ready()
+
+    async def _renew(self, attempt: Attempt) -> None:
+        """A new zygote, and from it all workers of this node: they form the group's next generation."""
+        self.note(f"the zygote was ended from outside: {self._lost_zygote}; another takes its place")
+        try:
+            while self._lost_zygote and not attempt.over.is_set():  # another may be killed too
+                if await self._another_zygote() and self._next is not None and not attempt.over.is_set():
+                    attempt.transplant(self._zygote)
+                    attempt.regroup(self._next)
+        except PhalanxError as error:
+            self.fail(error)
+        finally:
+            self._renewing = None
+            if not attempt.living:
+                attempt.over.set()
+
+    async def _clear(self) -> None:
+        """What a killed zygote's workers had started has come to us."""
+        if self._zygote.process is not None:
+            besides = self._outside.pids if self._outside is not None else frozenset()
+            await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
         """A module that the user named must be there; torch itself the script may not need."""
@@ -308,9 +353,7 @@ class Supervisor:
     async def _close(self) -> None:
         """Nothing of the run is alive afterwards."""
         await self._end_zygote()
-        if self._zygote.process is not None:
-            besides = self._outside.pids if self._outside is not None else frozenset()
-            await asyncio.to_thread(self._leftovers.end, besides=besides)
+        await self._clear()
 
     # -- attempts
 
@@ -321,6 +364,8 @@ class Supervisor:
             if self._failure is not None:
                 raise self._failure
             self._plan = next_.plan
+            if self._lost_zygote and not await self._another_zygote():
+                return self._never_started(), ""
             attempt = await self._live(next_)
             next_ = await self._conclude(attempt)
         if self._failure is not None:
@@ -363,11 +408,16 @@ class Supervisor:
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
+        if self._renewing is not None:
+            await asyncio.wait((self._renewing,))
         await self._company.settled()
         attempt.concluded()
-        ended = self._signal is not None or bool(self._lost_zygote) or self._failure is not None
+        ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
             await self._close()
+        elif self._lost_zygote:
+            self._attempt = None
+            await self._clear()
         else:
             # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
             self._attempt = None
@@ -451,14 +501,27 @@ class Supervisor:
         """Another node has failed: this attempt is over."""
         if self._attempt is None:
             self._stop = (number, reason, grace)
-        elif self._attempt.living and not self._attempt.stopping:
+        elif not self._attempt.living:
+            self._resolve({})  # of a zygote that imports, in the place of a killed one
+            self._attempt.over.set()
+        elif not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
 
     def regroup(self, to: Regrouping) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
-        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
-            self._plan = to.plan
-            self._attempt.regroup(to)
+        attempt = self._attempt
+        if attempt is None or attempt.over.is_set():
+            return
+        self._plan = to.plan
+        if self._signal is not None or attempt.stopping:
+            if not attempt.living:
+                attempt.over.set()
+        elif self._lost_zygote or self._renewing is not None:
+            self._next = to
+            if self._renewing is None:
+                self._renewing = asyncio.get_running_loop().create_task(self._renew(attempt))
+        else:
+            attempt.regroup(to)
 
     def hold(self, why: str) -> None:
         """Too few nodes are left: workers wait for others."""
@@ -495,7 +558,10 @@ class Supervisor:
         self._signals.presently(self.pass_on, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
-        if self._attempt is not None:
+        if self._attempt is not None and not self._attempt.living:
+            self._resolve({})
+            self._attempt.over.set()
+        elif self._attempt is not None:
             reason = f"{number.name} received"
             self._attempt.stop(number, reason, self._plan.ending.grace, told=self._signals.everybodys(number))
 

@@ -16,6 +16,7 @@ from phalanx.launch.zygote import wire
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 _HOOK = os.path.join(_FOLDER, "hook")
+_TORCH = ("torch", "torch.distributed")
 
 
 @dataclass
@@ -26,6 +27,10 @@ class Zygote:
     way: str
     process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
     ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else int((self.ready or {})["pid"])
 
     @property
     def forks(self) -> bool:
@@ -42,6 +47,14 @@ class Zygote:
         """Its exit code, once it has ended."""
         self.sock.close()
         return None if self.process is None else self.process.wait()
+
+
+def make(plan: Plan, *, fresh_ones: bool, welcome: Sequence[str], log: int) -> Zygote:
+    """One that has yet to import: at the start of a run, and in the place of one that was killed."""
+    if fresh_ones:
+        return fresh(plan.environ, log=log)
+    required = [*_TORCH, *plan.start.preload]
+    return cold(plan.command, plan.environ, required=required, welcome=welcome, log=log)
 
 
 def cold(

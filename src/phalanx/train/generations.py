@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
-from phalanx.errors import JoinError, RankError
+from phalanx.errors import JoinError
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
@@ -35,7 +35,8 @@ class Generations:
         self._unwatched = self._severing.watch_groups()
         self._halting = Halting(self._steps)
         self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
-        self._line = Line(name, self._moved, self._steps, self._heard)
+        self._forming: words.World | None = None  # or formed: where this process is
+        self._line = Line(name, self._moved, self._pulse, self._heard)
         self._ignoring = Ignoring(self._line.preempt)
         self._line.listen()
 
@@ -43,6 +44,7 @@ class Generations:
         """Through as many generations as it takes. The run is still open when it returns or raises."""
         while True:
             world = self._line.world
+            self._forming = world
             try:
                 run = self._begin(world)
                 result = train(run)
@@ -77,6 +79,7 @@ class Generations:
         run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
         run.halting = self._reached
         run.training, run.regroups = self._training, True
+        run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
         if run.device.type == "cuda":
@@ -122,6 +125,8 @@ class Generations:
         with contextlib.suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # torch has counted it, though it never came to be: the next one would not be called as a new rank calls it.
+        dist.distributed_c10d._world.group_count = 0
         self._severing.forget()
 
     # -- what the supervisor says
@@ -157,6 +162,15 @@ class Generations:
         run = self._run
         return 0 if run is None else run.steps
 
+    def _pulse(self) -> int:
+        """Called by the line's thread now and then: how many steps are committed."""
+        run = self._run
+        if run is not None:
+            return run.steps
+        if self._forming is not None and self._line.has_moved(self._forming):
+            self._severing.cut()  # again: what it waits for now may not have been there the first time
+        return 0
+
     @property
     def run(self) -> Run | None:
         return self._run
@@ -169,4 +183,4 @@ class Generations:
 
 def _may_be_a_death(error: Exception) -> bool:
     """torch tells of a lost peer in many words, but always by these kinds."""
-    return isinstance(error, RuntimeError | OSError | JoinError | RankError)
+    return isinstance(error, RuntimeError | OSError | JoinError)

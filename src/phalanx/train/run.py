@@ -563,7 +563,7 @@ class Run(Group):
             if self.handover is not None:
                 stack.callback(self.handover.close)
             if self._checkpoints is not None:
-                stack.callback(self._checkpoints.close, broken=True)
+                stack.callback(self._checkpoints.close, broken=True, patience=0.0)
             if self._snapshots is not None:
                 stack.callback(self._snapshots.close, LAST_WORDS)
             if self._metrics is not None:

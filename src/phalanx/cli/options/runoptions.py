@@ -17,7 +17,7 @@ from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 from phalanx.errors import OptionError
 
-__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_explain", "parse_run"]
+__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_chaos", "parse_explain", "parse_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,11 @@ def parse_explain(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunO
     """The options of the run to explain, and whether JSON is wanted."""
     options, values = _parse(argv, environ, "explain")
     return options, bool(values.json)
+
+
+def parse_chaos(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunOptions, Any]:
+    """The options of the run, and the values of those that only `phalanx chaos` has."""
+    return _parse(argv, environ, "chaos")
 
 
 def _parse(argv: Sequence[str], environ: Mapping[str, str], verb: str) -> tuple[RunOptions, Any]:

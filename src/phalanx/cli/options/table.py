@@ -43,6 +43,18 @@ OPTIONS = (
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
     _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),
+    _ours(OFTEN, "--kill-every", "Pause between two faults, on average.", kinds.DURATION, "5s", only="chaos"),
+    _ours(OFTEN, "--seed", "Repeats the faults of another time. Not given: a random one.", kinds.ID, only="chaos"),
+    _ours(
+        OFTEN,
+        "--faults",
+        "Which kinds: kill, segv, abrt, bus, term, stop (a signal to a rank), store, zygote.",
+        kinds.FAULTS,
+        "kill",
+        only="chaos",
+    ),
+    _ours(OFTEN, "--times", "So many faults, and no more.", kinds.TIMES, only="chaos"),
+    _ours(OFTEN, "--victims", "Signals go to these ranks only.", kinds.RANKS, only="chaos"),
     Option(OFTEN, "--help", "Shows this text.", short="-h", pet=False),
     Option(
         SIZE,

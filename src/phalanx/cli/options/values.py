@@ -166,6 +166,16 @@ def modules(value: str) -> tuple[str, ...]:
     return found
 
 
+def faults(value: str) -> tuple[str, ...]:
+    from phalanx.launch.chaos import KINDS
+
+    found = tuple(part.strip() for part in value.split(","))
+    for part in found:
+        if part not in KINDS:
+            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "nothing is there")
+    return found
+
+
 def variable(value: str) -> tuple[str, str]:
     name, equals, content = value.partition("=")
     if not equals:
@@ -229,6 +239,7 @@ FILTERS = Kind("TEXT,…", filters, "texts with commas between them", "apple,ora
 SIGNALS = Kind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
 PREEMPTION = Kind("SIG,…|none", preemption, "names of signals with commas between them, or none", "SIGTERM,SIGUSR1")
 DEVICES = Kind("ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5")
+FAULTS = Kind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
 MODULES = Kind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
 VARIABLE = Kind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
 PAIRS = Kind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
