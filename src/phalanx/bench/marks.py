@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _WARMING = 2  # steps of a group that are slower than those that follow
@@ -17,14 +17,15 @@ class Mark:
     group: int  # another number for every group that forms
     step: int
     time: float
+    cpu: float = 0.0  # seconds that its process has spent so far
 
 
 def parsed(text: str) -> list[Mark]:
-    """Lines of `what rank pid group step time`."""
+    """Lines of `what rank pid group step time cpu`."""
     rows = (line.split() for line in text.splitlines() if line)
     return [
-        Mark(what, int(rank), int(pid), int(group), int(step), float(time))
-        for what, rank, pid, group, step, time in rows
+        Mark(what, int(rank), int(pid), int(group), int(step), float(time), float(cpu))
+        for what, rank, pid, group, step, time, cpu in rows
     ]
 
 
@@ -114,6 +115,12 @@ def step_times(marks: Iterable[Mark]) -> list[float]:
 def newest(marks: Iterable[Mark], until: float) -> int:
     """The newest step that any rank had committed by then."""
     return max((mark.step for mark in marks if mark.what == "step" and mark.time < until), default=0)
+
+
+def spent(marks: Sequence[Mark], before: Mapping[int, float]) -> float:
+    """CPU seconds of all ranks together, since each had spent what it had before."""
+    latest = {mark.rank: mark.cpu for mark in marks}
+    return sum(cpu - before.get(rank, cpu) for rank, cpu in latest.items())
 
 
 def median(numbers: Sequence[float]) -> float | None:

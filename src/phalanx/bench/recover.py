@@ -40,6 +40,8 @@ PARTS = {
     "faults": "so many kills in a row",
 }
 _SETTLED = 6  # steps between two kills
+# By the clock, and by the CPU time of all ranks: that is the same on a machine that has other things to do.
+_READY = ("ready for faults", "ready for faults, in CPU time")
 _SMALL = 10_000  # parameters, where faults are counted and not timed
 
 
@@ -78,7 +80,9 @@ class Row:
     first: tuple[float, ...]
     whole: tuple[float, ...]
     met: tuple[float, ...]
+    ready: tuple[float, ...]
     step: float | None
+    steps: float | None  # undisturbed ones that would have been done in the time
     lost: int
 
 
@@ -96,7 +100,9 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
                     first=_sorted(one.first for one in fine),
                     whole=_sorted(one.whole for one in fine),
                     met=_sorted(one.met for one in fine),
+                    ready=_sorted(one.ready for one in fine),
                     step=median(_sorted(one.step for one in fine)),
+                    steps=median(_sorted(one.whole / one.step for one in fine if one.whole and one.step)),
                     lost=sum(one.lost for one in fine),
                 )
             )
@@ -211,11 +217,14 @@ class Bench:
             for training in trainings.values():
                 training.gather()
                 training.turn(3)
-            seconds: dict[str, list[float]] = {name: [] for name in names}
+            taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
             for number in range(self._options.turns):
                 for name in rotated(tuple(names), number):
-                    seconds[name].append(trainings[name].turn(self._options.steps) / self._options.steps)
-        self.ready = [step.Times("ready for faults", name, tuple(times)) for name, times in seconds.items()]
+                    taken[name].append(trainings[name].turn(self._options.steps))
+        for place, case in enumerate(_READY):
+            for name, times in taken.items():
+                seconds = tuple(time[place] / self._options.steps for time in times)
+                self.ready.append(step.Times(case, name, seconds))
         _say("ready", f"{self._options.turns} turns of {self._options.steps} steps on {ranks} ranks")
 
     # -- faults in a row
@@ -262,7 +271,7 @@ def targets(bench: Bench, options: argparse.Namespace) -> list[Target]:
     ]
     ready = step.targets(step.rows(bench.ready))
     if not ready:
-        what = f"a step, ready for faults: at most {step.LIMIT} of raw PyTorch DDP"
+        what = f"a step, {_READY[0]}: at most {step.LIMIT} of raw PyTorch DDP"
         ready = [Target(what, "not part of this run", None)]
     judged += ready
     over = sum(not sample.failure for sample in bench.faults)
@@ -344,21 +353,23 @@ def _show(bench: Bench, judged: Sequence[Target], failure: str) -> None:
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
     if bench.samples:
-        title = "A rank is killed: seconds from then, median (min..max)"
+        title = "A rank is killed: seconds from then until the last rank is there, median and min..max"
         table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
         table.add_column("")
-        for name in ("recovered", "first collective", "next step", "of every rank", "a step", "steps done again"):
+        names = ("recovered", "first\ncollective", "state\nthere", "next step", "by anyone", "a step\nundisturbed")
+        for name in (*names, "so many\nsteps", "steps\ndone again"):
             table.add_column(name, justify="right")
         for row in rows(bench.samples):
+            times = (_spread(times) for times in (row.met, row.ready, row.whole, row.first))
             alone = "-" if row.step is None else f"{row.step:.3f}"
-            times = (_spread(row.met), _spread(row.first), _spread(row.whole))
+            share = "-" if row.steps is None else f"{row.steps:.1f}"
             label = SURVIVORS[row.contender].contender.label
-            table.add_row(label, f"{row.recovered} of {row.kills}", *times, alone, str(row.lost))
+            table.add_row(label, f"{row.recovered} of {row.kills}", *times, alone, share, str(row.lost))
         console.print(table)
     for loop in step.rows(bench.ready):
         if loop.ratio is not None:
-            text = f"{step.LOOPS[loop.contender][0]:<24}{loop.milliseconds:9.2f} ms a step, {loop.ratio:.4f} of raw"
-            console.print(f"{'no faults':<14}{text}", highlight=False, soft_wrap=True)
+            text = f"{step.LOOPS[loop.contender][0]}: {loop.milliseconds:.2f} ms a step, {loop.ratio:.4f} of raw"
+            console.print(f"{'no faults':<14}{loop.case}, {text}", highlight=False, soft_wrap=True)
     for target in judged:
         console.print(f"{verdict(target):<14}{target.what}: {target.evidence}", highlight=False, soft_wrap=True)
     for sample in (*bench.samples, *bench.faults):
@@ -371,7 +382,7 @@ def _show(bench: Bench, judged: Sequence[Target], failure: str) -> None:
 
 def _spread(times: Sequence[float]) -> str:
     middle = median(times)
-    return "-" if middle is None else f"{middle:.2f} ({times[0]:.2f}..{times[-1]:.2f})"
+    return "-" if middle is None else f"{middle:.2f}\n{times[0]:.2f}..{times[-1]:.2f}"
 
 
 def _parser() -> argparse.ArgumentParser:

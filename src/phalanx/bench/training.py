@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from phalanx.bench import launch
-from phalanx.bench.marks import Kill, Mark, Recovery, parsed, recovery, settled, step_times
+from phalanx.bench.marks import Kill, Mark, Recovery, parsed, recovery, settled, spent, step_times
 
 Found = TypeVar("Found")
 
@@ -114,21 +114,18 @@ class Training:
             START,
             "it starts",
         )
-        self.marks.clear()
 
     # -- to disturb
 
-    def turn(self, steps: int) -> float:
-        """Let it do so many steps, where it waits for that; the seconds until the last rank had done them."""
-        before = len(self.marks)
-        wanted = before + steps * self._ranks
+    def turn(self, steps: int) -> tuple[float, float]:
+        """Let it do so many steps, where it waits for that: seconds until the last rank had, and of all ranks' CPUs."""
+        before = {mark.rank: mark.cpu for mark in self.marks}
+        self.marks.clear()
         begin = time.monotonic()
         for handle in self._turns:
             os.write(handle, b"." * steps)
-        self.until(lambda marks: True if len(marks) >= wanted else None, LIMIT, "a turn")
-        seconds = max(mark.time for mark in self.marks[before:]) - begin
-        self.marks.clear()
-        return seconds
+        self.until(lambda marks: True if len(marks) >= steps * self._ranks else None, LIMIT, "a turn")
+        return max(mark.time for mark in self.marks) - begin, spent(self.marks, before)
 
     def kill(self, group: int, chance: random.Random, phase: float = 0.0) -> Kill:
         """SIGKILL to a rank, up to `phase` seconds from now."""

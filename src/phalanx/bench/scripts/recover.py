@@ -33,7 +33,8 @@ class Marks:
 
     def tell(self, what: str, group: int, step: int = 0) -> None:
         now = time.monotonic()  # one clock for all processes of a machine
-        os.write(self._pipe, f"{what} {self._rank} {os.getpid()} {group} {step} {now:.6f}\n".encode())
+        spent = time.process_time()
+        os.write(self._pipe, f"{what} {self._rank} {os.getpid()} {group} {step} {now:.6f} {spent:.6f}\n".encode())
 
     def wait(self) -> None:
         """For the turn of this training, where several take turns: a byte is a step."""
