@@ -145,7 +145,7 @@ class Bench:
 
     def measure_kills(self, names: Sequence[str]) -> None:
         for name in names:
-            if SURVIVORS[name].learns:
+            if SURVIVORS[name].learns and not self._options.quick:
                 self._rehearse(name)
         for number in range(1, self._options.rounds + 1):
             for name in rotated(names, number):
@@ -258,9 +258,7 @@ def targets(bench: Bench, options: argparse.Namespace) -> list[Target]:
     ours = found.get("phalanx")
     judged = [
         _below(f"kill to the next committed step, {size}: below {RECOVERY} s", ours, "whole", RECOVERY),
-        Target("no committed step is lost", "not part of this run", None)
-        if ours is None
-        else Target("no committed step is lost", f"{ours.lost} in {ours.recovered} recoveries", ours.lost == 0),
+        _none_lost(ours),
         _below(
             f"plain script, started again: below {COLLECTIVE} s to its first collective",
             found.get("restart"),
@@ -278,6 +276,13 @@ def targets(bench: Bench, options: argparse.Namespace) -> list[Target]:
     what = f"{options.faults} faults in a row: all recovered"
     evidence = f"{over} of {options.faults}" if bench.faults else "not part of this run"
     return [*judged, Target(what, evidence, over == options.faults if bench.faults else None)]
+
+
+def _none_lost(row: Row | None) -> Target:
+    what = "no committed step is lost"
+    if row is None or not row.recovered:
+        return Target(what, "not part of this run" if row is None else "nothing was recovered", None)
+    return Target(what, f"{row.lost} in {row.recovered} recoveries", row.lost == 0)
 
 
 def _below(what: str, row: Row | None, field: str, limit: float) -> Target:
@@ -305,8 +310,8 @@ def _goodput(pairs: Sequence[Pair], every: float) -> Target:
 def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     options = _parser().parse_args(argv)
     if options.quick:
-        options.rounds, options.kills, options.params, options.every = 1, 1, _SMALL, 2.0
-        options.turns, options.faults = 5, 2
+        options.rounds, options.kills, options.params, options.every = 1, 1, _SMALL, 1.0
+        options.turns, options.faults = 3, 2
     for name in ("ranks", "params", "rounds", "kills", "turns", "steps", "faults", "every"):
         if getattr(options, name) <= 0:
             raise OptionError(f"--{name} {getattr(options, name)}: at least one is needed", fix=f"--{name} 2")
@@ -356,11 +361,11 @@ def _show(bench: Bench, judged: Sequence[Target], failure: str) -> None:
         title = "A rank is killed: seconds from then until the last rank is there, median and min..max"
         table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
         table.add_column("")
-        names = ("recovered", "first\ncollective", "state\nthere", "next step", "by anyone", "a step\nundisturbed")
-        for name in (*names, "so many\nsteps", "steps\ndone again"):
+        names = ("recovered", "first\ncollective", "state\nthere", "next step,\nanybody's", "next step,\neverybody's")
+        for name in (*names, "a step\nundisturbed", "so many\nsteps", "steps\ndone again"):
             table.add_column(name, justify="right")
         for row in rows(bench.samples):
-            times = (_spread(times) for times in (row.met, row.ready, row.whole, row.first))
+            times = (_spread(times) for times in (row.met, row.ready, row.first, row.whole))
             alone = "-" if row.step is None else f"{row.step:.3f}"
             share = "-" if row.steps is None else f"{row.steps:.1f}"
             label = SURVIVORS[row.contender].contender.label
