@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -126,6 +127,21 @@ class Bench:
         self.pairs: list[Pair] = []
         self.ready: list[step.Times] = []
         self.faults: list[Sample] = []
+        self.failures: list[str] = []
+
+    def measure(self, part: str, names: Sequence[str]) -> None:
+        try:
+            match part:
+                case "kill":
+                    self._measure_kills(names)
+                case "goodput":
+                    self._measure_goodput()
+                case "ready":
+                    self._measure_ready()
+                case "faults":
+                    self._measure_faults()
+        except LostError as lost:
+            self.failures.append(f"{part}: {lost}")
 
     def _training(self, name: str, params: int, *, ranks: int = 0, keeps: bool = True, turns: bool = False) -> Training:
         """Each in a folder of its own, but phalanx with the state of its runs before: it learns what a script needs."""
@@ -143,7 +159,7 @@ class Bench:
 
     # -- from the kill to the next step
 
-    def measure_kills(self, names: Sequence[str]) -> None:
+    def _measure_kills(self, names: Sequence[str]) -> None:
         for name in names:
             if SURVIVORS[name].learns and not self._options.quick:
                 self._rehearse(name)
@@ -185,7 +201,7 @@ class Bench:
 
     # -- goodput
 
-    def measure_goodput(self) -> None:
+    def _measure_goodput(self) -> None:
         """Undisturbed and disturbed in turn, in one run: whatever else this machine does hits both alike."""
         with self._training("phalanx", self._options.params) as training:
             for number in range(1, self._options.rounds + 1):
@@ -205,7 +221,7 @@ class Bench:
 
     # -- the cost of being ready
 
-    def measure_ready(self) -> None:
+    def _measure_ready(self) -> None:
         """Runs of their own, side by side: while one does some steps, the others wait for their turn."""
         ranks = min(self._options.ranks, len(os.sched_getaffinity(0)))
         names = {"raw": "restart", "again": "restart", "phalanx": "phalanx"}
@@ -229,7 +245,7 @@ class Bench:
 
     # -- faults in a row
 
-    def measure_faults(self) -> None:
+    def _measure_faults(self) -> None:
         """In one run: the first that it does not get over is the last."""
         with self._training("phalanx", _SMALL) as training:
             for number in range(1, self._options.faults + 1):
@@ -320,38 +336,29 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     before = machine.machine()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         bench = Bench(options, inherited, folder)
-        failure = ""
-        try:
-            if "kill" in parts:
-                bench.measure_kills(names)
-            if "goodput" in parts:
-                bench.measure_goodput()
-            if "ready" in parts:
-                bench.measure_ready()
-            if "faults" in parts:
-                bench.measure_faults()
-        except LostError as lost:
-            failure = str(lost)
+        for part in parts:
+            bench.measure(part, names)
     judged = targets(bench, options)
     if options.json:
         data = {
             "benchmark": "recover",
-            "machine": {**asdict(before), "load_after": os.getloadavg()},
+            "machine": {**asdict(before), "load_after": os.getloadavg(), "torchft": _torchft()},
             "settings": {name: value for name, value in vars(options).items() if name != "json"},
             "samples": [asdict(sample) for sample in bench.samples],
             "rows": [asdict(row) for row in rows(bench.samples)],
             "goodput": [asdict(pair) for pair in bench.pairs],
             "ready": [asdict(row) for row in step.rows(bench.ready)],
             "faults": [asdict(sample) for sample in bench.faults],
+            "failures": bench.failures,
             "targets": [asdict(target) for target in judged],
         }
         with open(options.json, "w") as file:
             file.write(json.dumps(data, indent=1) + "\n")
-    _show(bench, judged, failure)
-    return 1 if failure or any(target.met is False for target in judged) else 0
+    _show(bench, judged)
+    return 1 if bench.failures or any(target.met is False for target in judged) else 0
 
 
-def _show(bench: Bench, judged: Sequence[Target], failure: str) -> None:
+def _show(bench: Bench, judged: Sequence[Target]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -381,8 +388,14 @@ def _show(bench: Bench, judged: Sequence[Target], failure: str) -> None:
         if sample.failure:
             text = f"{SURVIVORS[sample.contender].contender.label}, round {sample.round}: {sample.failure}"
             console.print(f"{'failed':<14}{text}", markup=False, highlight=False, soft_wrap=True)
-    if failure:
+    for failure in bench.failures:
         console.print(f"{'failed':<14}{failure}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _torchft() -> str:
+    """Its version; there are two packages of the name."""
+    names = importlib.metadata.packages_distributions().get("torchft", [])
+    return f"{names[0]} {importlib.metadata.version(names[0])}" if names else "not installed"
 
 
 def _spread(times: Sequence[float]) -> str:
