@@ -21,6 +21,13 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     step: int
 
 
+class Entering(msgspec.Struct, frozen=True, tag="entering"):
+    """It has left the group before, and comes to that of this generation. `holds`: with what it has trained."""
+
+    generation: int
+    holds: bool
+
+
 class Going(msgspec.Struct, frozen=True, tag="going"):
     """The first step of this generation is committed: its group has formed."""
 
@@ -93,7 +100,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 FromSupervisor = World | Wait | Halt | End
-FromWorker = Here | Beat | Going | Done | Keeping | Standing | Halted
+FromWorker = Here | Beat | Entering | Going | Done | Keeping | Standing | Halted
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)

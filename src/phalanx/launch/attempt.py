@@ -24,11 +24,13 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.stuck import Stuck
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
 _MOST_SPARES = 3  # likewise
+_LOOK = 0.1  # seconds between two looks at who has come
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
 
@@ -46,6 +48,8 @@ class Worker:
     done: bool = False  # its training has come to its end
     called: bool = False  # it can regroup
     spare: bool = False  # it waits for a place
+    entered: int = -1  # the last generation that it has come to
+    holds: bool = False  # with what was trained before
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
 
 
@@ -106,6 +110,7 @@ class Attempt:
         self._halt: words.Halt | None = None  # what was said of halting last
         self._line = Line(self)
         self._listening: asyncio.Task[None] | None = None
+        self._missing: asyncio.Task[None] | None = None  # looks for survivors that do not come to a new group
         self._able = (False, False, False)  # as it was told
         self._stage = stage
         self._zygote = zygote
@@ -395,8 +400,9 @@ class Attempt:
         if self._escalation is not None:
             self._escalation.cancel()
         self._line.close()
-        if self._listening is not None:
-            self._listening.cancel()
+        for task in (self._listening, self._missing):
+            if task is not None:
+                task.cancel()
 
     # -- a group that forms anew
 
@@ -417,6 +423,23 @@ class Attempt:
             self._fill(seat, at.get(seat.local_rank))
         self._keep_spares()
         self._tell_able()
+        if self._missing is not None:
+            self._missing.cancel()
+        self._missing = asyncio.get_running_loop().create_task(self._look_for_missing())
+
+    async def _look_for_missing(self) -> None:
+        """One that cannot leave the old group keeps all from forming the next."""
+        stuck = Stuck()
+        while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
+            safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
+            for pid in stuck.among(list(missing), safe=safe):
+                self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
+                self.tell(missing[pid], signal.SIGKILL)
+                stuck = Stuck()
+            await asyncio.sleep(_LOOK)
+
+    def _is_missing(self, worker: Worker) -> bool:
+        return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
 
     def _fill(self, seat: Seat, name: str | None) -> None:
         if name is None:
@@ -521,6 +544,8 @@ class Attempt:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
                 worker.step = message.step
+            case words.Entering():
+                worker.entered, worker.holds = message.generation, message.holds
             case words.Going():
                 worker.step, worker.formed = message.step, message.generation
                 self._stage.going(message)

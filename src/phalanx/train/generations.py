@@ -68,6 +68,7 @@ class Generations:
             self._leave()
 
     def _begin(self, world: words.World) -> Run:
+        self._line.tell(words.Entering(world.generation, self._past is not None))
         with self._severing.watching():
             run = Run.join(**self._options, world=world, word=self._past.word if self._past is not None else "")
         self._run = run

@@ -99,6 +99,7 @@ class Run(Group):
         self._snapshots: Snapshots | None = None
         self._snapshot_due = Interval(None)
         self._ready = False  # what is kept is as it should be
+        self._resized: Callable[[int, int], object] | None = None
         self._saved = 0  # the step of the newest checkpoint
         self._latest: dict[str, Any] = {}  # metrics of the newest step, where there are checkpoints
         self._readings: list[Reading] = []
@@ -438,6 +439,9 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
+        before = self._stepper.ranks_before
+        if self._resized is not None and before not in (None, self.world_size):
+            self._resized(before, self.world_size)
         self._ready, self.past, self._began = True, None, self.steps
         if self._checkpoints is not None and self.keeping is not None:
             self.keeping(self._checkpoints.folder)
@@ -446,6 +450,19 @@ class Run(Group):
             self._saved = self.broadcast(0 if newest is None else newest.step)
             self.halt()
         return info
+
+    def on_resize(self, hook: Callable[[int, int], object]) -> None:
+        """Called by `keep` with the number of ranks before and now, where it is another one than what is kept has seen:
+        after nodes have come or gone, or from a checkpoint of a larger run.
+
+            run.on_resize(lambda before, now: scale(opt, now / before))     # the learning rate, say
+
+        With `run.loader(global_batch=…)` the batch of all ranks together stays what it was, and there is nothing to do;
+        with `batch_size=…` that of each rank does.
+        """
+        if self._kept:
+            raise UsageError("on_resize() came after keep(), which calls it", fix="run.on_resize(…) before run.keep(…)")
+        self._resized = hook
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
         environ = environment()

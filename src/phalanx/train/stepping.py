@@ -59,6 +59,8 @@ class Stepper:
         self.guard: Callable[[], None] | None = None  # before gradients are used
         self.fresh = Fresh()
         self.torn = False  # an update has begun; whoever commits it says when it is whole
+        self.ranks_before: int | None = None  # of the state that was loaded
+        self._ranks = world_size
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -273,12 +275,14 @@ class Stepper:
         return {
             "scaler": self._loaded if self.scaler is None else self.scaler.state_dict(),
             "drawn": self.fresh.drawn,
+            "ranks": self._ranks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before models are wrapped, or after."""
         self._loaded = state.get("scaler") or {}
         self.fresh.drawn = state.get("drawn", self.fresh.drawn)
+        self.ranks_before = state.get("ranks", self.ranks_before)
         self._unsettled = False
         if self.scaler is not None and self._loaded:
             self.scaler.load_state_dict(self._loaded)

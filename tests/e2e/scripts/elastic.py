@@ -37,6 +37,7 @@ def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=12, shuffle=True)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.on_resize(lambda before, now: run.print(f"resized from {before} to {now}"))
     run.keep(model=model, opt=opt, data=data)
     ddp = run.wrap(model)
     print(f"generation {run.generation}: rank {run.rank} of {run.world_size}", flush=True)

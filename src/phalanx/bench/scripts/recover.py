@@ -69,13 +69,16 @@ def through_main(told: dict[str, Any]) -> None:
 
     marks: list[Marks] = []  # one a process, however often it is entered
 
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network(told["params"])
+        return model, adamw(model)
+
     def train(run: phalanx.Run) -> None:
         if not marks:
             marks.append(Marks(told, run.rank))
         mark = marks[0]
         mark.tell("met", run.generation)
-        model = network(told["params"])
-        opt = adamw(model)
+        model, opt = run.once(make)
         data = run.loader(dataset(told["params"]), batch_size=_BATCH, shuffle=True)
         run.keep(model=model, opt=opt, data=data)
         ddp = run.wrap(model)

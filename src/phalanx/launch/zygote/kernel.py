@@ -82,6 +82,16 @@ def state(pid: int) -> str:
     return _STATES.get(letter, letter)
 
 
+def thread(pid: int) -> tuple[bool, float] | None:
+    """Of the main thread of a process: whether it waits for something, and the seconds of CPU that it has used."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] == b"S", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def _parents() -> dict[int, tuple[int, bool]]:
     """pid -> (parent, zombie?) of every process."""
     table: dict[int, tuple[int, bool]] = {}

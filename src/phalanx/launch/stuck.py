@@ -1,0 +1,44 @@
+"""Survivors that do not come to the new group: gloo may wait for ever in an operation whose connections are cut.
+
+What it sends to a rank that has died may stand in a queue of its own, and whoever waits for that is never told that it
+is in vain. Such a process cannot be woken. Another in its place loses nothing, if somebody else has what it has.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from phalanx.launch.zygote import kernel
+
+PATIENCE = 1.0  # seconds without a sign of work, where somebody else has the state
+LAST = 15.0  # the same where nobody has: what is lost then is what was done since the last snapshot
+
+
+@dataclass
+class _Look:
+    used: float  # seconds of CPU
+    since: float  # when it was last seen to use any
+
+
+class Stuck:
+    """Of the workers of one node, since the group began to form anew."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, _Look] = {}
+
+    def among(self, missing: list[int], *, safe: bool) -> list[int]:
+        """Those of these processes that are not coming. `safe`: somebody else has what they have."""
+        now, limit = time.monotonic(), PATIENCE if safe else LAST
+        return [pid for pid in missing if self._still(pid, now) > limit]
+
+    def _still(self, pid: int, now: float) -> float:
+        """Seconds for which its main thread has neither computed nor been ready to."""
+        seen = kernel.thread(pid)
+        if seen is None:
+            return 0.0
+        asleep, used = seen
+        look = self._looks.get(pid)
+        if look is None or not asleep or used > look.used:
+            look = self._looks[pid] = _Look(used, now)
+        return now - look.since
