@@ -29,7 +29,8 @@ class Parcel:
             places, end = {}, 0
             for name, tensor in tensors.items():
                 places[name] = end
-                end += _write(self._fd, _memory(tensor.detach().contiguous()))
+                packed = tensor.detach().contiguous()  # held until it is written
+                end += _write(self._fd, _memory(packed))
             text = objects.encode({**label, "places": places})
             _write(self._fd, memoryview(text))
         except BaseException:
