@@ -16,7 +16,7 @@ from phalanx.train import pieces
 from phalanx.train.chance import Fresh
 from phalanx.train.handover import Deal, Past
 from phalanx.train.once import Once
-from phalanx.train.parcel import Arena, Opened, Parcel
+from phalanx.train.parcel import Opened, Parcel
 
 CPU = torch.device("cpu")
 
@@ -75,8 +75,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def blank() -> dict[str, torch.Tensor]:
-    arena = Arena(1 << 16)  # which is not enough for all
-    return {name: arena.empty(one.dtype, tuple(one.shape)).fill_(0) for name, one in tensors().items()}
+    return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors().items()}
 
 
 def alike(found: dict[str, torch.Tensor]) -> bool:
@@ -89,8 +88,13 @@ def test_a_parcel_holds_what_was_put_in() -> None:
     with Opened(parcel.address) as opened:
         assert opened.label["step"] == 3
         opened.read(found)
+        own = {name: opened.tensor(name, one.dtype, tuple(one.shape)) for name, one in tensors().items()}
+        opened.read(own)
     assert alike(found)
+    assert alike(own)
     parcel.close()
+    own["large"] += 1  # it lives as long as somebody has it
+    assert torch.equal(own["large"], found["large"] + 1)
     with pytest.raises(LaunchError, match="cannot be read"):
         Opened(parcel.address)
 
