@@ -8,7 +8,7 @@ still making their objects, and go on without waiting for them.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from phalanx.train import pieces
 from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape, State
-from phalanx.train.parcel import ALIGNED, Arena, Opened, Parcel
+from phalanx.train.parcel import Opened, Parcel
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,21 @@ class Handover:
             body = torch.empty(int(self._store.get(f"to {rank}")), dtype=torch.uint8)
             pieces.receive({"": body}, deal.giver(rank), self._wire)
             label = objects.decode(bytes(body.tolist()))
-            targets = _targets(kept, label)
+            targets = state.targets(kept, label["plain"], _shapes(label))
         else:
-            for place, holder in enumerate(near):
-                with Opened(self._store.get(f"from {holder}").decode()) as parcel:
-                    if not place:
-                        label = parcel.label
-                        targets = _targets(kept, label)
-                    with torch.no_grad():
+            with contextlib.ExitStack() as stack:
+                parcels = [stack.enter_context(Opened(self._store.get(f"from {one}").decode())) for one in near]
+                label = parcels[0].label
+                shapes = _shapes(label)
+                if len([one for one in deal.lacking if deal.near(one) == near]) == 1:
+                    for parcel in parcels:
+                        shapes |= {
+                            name: _There(shapes[name].dtype, shapes[name].shape, name, parcel)
+                            for name in parcel.names()
+                        }
+                targets = state.targets(kept, label["plain"], shapes)
+                with torch.no_grad():
+                    for parcel in parcels:
                         parcel.read(targets)
             self._store.set(f"taken {rank}", "")
         far = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far or not near}
@@ -207,22 +214,18 @@ def _label(held: State, past: Past) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Roomy(Shape):
-    arena: Arena
+class _There(Shape):
+    """A tensor that lies in a parcel, in which nobody else is interested."""
+
+    name: str
+    parcel: Opened
 
     def empty(self) -> torch.Tensor:
-        return self.arena.empty(self.dtype, self.shape)
+        return self.parcel.tensor(self.name, self.dtype, self.shape)
 
 
-def _targets(kept: Mapping[str, object], label: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    shapes = {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _ in label["tensors"]}
-    arena = Arena(sum(_rounded(math.prod(one.shape) * one.dtype.itemsize) for one in shapes.values()))
-    roomy = {name: _Roomy(one.dtype, one.shape, arena) for name, one in shapes.items()}
-    return state.targets(kept, label["plain"], roomy)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def _shapes(label: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _ in label["tensors"]}
 
 
 def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ It has no name, so that nothing is left of it when the process that made it is g
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import mmap
@@ -18,6 +17,7 @@ from phalanx.errors import LaunchError
 from phalanx.join import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page by page, to get memory takes longer than to fill it
 
 
 class Parcel:
@@ -29,7 +29,9 @@ class Parcel:
             places, end = {}, 0
             for name, tensor in tensors.items():
                 places[name] = end
-                end += _write(self._fd, _memory(tensor.detach().contiguous()))
+                packed = tensor.detach().contiguous()  # held until it is written
+                end += _write(self._fd, _memory(packed))
+                end += _write(self._fd, memoryview(bytes(-end % ALIGNED)))
             text = objects.encode({**label, "places": places})
             _write(self._fd, memoryview(text))
         except BaseException:
@@ -43,47 +45,43 @@ class Parcel:
             self._fd = -1
 
 
-class Arena:
-    """Room for many tensors at once, in large pages where the kernel has them: page by page, to get memory takes longer
-    than to fill it."""
-
-    def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._used = 0
-
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        count = math.prod(shape)
-        start, size = self._used, count * dtype.itemsize
-        if not size or start + size > len(self._memory):
-            return torch.empty(shape, dtype=dtype)
-        self._used = -(-(start + size) // ALIGNED) * ALIGNED
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
-
-
 class Opened:
-    """with Opened(address) as parcel: parcel.label; parcel.read(targets)"""
+    """with Opened(address) as parcel: parcel.label; parcel.read(targets)
+
+    Whoever is the only one to open it may have its very memory: `parcel.tensor(name, …)` copies nothing.
+    """
 
     def __init__(self, address: str) -> None:
         pid, fd, start, length = map(int, address.split())
         try:
-            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise LaunchError(
                 f"the state that process {pid} holds ready cannot be read: {error.strerror}",
                 details=["it has ended, or /proc does not show it to other processes of its user"],
             ) from None
         self.label = objects.decode(os.pread(self._fd, length, start))
+        self._size = start
+        self._memory: mmap.mmap | None = None
 
     def names(self) -> Iterable[str]:
         return self.label["places"]  # type: ignore[no-any-return]
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._memory is None:
+            self._memory = mmap.mmap(self._fd, self._size, flags=mmap.MAP_SHARED | _POPULATE)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self.label["places"][name]).view(shape)
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Into the memory of those that it has, or as good as that."""
         for name in self.names():
             place = self.label["places"][name]
             target = targets[name].detach()
+            if self._is_own(target):
+                continue
             near = (
                 target
                 if target.is_contiguous() and target.device.type == "cpu"
@@ -97,6 +95,12 @@ class Opened:
                 view, place = view[count:], place + count
             if near is not target:
                 target.copy_(near)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        if self._memory is None or tensor.is_cuda:
+            return False
+        start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        return bool(start <= tensor.data_ptr() < start + self._size)
 
     def __enter__(self) -> Opened:
         return self

@@ -1,0 +1,176 @@
+"""Who hands what to whom, and how it gets there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.errors import LaunchError, UsageError
+from phalanx.train import pieces
+from phalanx.train.chance import Fresh
+from phalanx.train.handover import Deal, Past
+from phalanx.train.once import Once
+from phalanx.train.parcel import Opened, Parcel
+
+CPU = torch.device("cpu")
+
+
+def word(step: int) -> str:
+    return Past(step, 0, {}).word
+
+
+@pytest.mark.parametrize(
+    ("steps", "holders", "lacking"),
+    [
+        ([None, None], (), ()),
+        ([5, 5, 5], (0, 1, 2), ()),
+        ([5, None, 5], (0, 2), (1,)),
+        ([4, 5, None], (1,), (0, 2)),
+        ([0, None], (0,), (1,)),
+    ],
+)
+def test_the_newest_wins(steps: list[int | None], holders: tuple[int, ...], lacking: tuple[int, ...]) -> None:
+    deal = Deal.of(["" if step is None else word(step) for step in steps], [range(len(steps))])
+    assert (deal.holders, deal.lacking) == (holders, lacking)
+
+
+def test_givers_are_near_where_that_can_be() -> None:
+    deal = Deal.of([word(5), word(5), "", word(5), "", ""], [(0, 1, 2), (3,), (4, 5)])
+    assert [deal.near(rank) for rank in deal.lacking] == [(0, 1), (), ()]
+    assert [deal.giver(rank) for rank in deal.lacking] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "whole"),
+    [
+        (["[5,[0,2],0]", "[5,[1,2],0]"], True),
+        (["[5,[0,2],0]", "[4,[1,2],0]"], False),
+        (["[5,[0,2],0]", ""], False),
+        (["[5,[1,2],0]", "[5,[0,2],0]"], False),
+        (["[5,[0,3],0]", "[5,[1,3],0]"], False),
+    ],
+)
+def test_of_shards_none_may_be_lost(words: list[str], whole: bool) -> None:
+    assert bool(Deal.of(words, [(0, 1)]).holders) is whole
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    large = torch.randn(700, 700, generator=chance)
+    return {
+        "large": large,
+        "half": large[:3].to(torch.bfloat16),
+        "turned": large[:40, :30].t(),
+        "one": torch.tensor(7),
+        "none": torch.empty(0, 4),
+        "flag": torch.tensor([True, False, True]),
+        "double": large[0].double(),
+    }
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors().items()}
+
+
+def alike(found: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one, found[name]) for name, one in tensors().items())
+
+
+def test_a_parcel_holds_what_was_put_in() -> None:
+    parcel = Parcel(tensors(), {"step": 3})
+    found = blank()
+    with Opened(parcel.address) as opened:
+        assert opened.label["step"] == 3
+        opened.read(found)
+        own = {name: opened.tensor(name, one.dtype, tuple(one.shape)) for name, one in tensors().items()}
+        opened.read(own)
+    assert alike(found)
+    assert alike(own)
+    parcel.close()
+    own["large"] += 1  # it lives as long as somebody has it
+    assert torch.equal(own["large"], found["large"] + 1)
+    with pytest.raises(LaunchError, match="cannot be read"):
+        Opened(parcel.address)
+
+
+def exchanged(rank: int) -> bool:
+    found = blank()
+    if rank == 0:
+        pieces.send(tensors(), 1)
+        return True
+    pieces.receive(found, 0)
+    return alike(found)
+
+
+def between_two() -> bool:
+    import torch.distributed as dist
+
+    return exchanged(dist.get_rank())
+
+
+def test_by_the_backend_in_few_pieces() -> None:
+    assert phalanx.spawn(between_two, ranks=2) == [True, True]
+    sizes = {**dict.fromkeys(map(str, range(1000)), 1000), "large": pieces.SMALL, "empty": 0}
+    together = [*pieces.together(sizes)]
+    assert len(together) == 2
+    assert sorted(name for names in together for name in names) == sorted(name for name in sizes if sizes[name])
+
+
+def model() -> nn.Module:
+    return nn.Linear(3, 3)
+
+
+def other() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_once_gives_the_same_object_and_the_same_numbers() -> None:
+    once = Once()
+
+    def entered(*makes: Callable[[], Any]) -> tuple[list[Any], float, float]:
+        torch.manual_seed(1)
+        random.seed(1)
+        once.enter()
+        things = [once.get(make, CPU) for make in makes]
+        return things, torch.rand(1).item(), random.random()
+
+    first = entered(model, other)
+    again = entered(model, other)
+    assert [one is two for one, two in zip(first[0], again[0], strict=True)] == [True, True]
+    assert first[1:] == again[1:]
+    with pytest.raises(UsageError, match="is call 1 of once here, and was once"):
+        entered(other)
+
+
+def test_once_refuses_what_belongs_to_one_group() -> None:
+    run = phalanx.init(device="cpu")
+    try:
+        with pytest.raises(UsageError, match="made a Loader, which belongs to one formation"):
+            Once().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
+    finally:
+        run.close()
+
+
+def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
+    def steps(fresh: Fresh, values: list[int]) -> list[float]:
+        found = []
+        for value in values:
+            fresh.begin(value, CPU)
+            found.append(random.random())
+            fresh.settle()
+        return found
+
+    random.seed(5)
+    first = Fresh()
+    whole = steps(first, [1, 2, 3])
+    later = Fresh()
+    later.drawn = first.drawn
+    assert first.drawn == ["python"]
+    random.seed(9)
+    assert steps(later, [2, 3]) == whole[1:]
