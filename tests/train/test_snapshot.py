@@ -20,7 +20,7 @@ from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.found import Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
-from tests.kit.cli import Result, descendants, phalanx, python, start, until
+from tests.kit.cli import Result, descendants, free_port, phalanx, python, start, until
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -177,6 +177,15 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
     done = trained(tmp_path, "fsdp", [7, 1])
     assert ended(tmp_path) == (["0", "5"], undisturbed("fsdp"))
     assert re.search(r"rank 1 failed; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again", done.err)
+
+
+def test_a_lost_shard_on_two_nodes(tmp_path: Path) -> None:
+    """All ranks of node 0 die, twice; its supervisor and node 1 live."""
+    where = ("-n", "2", "-g", "1,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
+    what = (SCRIPT, str(tmp_path), "fsdp", "[[7, 0], [12, 0]]")
+    with start("run", *where, "-i", "0", *what) as first, start("run", *where, "-i", "1", *what) as second:
+        assert [job.wait(120) for job in (first, second)] == [0, 0], f"{first.both}\n{second.both}"
+    assert ended(tmp_path) == (["0", "5", "10"], undisturbed("fsdp"))
 
 
 def test_all_ranks_die_at_once_and_again(tmp_path: Path) -> None:
