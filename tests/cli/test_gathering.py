@@ -95,6 +95,18 @@ def test_by_hand(tmp_path: Path) -> None:
     assert (gathering.host, gathering.port, gathering.promised) == ("a", 1234, (8, 2))
 
 
+def test_nodes_that_come_and_go_are_led_by_whoever_has_the_address(tmp_path: Path) -> None:
+    gathering = look("-n 1:4 -i 0 --master a --spares 2 --last-call 9s", {}, tmp_path).gathering
+    assert gathering is not None
+    assert (gathering.least, gathering.expected, gathering.spares, gathering.last_call) == (1, 4, 2, 9.0)
+    assert gathering.elastic
+    assert gathering.leads is None
+    assert gathering.terms["nodes"] == "1:4"
+    fixed = look("-n 4 -i 0 --master a", {}, tmp_path).gathering
+    assert fixed is not None
+    assert not fixed.elastic
+
+
 def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:
     line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1234 --rdzv-id job7"
     gathering = look(line, {}, tmp_path).gathering
@@ -166,7 +178,8 @@ def test_one_node_and_nobody_to_meet(line: str, environ: dict[str, str], tmp_pat
         ("-n 2 -g 2", {}, "2 nodes, but nobody said where node 0 is"),
         ("-n 2 -i 1", {}, "2 nodes, but nobody said where node 0 is"),
         ("-n 2 -g 2,1 --master a", {}, "-g 2,1 is different for each node, and nobody said which one this is"),
-        ("-n 1:2 -i 1 --master a", {}, "a number of nodes that changes is not supported yet"),
+        ("-n 1:2 --hosts a,b", {}, "-n 1:2 and --hosts a,b: nodes that are started over ssh"),
+        ("--spares 1 --hosts a,b", {}, "--spares 1 and --hosts a,b: nodes that are started over ssh"),
         ("", {**OPEN_MPI, "PMIX_NAMESPACE": ""}, "Open MPI"),
     ],
 )

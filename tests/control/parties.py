@@ -54,6 +54,7 @@ class Ears:
     gone: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -63,10 +64,13 @@ class Ears:
 
 
 class LeaderEars(Ears):
+    def joined(self, member: int) -> None:
+        self.came.append(member)
+
     def heard(self, member: int, message: messages.FromMember) -> None:
         self.said.append((member, message))
 
-    def lost(self, member: int, why: str) -> None:
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
         self.gone.append(f"{member}: {why}")
 
 
@@ -74,7 +78,7 @@ class MemberEars(Ears):
     def heard(self, message: messages.FromLeader) -> None:
         self.told.append(message)
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:
         self.gone.append(why)
 
 
@@ -189,10 +193,12 @@ class _Loud:
 
 
 class _LoudLeader(_Loud):
+    def joined(self, member: int) -> None: ...
+
     def heard(self, member: int, message: messages.FromMember) -> None:
         print("heard", member, type(message).__name__)
 
-    def lost(self, member: int, why: str) -> None:
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
         print("lost", member, why)
 
 
@@ -200,7 +206,7 @@ class _LoudMember(_Loud):
     def heard(self, message: messages.FromLeader) -> None:
         print("heard", type(message).__name__)
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:
         print("lost", why)
 
 

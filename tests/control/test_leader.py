@@ -524,3 +524,58 @@ def test_a_leader_that_comes_later_is_found() -> None:
             assert led.ears.said == [(1, Leaving(code=3, text="enough"))]
 
     asyncio.run(meet())
+
+
+# -- nodes that come and go
+
+
+def test_enough_begin_after_the_last_call_and_others_come_later() -> None:
+    async def meet() -> None:
+        timing = Timing(last_call=0.2)
+        async with leading(3, least=2, timing=timing) as led, joined(led.port, None):
+            await led.leader.roll_call(10)
+            assert set(led.leader.roster.members) == {0, 1}
+            assert any("that is enough" in text for text in led.ears.waits)
+            async with joined(led.port, None, door=4711) as (late, _):
+                await until(lambda: led.ears.came == [2])
+                assert late.welcome is not None
+                assert late.welcome.member == 2
+                roll = led.leader.roll(working=[0, 1])
+                assert [(peer.member, peer.port, peer.works) for peer in roll.peers] == [(1, 0, True), (2, 4711, False)]
+                assert led.leader.audible == 3
+
+    asyncio.run(meet())
+
+
+def test_one_whose_place_is_taken_waits_until_it_is_free() -> None:
+    async def meet() -> None:
+        async with leading(2, least=1, timing=FAST) as led:
+            async with joined(led.port, 1) as (first, _):
+                await led.leader.roll_call(10)
+                ears = MemberEars()
+                arrives = arrival(1, door=4711)
+                second = Member(TOKEN, arrives, lambda: [Endpoint("127.0.0.1", led.port)], ears=ears)
+                coming = asyncio.create_task(second.join(30))
+                await until(lambda: any("node 1" in text for text in ears.waits))
+                assert first.welcome is not None
+            led.leader.roster.remove(1)
+            assert (await coming).member == 1
+            await second.leave()
+
+    asyncio.run(meet())
+
+
+def test_whoever_takes_over_waits_for_those_it_knows_of() -> None:
+    async def meet() -> None:
+        async with leading(4, least=1, own=arrival(1)) as led:
+            gathering = asyncio.create_task(led.leader.gather({2, 3}, 30))
+            async with joined(led.port, 2), joined(led.port, 3):
+                await gathering
+                assert led.ids == {2, 3}
+                assert led.ears.came == []
+            await until(lambda: not led.ids)
+        async with leading(4, least=1, own=arrival(1)) as led, joined(led.port, 3):
+            await led.leader.gather({2, 3}, 0.3)  # and not for ever
+            assert led.ids == {3}
+
+    asyncio.run(meet())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.control import messages
 from phalanx.control.messages import (
+    Able,
     Answer,
     Arrival,
     Casualty,
@@ -21,15 +22,21 @@ from phalanx.control.messages import (
     Claim,
     End,
     Failing,
+    Hold,
     Knock,
     Leaving,
     Log,
     Message,
     Note,
     Over,
+    Peer,
     Ping,
+    Place,
     Pong,
+    Progress,
     Refusal,
+    Regroup,
+    Roll,
     Signalled,
     Start,
     Stop,
@@ -44,8 +51,7 @@ CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
 FULL = Arrival(
     run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
 )
-START = Start(
-    attempt=0,
+PLACE = Place(
     world_size=4,
     node=1,
     nodes=2,
@@ -70,14 +76,19 @@ EXAMPLES: dict[str, list[Message]] = {
     "from_leader": [
         Ping(time=1.0),
         Waiting(text="t"),
-        START,
+        Start(attempt=0, place=PLACE),
+        Regroup(attempt=0, generation=2, why="w", place=PLACE),
+        Hold(attempt=0, why="w"),
+        Roll(leader=0, peers=(Peer(member=1, host="h", address="10.0.0.1", port=29500),)),
         Stop(signal=15, reason="r", grace=1.0, ends=True),
         End(code=3),
         Note(text="t"),
     ],
     "from_member": [
         Pong(ping=1.0, time=2.0),
-        Failing(rank=1, reason="r"),
+        Failing(rank=1, reason="r", time=1.0),
+        Able(called=True, ready=True),
+        Progress(generation=1, step=7),
         Signalled(signal=2),
         Log(rank=0, stream=1, data=b"x\xff", skipped=3, ended=True),
         Over(attempt=1, failed=2, first=DEATH),

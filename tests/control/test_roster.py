@@ -148,3 +148,33 @@ def test_thousands_are_numbered_in_no_time() -> None:
     made = with_leader(1 << 14)
     anybody = arrival(None)
     assert [made.admit(anybody) for _ in range((1 << 14) - 1)] == list(range(1, 1 << 14))
+
+
+# -- nodes that come and go
+
+
+def test_with_the_least_it_can_begin_and_one_that_is_gone_leaves_its_place() -> None:
+    made = roster.Roster(3, least=2, spares=1)
+    assert [made.admit(arrival(None)) for _ in range(2)] == [0, 1]
+    assert made.enough
+    assert not made.complete
+    assert [made.admit(arrival(None)) for _ in range(2)] == [2, 3]  # the last is a spare
+    assert made.complete
+    assert isinstance(made.admit(arrival(None)), Refusal)
+    made.remove(1)
+    assert made.admit(arrival(None)) == 1
+
+
+@pytest.mark.parametrize(
+    ("here", "before", "working"),
+    [
+        ([0, 1, 2, 3], [], [0, 1, 2]),  # the first ones
+        ([0, 2, 3], [0, 1, 2], [0, 2, 3]),  # a spare for the lost one
+        ([0, 2], [0, 1, 2], [0, 2]),  # fewer
+        ([0, 1, 2, 3], [0, 2, 3], [0, 2, 3]),  # one that comes back takes nobody's place
+        ([0, 1, 2], [0, 2], [0, 1, 2]),  # but a free one
+    ],
+)
+def test_who_works_when_nodes_come_and_go(here: list[int], before: list[int], working: list[int]) -> None:
+    members = {id_: arrival(id_) for id_ in here}
+    assert list(roster.working(members, before, 3)) == working

@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PLACE = str(SCRIPTS / "place.py")
 ALLREDUCE = str(SCRIPTS / "allreduce.py")
 GRACE = str(SCRIPTS / "grace.py")
+PREEMPT = str(SCRIPTS.parents[1] / "train" / "scripts" / "preempt.py")
 
 
 def places(text: str) -> list[str]:
@@ -124,6 +125,24 @@ def test_usr1_is_handed_to_the_workers_once(lab: Lab, slurm: Slurm) -> None:
         assert job.both.count(f"rank {rank} got SIGUSR1") == 1, job.both
         assert job.both.count(f"rank {rank} got SIGTERM") == 1, job.both
         assert job.both.count(f"rank {rank} saved") == 1, job.both
+
+
+def test_a_job_that_is_preempted_says_that_it_wants_to_be_run_again(lab: Lab, slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm tells every process of the step: supervisors, zygotes and workers."""
+    script, out = tmp_path / "job.sh", tmp_path / "job.out"
+    options = ("--cpu", "-g", "1", "--checkpoints", f"{tmp_path}/kept")
+    command = " ".join([*RUN, *options, PREEMPT, str(tmp_path)])
+    script.write_text(f"#!/bin/bash\n{command}\necho ended with $?\n")
+    lab[0].run(words=("sbatch", "-N2", "-o", str(out), str(script)), env=slurm.env)
+    until(lambda: (tmp_path / "steps.1").exists(), 60, "a step to be made")
+    lab[0].run(words=("scancel", "-s", "TERM", running(lab, slurm)), env=slurm.env)
+    until(lambda: "ended with" in out.read_text(), 60, "the job to end")
+    until(lambda: not any("stepd" in process.command for node in lab for process in node.processes()), 60)
+    assert out.read_text().endswith("ended with 75\n"), out.read_text()
+    steps = [int(line.split()[0]) for line in (tmp_path / "steps.1").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"preempted by SIGTERM: step {len(steps)} is in {tmp_path}/kept" in out.read_text()
+    assert [path.name for path in (tmp_path / "kept").glob("step-*")] == [f"step-{len(steps):012}"]
 
 
 def test_a_task_that_is_killed_ends_the_job(lab: Lab, slurm: Slurm) -> None:

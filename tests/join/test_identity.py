@@ -128,7 +128,7 @@ def test_who_started_it(
 
 def test_what_phalanx_run_says_beside() -> None:
     found = identify(PHALANX)
-    assert (found.topology, found.folder, found.attempt) == ("2*2", "/runs/train-1", "none.2")
+    assert (found.topology, found.folder, found.attempt) == ("2*2", "/runs/train-1", "train-1.2")
     assert identify(TORCHRUN).folder is None
 
 

@@ -370,3 +370,22 @@ def test_what_a_script_draws_before_its_loop_does_not_matter(tmp_path: Path) -> 
     whole = train(None, folder=tmp_path / "whole")
     train(7, folder=tmp_path / "parts")
     assert train(None, folder=tmp_path / "parts") == whole
+
+
+def test_an_update_that_breaks_off_belongs_to_no_step(run: phalanx.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on from what is kept must not take such a state for that of the last committed step."""
+    training = Training(run)
+    data = run.loader(numbers(), batch_size=2)
+    run.keep(model=training.model, opt=training.opt, data=data)
+    batches = run.batches(data)
+    x, y = next(batches)
+    run.backward(nn.functional.mse_loss(training.net(x), y))
+    run.step(training.opt)
+    assert not run.torn
+    x, y = next(batches)
+    run.backward(nn.functional.mse_loss(training.net(x), y))
+    monkeypatch.setattr(training.opt, "zero_grad", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step(training.opt)
+    assert run.torn
+    assert run.steps == 1

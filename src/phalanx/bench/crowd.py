@@ -41,9 +41,11 @@ class Quiet:
 
 
 class LeaderEars(Quiet):
+    def joined(self, member: int) -> None: ...
+
     def heard(self, member: int, message: messages.FromMember) -> None: ...
 
-    def lost(self, member: int, why: str) -> None:
+    def lost(self, member: int, why: str, *, silent: bool) -> None:  # noqa: ARG002
         self.lost_ones.append(f"node {member}: {why}")
 
 
@@ -52,7 +54,7 @@ class MemberEars(Quiet):
         if isinstance(message, messages.End):
             self.ended.set()
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:  # noqa: ARG002
         self.lost_ones.append(why)
         self.ended.set()
 

@@ -29,7 +29,7 @@ TIMEOUT = 120.0
 
 _SCRIPTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts")
 _STAMPS = "BENCH_STAMPS"  # the scripts know it too
-_OUTPUT = "output"
+OUTPUT = "output"
 _IMPORT = f'import torch, os, time\nt = time.time()\nopen(os.environ["{_STAMPS}"], "w").write(f"0 {{t}} 1\\n")'
 
 
@@ -78,7 +78,7 @@ def _launch(case: Case, number: int, inherited: Mapping[str, str], folder: str) 
     if contender.way and not sample.failure:
         way = _way(contender, folder)
         if way != contender.way:
-            why = f"its workers were made the {way} way, not {contender.way}; it said: {_said(folder)}"
+            why = f"its workers were made the {way} way, not {contender.way}; it said: {said(folder)}"
             return Sample(case, number, None, None, why)
     return sample
 
@@ -92,7 +92,7 @@ def _timed(line: list[str], environ: Mapping[str, str], folder: str, case: Case,
     stamps = os.path.join(folder, "stamps")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(stamps)
-    with open(os.path.join(folder, _OUTPUT), "wb") as output:
+    with open(os.path.join(folder, OUTPUT), "wb") as output:
         start = time.time()
         process = subprocess.Popen(
             line,
@@ -108,10 +108,10 @@ def _timed(line: list[str], environ: Mapping[str, str], folder: str, case: Case,
             end = time.time()
         finally:
             if process.returncode is None:
-                _end(process)
+                stop(process)
     failure = "" if over else f"not over after {TIMEOUT:.0f} s"
     if over and process.returncode:
-        failure = f"exit code {process.returncode}: {_said(folder)}"
+        failure = f"exit code {process.returncode}: {said(folder)}"
     reached, wrong = _read(stamps, case.ranks)
     if failure or wrong:
         return Sample(case, number, None, None, failure or wrong)
@@ -130,7 +130,7 @@ def _ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
     return bool(ready)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """The launcher may end its ranks by itself; whatever of them is left then is killed."""
     import psutil
 
@@ -158,9 +158,9 @@ def _read(stamps: str, ranks: int) -> tuple[float, str]:
     return max(float(reached) for _, reached, _ in rows), ""
 
 
-def _said(folder: str) -> str:
+def said(folder: str) -> str:
     """The end of the last launch's output, on one line."""
-    with open(os.path.join(folder, _OUTPUT), errors="replace") as file:
+    with open(os.path.join(folder, OUTPUT), errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
     return " / ".join(lines[-3:])[-300:] or "nothing"
 
@@ -183,8 +183,8 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     settings = Settings(
         ranks=_numbers(options.ranks),
         repeat=options.repeat,
-        contenders=_names("--contenders", options.contenders, CONTENDERS),
-        ends=_names("--end", options.end, ENDS),
+        contenders=chosen("--contenders", options.contenders, CONTENDERS),
+        ends=chosen("--end", options.end, ENDS),
     )
     if settings.repeat < 1:
         raise OptionError(f"--repeat {settings.repeat}: at least one round is needed", fix="--repeat 5")
@@ -230,7 +230,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _names(option: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
+def chosen(option: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -15,6 +15,7 @@ QUESTIONS = {
     "join": "from the first call until every node is in the leader's roster",
     "step": "a training step beside the same loop in raw PyTorch DDP",
     "checkpoint": "for how long training stands still for a checkpoint",
+    "recover": "what a dead rank costs: from the kill to the next committed step, goodput, many in a row",
 }
 
 

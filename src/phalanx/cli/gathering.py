@@ -57,11 +57,6 @@ def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> Task | Alloca
 
 
 def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gathering:
-    if options.min_nodes != options.max_nodes:
-        raise OptionError(
-            f"--nnodes {options.min_nodes}:{options.max_nodes}: a number of nodes that changes is not supported yet",
-            fix=f"phalanx run -n {options.max_nodes} …",
-        )
     if options.master_addr is None and options.node_id != 0:
         raise OptionError(
             f"{options.max_nodes} nodes, but nobody said where node 0 is",
@@ -73,14 +68,19 @@ def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gath
             f"-g {','.join(map(str, options.slots))} is different for each node, and nobody said which one this is",
             fix=f"phalanx run -n {options.max_nodes} -g {','.join(map(str, options.slots))} -i 0 --master HOST …",
         )
+    # Where nodes come and go, a node 0 that comes back does not lead: whoever has the address does.
+    elastic = options.spares or options.min_nodes < options.max_nodes
+    told = None if options.node_id is None or (elastic and options.master_addr is not None) else options.node_id == 0
     return replace(
         _shared(options, environ, home, options.max_nodes),
         source="the command line",
         member=options.node_id,
-        leads=None if options.node_id is None else options.node_id == 0,
+        leads=told,
         host=options.master_addr,
         port=options.master_port or 0,
         echo=True,
+        least=options.min_nodes,
+        spares=options.spares,
     )
 
 
@@ -168,6 +168,7 @@ def _shared(options: RunOptions, environ: Mapping[str, str], home: str, expected
         run=options.run_id if options.run_id not in (None, "none") else "",
         promised=promised,
         join_timeout=options.join_timeout,
+        last_call=options.last_call,
         lost_after=options.lost_after,
         versions=versions(),
         terms=terms(options, expected, promised),
@@ -178,7 +179,8 @@ def terms(options: RunOptions, nodes: int, promised: tuple[int, ...]) -> dict[st
     """What has to be the same everywhere, or the ranks would wait for each other in different programs."""
     import hashlib
 
-    found = {"nodes": str(nodes), "script": _script(options)}
+    least = f"{options.min_nodes}:" if options.min_nodes < options.max_nodes else ""
+    found = {"nodes": f"{least}{nodes}", "script": _script(options)}
     if promised:
         found["workers"] = ",".join(map(str, promised))[:200]
     found["arguments"] = hashlib.sha256("\0".join(options.args).encode(errors="surrogateescape")).hexdigest()[:16]

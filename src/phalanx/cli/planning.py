@@ -75,6 +75,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         notes=tuple(notes),
         topology=str(placement.world_size),
         gathering=gathering,
+        spares=options.spares if gathering is None else 0,
     )
 
 
@@ -139,7 +140,7 @@ def _inherited(
 
 
 def _ending(options: RunOptions) -> Ending:
-    ending = Ending(options.signals)
+    ending = Ending(options.signals, preempt=options.preempt_signals, checkpoint_grace=options.grace)
     if options.shutdown_timeout is None:
         return ending
     return replace(ending, grace=options.shutdown_timeout, failure_grace=options.shutdown_timeout)

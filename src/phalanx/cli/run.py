@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
     from phalanx.launch.console import Console
     from phalanx.launch.supervisor import Outside
 
-_TORCH = ("torch", "torch.distributed")
-
 
 def main(argv: list[str]) -> int:
     environ = environment()
@@ -64,9 +62,11 @@ def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings,
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
-    from phalanx.launch.hosting import open_door
+    from phalanx.launch.hosting import open_door, open_side_door
 
     leads, sockets = open_door(gathering)
+    if gathering.elastic and not leads:
+        sockets = open_side_door(gathering)
     return _run(replace(plan, gathering=replace(gathering, leads=leads)), environ, sockets, outside)
 
 
@@ -125,13 +125,12 @@ def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
-            return Started(zygotes.fresh(plan.environ, log=log))
+            return Started(zygotes.make(plan, fresh_ones=True, welcome=(), log=log))
         found, words = _warm(plan, base)
         if found is not None:
             return Started(found, words=tuple(words))
         lesson = lessons.recall(plan.command, base)
-        required = [*_TORCH, *plan.start.preload]
-        zygote = zygotes.cold(plan.command, plan.environ, required=required, welcome=lesson.modules, log=log)
+        zygote = zygotes.make(plan, fresh_ones=False, welcome=lesson.modules, log=log)
         return Started(zygote, lesson, tuple(words))
     finally:
         os.close(log)
@@ -247,6 +246,10 @@ def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[sock
         from phalanx.launch.leading import Leading
 
         return Leading(plan, plan.gathering, folder, console, sockets)
+    if plan.gathering.elastic:
+        from phalanx.launch.succession import Succession
+
+        return Succession(plan, plan.gathering, folder, console, sockets)
     from phalanx.launch.following import Following
 
     return Following(plan, plan.gathering, folder, console)

@@ -38,6 +38,15 @@ class WorkerBorn(Event, frozen=True, kw_only=True, tag="worker-born"):
     pid: int
     device: str = ""
     attempt: int = 0
+    spare: bool = False  # it has no rank yet
+
+
+class WorkerSeated(Event, frozen=True, kw_only=True, tag="worker-seated"):
+    """A living worker has another rank now."""
+
+    rank: int
+    pid: int
+    was: int
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
@@ -81,6 +90,13 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     redone: int = 0  # steps that had been committed, and were lost
 
 
+class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
+    """The run ends for now: this step is in a checkpoint."""
+
+    step: int
+    seconds: float  # since it was asked for
+
+
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
@@ -100,11 +116,13 @@ AnyEvent = (
     | ZygoteRefused
     | AttemptStarted
     | WorkerBorn
+    | WorkerSeated
     | WorkerExited
     | Stopping
     | WorkerFailed
     | Fault
     | Recovered
+    | Preempted
     | StoreLost
     | Note
     | RunEnded

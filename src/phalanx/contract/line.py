@@ -22,7 +22,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Going(msgspec.Struct, frozen=True, tag="going"):
-    """The first step of this generation is committed."""
+    """The first step of this generation is committed: its group has formed."""
 
     generation: int
     step: int
@@ -31,6 +31,26 @@ class Going(msgspec.Struct, frozen=True, tag="going"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Its training has come to its end: it will not regroup any more."""
+
+
+class Keeping(msgspec.Struct, frozen=True, tag="keeping"):
+    """What it trains is kept in checkpoints, there."""
+
+    folder: str
+
+
+class Standing(msgspec.Struct, frozen=True, tag="standing"):
+    """It was asked to halt: this step is committed. `stuck`: something else has ended its turn, and no step follows."""
+
+    step: int
+    generation: int
+    stuck: bool = False
+
+
+class Halted(msgspec.Struct, frozen=True, tag="halted"):
+    """A checkpoint of this step is on the disk, and the process ends."""
+
+    step: int
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
@@ -47,15 +67,39 @@ class World(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
     address: str  # of the store
     port: int
     why: str = ""
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES, where it is for this worker alone
+    patience: float = 10.0  # seconds in which a death that a rank feels is told it, at the latest
+    halt: bool = False  # save what there is, and end
+    preempt: tuple[int, ...] = ()  # signals that are the supervisor's to answer, whoever gets them
 
 
-FromWorker = Here | Beat | Going | Done
+class Wait(msgspec.Struct, frozen=True, tag="wait"):
+    """There is no place for a worker at present: leave the group, if it is in one, and wait until there is."""
+
+    why: str = ""
+    preempt: tuple[int, ...] = ()
+
+
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """Say where you stand, and then go no further than one step until you are told how far. `step`: so far."""
+
+    step: int | None = None
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """This signal is meant: die of it."""
+
+    signal: int
+
+
+FromSupervisor = World | Wait | Halt | End
+FromWorker = Here | Beat | Going | Done | Keeping | Standing | Halted
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_world: msgspec.json.Decoder[World] = msgspec.json.Decoder(World)
+_from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 
 
-def encode(message: FromWorker | World) -> bytes:
+def encode(message: FromWorker | FromSupervisor) -> bytes:
     return _encoder.encode(message)
 
 
@@ -63,5 +107,5 @@ def from_worker(packet: bytes) -> FromWorker:
     return _from_worker.decode(packet)
 
 
-def from_supervisor(packet: bytes) -> World:
-    return _world.decode(packet)
+def from_supervisor(packet: bytes) -> FromSupervisor:
+    return _from_supervisor.decode(packet)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.contract.line import World
 
 # Ours. Everything else that a worker reads is torchrun's.
 HOME = "PHALANX_HOME"  # where runs are remembered
@@ -40,8 +44,8 @@ class Membership:
     run_id: str
     run: str  # its name: the same on every node
     run_folder: str
-    master_addr: str
-    master_port: int
+    address: str  # of the store
+    port: int
     attempt: int
     max_restarts: int
     error_file: str
@@ -54,17 +58,8 @@ class Membership:
 def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that make a process this worker. `inherited` is what it has beside them."""
     return {
-        "RANK": str(member.rank),
-        "LOCAL_RANK": str(member.local_rank),
-        "WORLD_SIZE": str(member.world_size),
-        "LOCAL_WORLD_SIZE": str(member.local_world_size),
-        "GROUP_RANK": str(member.node),
-        "GROUP_WORLD_SIZE": str(member.nodes),
-        "ROLE_RANK": str(member.rank),
+        **place(member),
         "ROLE_NAME": member.role,
-        "ROLE_WORLD_SIZE": str(member.world_size),
-        "MASTER_ADDR": member.master_addr,
-        "MASTER_PORT": str(member.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(member.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(member.max_restarts),
         "TORCHELASTIC_RUN_ID": member.run_id,
@@ -75,7 +70,23 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         RUN: member.run,
         RUN_FOLDER: member.run_folder,
-        TOPOLOGY: member.topology,
         LINE: member.line,
         MEMORY: member.memory,
+    }
+
+
+def place(member: Membership | World) -> dict[str, str]:
+    """Where a worker stands: what changes when the group forms anew with others."""
+    return {
+        "RANK": str(member.rank),
+        "LOCAL_RANK": str(member.local_rank),
+        "WORLD_SIZE": str(member.world_size),
+        "LOCAL_WORLD_SIZE": str(member.local_world_size),
+        "GROUP_RANK": str(member.node),
+        "GROUP_WORLD_SIZE": str(member.nodes),
+        "ROLE_RANK": str(member.rank),
+        "ROLE_WORLD_SIZE": str(member.world_size),
+        "MASTER_ADDR": member.address,
+        "MASTER_PORT": str(member.port),
+        TOPOLOGY: member.topology,
     }

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,7 +41,12 @@ _CLOSING = 5.0  # seconds that members have to go, once everything is over
 
 class Ears(Protocol):
     def heard(self, member: int, message: messages.FromMember) -> None: ...
-    def lost(self, member: int, why: str) -> None: ...
+    def joined(self, member: int) -> None:
+        """One that came when the run had begun."""
+
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
+        """`silent`: nobody knows whether it still runs, and only cannot be reached."""
+
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
 
@@ -70,6 +75,7 @@ class Timing:
     ping: float = 1.0
     lost_after: float = 15.0
     patience: float = PATIENCE  # with strangers
+    last_call: float = 0.0  # for others to come, once there are enough
 
     def rest(self, members: int) -> float:
         """Seconds between two pings. Where there are thousands, one a second to each would be most of what we do."""
@@ -105,8 +111,10 @@ class Leader:
         promised: tuple[int, ...] = (),
         timing: Timing | None = None,
         calling: Calling | None = None,
+        least: int = 0,
+        spares: int = 0,
     ) -> None:
-        self.roster = Roster(expected, promised)
+        self.roster = Roster(expected, promised, least, spares)
         self._calling = calling or Calling()
         own = self.roster.admit(arrival)
         if isinstance(own, Refusal):
@@ -119,9 +127,11 @@ class Leader:
         self._run = run
         self._ears = ears
         self._timing = timing or Timing()
-        self._complete = asyncio.Event()
+        self._begun = self.roster.complete  # from here on one that goes is missed
+        self._latest = time.monotonic()  # when somebody came
+        self._gathers = False
         self._hopeless: JoinError | None = None
-        self._news = asyncio.Event()  # everybody is here, or it is certain that somebody will not come
+        self._news = asyncio.Event()  # enough are here, or it is certain that somebody will not come
         self._closed = asyncio.Event()
         self._servers: list[asyncio.Server] = []
         self._door: Door | None = None
@@ -146,13 +156,15 @@ class Leader:
         self._pulse = loop.create_task(self._beat())
 
     async def roll_call(self, timeout: float) -> None:
-        """Until everybody is here. Raises JoinError with who is missing, and why."""
+        """Until everybody is here, or enough are, and nobody else comes. Raises JoinError: who is missing, and why."""
         start = time.monotonic()
-        if self.roster.complete:
-            return
         told = 0.0
-        while not self._complete.is_set():
-            waited = time.monotonic() - start
+        while not self._begun:
+            now = time.monotonic()
+            waited, left = now - start, self._latest + self._timing.last_call - now
+            if self.roster.enough and left <= 0:
+                self._begun = True
+                return
             if self._hopeless is not None:
                 raise self._hopeless
             if waited >= timeout:
@@ -161,11 +173,25 @@ class Leader:
             if waited - told > 5 and len(self.guests) <= 256:
                 told = waited
                 self.broadcast(Waiting(text=self._who(waited)))
+            self._news.clear()
+            rest = min(1.0, timeout - waited + 0.01, left + 0.01 if self.roster.enough else 1.0)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), min(1.0, timeout - waited + 0.01))
+                await asyncio.wait_for(self._news.wait(), rest)
+
+    async def gather(self, members: Collection[int], timeout: float) -> None:
+        """Until these are here that were another leader's, or the time is up. From then on the run goes on."""
+        self._gathers = True
+        until = time.monotonic() + timeout
+        while not set(members) <= self.guests.keys() and (left := until - time.monotonic()) > 0:
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left)
+        self._begun = True
 
     def _who(self, waited: float) -> str:
         here = f"{len(self.roster.members)} of {self.roster.expected} {self._calling.noun}s are here"
+        if self.roster.enough:
+            return f"{here}, and that is enough: last call for the others"
         return f"{here}, waiting for {self._list(self.roster.missing, 8)} ({waited:.0f} s)"
 
     def _list(self, members: list[int], most: int) -> str:
@@ -239,10 +265,17 @@ class Leader:
             if guest is not None:
                 self._departed(guest, "its connection broke at the door")
             raise
-        if guest is not None and self.roster.complete:
-            self._complete.set()
-            self._news.set()
+        if guest is not None:
+            self._came(guest)
         return guest
+
+    def _came(self, guest: Guest) -> None:
+        self._latest = time.monotonic()
+        if self._begun:
+            self._ears.joined(guest.id)
+        self._begun = self._begun or self.roster.complete
+        if self.roster.enough or self._gathers:
+            self._news.set()
 
     def _answer(
         self, words: bytes, peer: str, own: str, sealed: Channel, transport: asyncio.BaseTransport
@@ -256,7 +289,7 @@ class Leader:
         warnings = self.roster.warnings(arrival)
         given = self.roster.admit(arrival)
         if isinstance(given, Refusal):
-            hopeless = self._calling.managed and not self._complete.is_set()
+            hopeless = self._calling.managed and not self._begun
             self._turned_away(f"{arrival.host} at {peer}", in_words(given), told=hopeless)
             if hopeless:
                 self._hopeless = JoinError(f"{arrival.host} at {peer} cannot take part: {in_words(given)}")
@@ -318,7 +351,7 @@ class Leader:
             self._timed(guest, message)
             return
         if isinstance(message, messages.Leaving):
-            if message.text and self._calling.managed and not self._complete.is_set():
+            if message.text and self._calling.managed and not self._begun:
                 self._hopeless = JoinError(f"{self.name(guest.id)}: {message.text}")
                 self._news.set()
             # First of all, so that whoever hears of it does not wait for this one any more.
@@ -333,17 +366,17 @@ class Leader:
             guest.closing = True
             await ws.close()
 
-    def _departed(self, guest: Guest, why: str) -> None:
+    def _departed(self, guest: Guest, why: str, *, silent: bool = False) -> None:
         """It is no longer one of the guests. Nothing, if that is known already."""
         if self.guests.get(guest.id) is not guest:
             return
         del self.guests[guest.id]
-        if not self._complete.is_set():  # it may come again
+        if not self._begun:  # it may come again
             if not self._closing:
                 self._ears.note(f"{self.name(guest.id)} has left before the start")
             self.roster.remove(guest.id)
         elif not guest.gone and not self._closing:
-            self._ears.lost(guest.id, why)
+            self._ears.lost(guest.id, why, silent=silent)
         if not self.guests:
             self._closed.set()
 
@@ -356,6 +389,25 @@ class Leader:
     def name(self, member: int) -> str:
         """For people."""
         return self._calling.name(member, self._hosts.get(member, ""))
+
+    def roll(self, working: Collection[int]) -> messages.Roll:
+        """Who is here, and where each could be reached if it had to lead."""
+        peers = [
+            messages.Peer(
+                member=id_,
+                host=guest.arrival.host[:256],
+                address=guest.address[:256],
+                port=guest.arrival.door,
+                works=id_ in working,
+            )
+            for id_, guest in sorted(self.guests.items())
+        ]
+        return messages.Roll(leader=self.id, peers=tuple(peers))
+
+    @property
+    def audible(self) -> int:
+        """Members that have given a sign of life lately, and this one."""
+        return 1 + sum(not guest.quiet for guest in self.guests.values())
 
     def send(self, member: int, message: Message) -> None:
         if member in self.guests:
@@ -384,7 +436,8 @@ class Leader:
     def _look_at(self, guest: Guest, silence: float) -> None:
         limit = self._timing.quiet(self.roster.expected)
         if silence > self._timing.lost_after:
-            self._departed(guest, f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down")
+            why = f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down"
+            self._departed(guest, why, silent=True)
             if isinstance(guest.transport, asyncio.WriteTransport):
                 guest.transport.abort()  # what it has not read yet it never will
         elif silence > limit and not guest.quiet:

@@ -43,7 +43,9 @@ class Endpoint(NamedTuple):
 
 class Ears(Protocol):
     def heard(self, message: messages.FromLeader) -> None: ...
-    def lost(self, why: str) -> None: ...
+    def lost(self, why: str, *, silent: bool) -> None:
+        """`silent`: nobody knows whether the leader still runs, and only cannot be reached."""
+
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
 
@@ -91,14 +93,16 @@ class Member:
         obstacle: Obstacle | None = None
         same_since, same = start, ""
         while True:
-            where = self._where()
+            where, patient = self._where(), False
             for endpoint in where:
                 left = timeout - (time.monotonic() - start)
                 try:
                     return await asyncio.wait_for(self._enter(endpoint), min(_TRY, max(left, 1.0)))
                 except _RefusedError as turned:
-                    await self._hang_up()
+                    await self._hang_up(session=False)
                     obstacle = turned.obstacle
+                    # Where nodes come and go, whoever has our place may be gone soon, or be gone and not missed yet.
+                    patient = obstacle.kind == "taken" and bool(self._arrival.door)
                     break
                 except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError):  # a bad name is a ValueError
                     await self._hang_up(session=False)
@@ -108,12 +112,13 @@ class Member:
             if obstacle.kind != same:
                 same, same_since = obstacle.kind, now
             lasting = obstacle.kind in ("unresolved", "loopback", "stranger") and now - same_since > _SETTLED
-            if obstacle.certain or lasting or now - start >= timeout:
+            if (obstacle.certain and not patient) or lasting or now - start >= timeout:
                 await self._hang_up()
                 raise self._absent(obstacle, now - start)
             self._ears.waiting(f"waiting for the leader: {obstacle.what} ({now - start:.0f} s)")
             await asyncio.sleep(min(rest, max(timeout - (time.monotonic() - start), 0.01)))
             rest = min(rest * 1.5, 1.0)
+            obstacle = None
 
     async def excuse(self) -> None:
         """Tell the leader that this node cannot take part: the arrival says why. Nobody may be there to hear it."""
@@ -223,7 +228,7 @@ class Member:
             why = f"what the leader said could not be followed ({type(error).__name__}: {error})"
         if not self._leaving and not self._over:
             self._over = True
-            self._ears.lost(why)
+            self._ears.lost(why, silent=False)
 
     async def _write(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
@@ -248,7 +253,8 @@ class Member:
             silence = now - self._heard
             if silence > lost_after and not self._over and not self._leaving:
                 self._over = True
-                self._ears.lost(f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down")
+                why = f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down"
+                self._ears.lost(why, silent=True)
             elif (silence > limit) != quiet:
                 quiet = silence > limit
                 self._ears.note(f"node 0 has not answered for {silence:.0f} s" if quiet else "node 0 answers again")
@@ -270,6 +276,10 @@ class Member:
             self.send(Leaving(code=code, text=text))
             self._outbox.put_nowait(None)
             await asyncio.wait(self._tasks[:2], timeout=_CLOSING)
+        await self._hang_up()
+
+    async def drop(self) -> None:
+        """The leader is lost: nothing can be said to it."""
         await self._hang_up()
 
     async def _hang_up(self, *, session: bool = True) -> None:

@@ -27,6 +27,7 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
+Port = Annotated[int, Meta(ge=0, le=65535)]
 Names = Annotated[dict[Name, Name], Meta(max_length=64)]
 
 
@@ -74,6 +75,7 @@ class Arrival(Message, frozen=True, kw_only=True, tag="arrival"):
     claim: Claim | None = None
     trouble: Text = ""  # why it cannot take part: it came only to say so
     time: float = 0.0
+    door: Port = 0  # where it would listen if it had to lead
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -109,10 +111,9 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     text: Text
 
 
-class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """Everybody is here: begin. The ranks of the member that reads it, and what they need to know of the rest."""
+class Place(Message, frozen=True, kw_only=True, tag="place"):
+    """The ranks of the member that reads it, and what they need to know of the rest. No ranks: it is a spare."""
 
-    attempt: Count
     world_size: Count
     node: Count
     nodes: Count
@@ -120,15 +121,55 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     local_ranks: tuple[Count, ...]
     local_world_size: Count
     topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
-    store_port: Count  # at the address by which the member has reached the leader
+    store_port: Port  # at the address by which the member has reached the leader
+
+
+class Start(Message, frozen=True, kw_only=True, tag="start"):
+    """Begin an attempt: everybody is here, or you have come later."""
+
+    attempt: Count
+    place: Place
+    generation: Count = 0
 
 
 class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
-    """Somebody has died, here or there. Replace your dead, and have the living form the group anew."""
+    """Somebody has died or come, here or there. Replace your dead, and have the living form the group anew."""
 
     attempt: Count
     generation: Count
     why: Text
+    place: Place
+    halt: bool = False  # save what there is, and end
+
+
+class Hold(Message, frozen=True, kw_only=True, tag="hold"):
+    """Too few are left to go on: have the living wait for a regroup."""
+
+    attempt: Count
+    why: Text
+
+
+class Peer(Message, frozen=True, kw_only=True, tag="peer"):
+    """A member, as the leader knows it: where it could be reached, if it had to lead."""
+
+    member: Count
+    host: Name
+    address: Name
+    port: Port
+    works: bool = True  # else it is a spare
+
+
+class Roll(Message, frozen=True, kw_only=True, tag="roll"):
+    """All who are here, the leader too. Whoever comes after it in this order takes its place when it is lost."""
+
+    leader: Count
+    peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
+
+
+class Halt(Message, frozen=True, kw_only=True, tag="halt"):
+    """contract/line.py's, for your workers."""
+
+    step: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
@@ -154,10 +195,14 @@ class End(Message, frozen=True, kw_only=True, tag="end"):
 
 
 class Able(Message, frozen=True, kw_only=True, tag="able"):
-    """Whether workers of this member can regroup: some have said so, and none is through with its work."""
+    """Whether workers of this member can regroup: some have said so, and none is through with its work.
+
+    `ready`: all of them have, so that nobody would wait for their imports.
+    """
 
     called: bool
     ended: bool = False
+    ready: bool = False
 
 
 class Failing(Message, frozen=True, kw_only=True, tag="failing"):
@@ -180,9 +225,23 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
-    """A member was asked to end the run."""
+    """A member was asked to end the run. `preempt`: after a checkpoint, if there can be one."""
 
     signal: Signal
+    preempt: bool = False
+
+
+class Standing(Message, frozen=True, kw_only=True, tag="standing"):
+    """contract/line.py's, of one rank."""
+
+    rank: Count
+    step: Annotated[int, Meta(ge=0)]
+    generation: Count
+    stuck: bool = False
+
+
+class Halted(Message, frozen=True, kw_only=True, tag="halted"):
+    step: Annotated[int, Meta(ge=0)]
 
 
 class Log(Message, frozen=True, kw_only=True, tag="log"):
@@ -230,8 +289,8 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
 
 
 AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Stop | Pass | End | Note
-FromMember = Pong | Able | Failing | Progress | Signalled | Log | Over | Note | Leaving
+FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Halt | Stop | Pass | End | Note
+FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Leaving
 
 T = TypeVar("T")
 

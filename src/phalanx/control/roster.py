@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.contract import topology
@@ -26,10 +26,16 @@ class Seating:
 class Roster:
     """Those who have come. The leader's own arrival is the first."""
 
-    expected: int
+    expected: int  # that work, at most
     promised: tuple[int, ...] = ()  # slots of every node, where the user said them
+    least: int = 0  # with so many the run can begin, and go on; 0: with all of them
+    spares: int = 0  # that wait for one of them to be lost
     members: dict[int, Arrival] = field(default_factory=dict)
     _from: int = 0  # below it no id is free: among thousands, to look at all of them for each is slow
+
+    @property
+    def room(self) -> int:
+        return self.expected + self.spares
 
     @property
     def missing(self) -> list[int]:
@@ -37,7 +43,11 @@ class Roster:
 
     @property
     def complete(self) -> bool:
-        return len(self.members) >= self.expected
+        return len(self.members) >= self.room
+
+    @property
+    def enough(self) -> bool:
+        return len(self.members) >= (self.least or self.expected)
 
     def admit(self, arrival: Arrival) -> int | Refusal:
         """Its id, or why it cannot take part."""
@@ -53,7 +63,7 @@ class Roster:
             self._from = min(self._from, member)
 
     def _free(self) -> int:
-        self._from = next(id_ for id_ in range(self._from, self.expected) if id_ not in self.members)
+        self._from = next(id_ for id_ in range(self._from, self.room) if id_ not in self.members)
         return self._from
 
     def _against(self, arrival: Arrival) -> Refusal | None:
@@ -64,17 +74,18 @@ class Roster:
                 return found
         id_ = arrival.member
         if id_ is None and self.complete:
-            return Refusal(kind="taken", leader=f"all {self.expected} nodes are here", member="one more")
-        if id_ is not None and id_ >= self.expected:
-            return Refusal(kind="plan", leader=f"{self.expected} nodes", member=f"node {id_}")
+            return Refusal(kind="taken", leader=f"all {self.room} nodes are here", member="one more")
+        if id_ is not None and id_ >= self.room:
+            return Refusal(kind="plan", leader=f"{self.room} nodes", member=f"node {id_}")
         if id_ in self.members:
             holder = self.members[id_]
             return Refusal(kind="taken", leader=f"{holder.host}, pid {holder.pid}", member=f"node {id_}")
         if arrival.trouble:
             return Refusal(kind="trouble", leader="", member=arrival.trouble)
         id_ = self._free() if id_ is None else id_
-        if self.promised and arrival.claim is None and arrival.slots != self.promised[id_]:
-            return Refusal(kind="devices", leader=_workers(self.promised[id_]), member=_workers(arrival.slots))
+        promised = self.promised[id_ : id_ + 1] or (arrival.slots,)  # a spare may have as many as it likes
+        if arrival.claim is None and arrival.slots != promised[0]:
+            return Refusal(kind="devices", leader=_workers(promised[0]), member=_workers(arrival.slots))
         return None
 
     def warnings(self, arrival: Arrival) -> list[str]:
@@ -113,6 +124,13 @@ def one_a_rank(members: Mapping[int, Arrival]) -> bool:
     """Whether a scheduler started a task for every rank, rather than one for every node."""
     claims = [arrival.claim for arrival in members.values()]
     return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
+
+
+def working(members: Mapping[int, Arrival], before: Collection[int], most: int) -> dict[int, Arrival]:
+    """Those who get ranks: whoever had some before, and others for those who are gone."""
+    kept = [id_ for id_ in sorted(members) if id_ in before]
+    others = [id_ for id_ in sorted(members) if id_ not in before]
+    return {id_: members[id_] for id_ in sorted([*kept, *others][:most])}
 
 
 def seat(members: Mapping[int, Arrival]) -> dict[int, Seating]:

@@ -76,6 +76,7 @@ class Group:
         seed: int = 0,
         device: str | torch.device | None = None,
         world: World | None = None,
+        word: str = "",
     ) -> Self:
         """Finds out who this process is, waits until all are here, and forms the group.
 
@@ -92,6 +93,7 @@ class Group:
             timeout=timeout,
             device=device,
             world=world,
+            word=word,
         )
         return cls(membership, seed=seed)
 

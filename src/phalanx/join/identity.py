@@ -9,7 +9,6 @@ from typing import TypedDict
 
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import Task, Variables
-from phalanx.contract.line import World
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -62,22 +61,6 @@ HAND = "hand-set variables"
 ARGUMENTS = "arguments"
 
 
-def moved(identity: Identity, world: World) -> Identity:
-    """The same process, where its supervisor says that it stands now."""
-    return replace(
-        identity,
-        rank=world.rank,
-        world_size=world.world_size,
-        local_rank=world.local_rank,
-        local_world_size=world.local_world_size,
-        node_rank=world.node,
-        address=world.address,
-        port=world.port,
-        topology=world.topology,
-        generation=world.generation,
-    )
-
-
 def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Identity:
     """`rank` and `world_size`, where given, win over the environment."""
     try:
@@ -121,8 +104,9 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
         keeper=rank == 0 and not hosted,
-        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died.
-        attempt=f"{run_id}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died. Our run has a
+        # name that all nodes know; its id each task of a scheduler may have made up by itself.
+        attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
         folder=environ.get(RUN_FOLDER) or None,
     )

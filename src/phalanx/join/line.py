@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,34 +17,58 @@ from phalanx.contract import line as words
 from phalanx.errors import LaunchError
 
 BEAT = 0.5  # seconds between two signs of life
-_FIRST = 10.0  # for the supervisor to say where we stand: it is on this machine, and waits for nothing
+_FIRST = 30.0  # for the supervisor to say where we stand: it is on this machine, and waits for nothing
 
 
 class Line:
-    """`world` is where this worker stands. `moved` is called, in a thread, as soon as it stands elsewhere."""
+    """`world` is where this worker stands. `moved` is called, by the thread of `listen`, when that is elsewhere, or
+    nowhere; `heard` with whatever else the supervisor says."""
 
-    def __init__(self, name: str, moved: Callable[[], None], steps: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        moved: Callable[[], None],
+        steps: Callable[[], int],
+        heard: Callable[[words.Halt | words.End], None],
+    ) -> None:
         self._moved = moved
+        self._heard = heard
         self._steps = steps
         self._changed = threading.Condition()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.settimeout(_FIRST)
-        try:
-            self._sock.connect(f"\0{name}")
-            self._send(words.Here())
-            self.world = words.from_supervisor(self._sock.recv(words.LARGEST))
-        except (OSError, msgspec.MsgspecError) as error:
-            self._sock.close()
-            raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+        self._sock, first = _called(name)
+        self.preempt = first.preempt  # signals that are not for a worker to die of
+        self._world = first if isinstance(first, words.World) else None
+        self._waiting = self._world is None  # a spare, or one of too few
+        self._gone = False
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
+
+    def listen(self) -> None:
         threading.Thread(target=self._listen, name="phalanx-line", daemon=True).start()
 
-    def newer(self, than: int, timeout: float) -> words.World | None:
-        """The world of a later generation than this one, as soon as there is one."""
+    @property
+    def world(self) -> words.World:
+        """Where it stands now. A spare waits here until it stands anywhere."""
         with self._changed:
-            self._changed.wait_for(lambda: self.world.generation > than, timeout)
-            return self.world if self.world.generation > than else None
+            self._changed.wait_for(lambda: self._world is not None or self._gone)
+            if self._world is None:
+                raise LaunchError("the supervisor of this run is gone, and this worker was a spare")
+            return self._world
+
+    def newer(self, than: words.World) -> words.World | None:
+        """The world of a later generation than this one, as soon as there is one. None: nobody tells of any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._later(than), than.patience)
+            if self._waiting:
+                self._changed.wait_for(lambda: self._gone or self._later(than))
+            return self._world if self._later(than) else None
+
+    def has_moved(self, since: words.World) -> bool:
+        with self._changed:
+            return self._waiting or self._later(since)
+
+    def _later(self, than: words.World) -> bool:
+        return self._world is not None and self._world.generation > than.generation
 
     def tell(self, message: words.FromWorker) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, and this process will be in a moment
@@ -71,9 +97,41 @@ class Line:
             except OSError:
                 packet = b""
             if not packet:
+                self._heard(words.End(signal.SIGTERM))  # the supervisor is gone
                 break
+            message = words.from_supervisor(packet)
+            if isinstance(message, words.Halt | words.End):
+                self._heard(message)
+                continue
             with self._changed:
-                self.world = words.from_supervisor(packet)
+                self._waiting = isinstance(message, words.Wait)
+                self._world = self._world if isinstance(message, words.Wait) else message
                 self._changed.notify_all()
             self._moved()
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
         self._sock.close()
+
+
+def _called(name: str) -> tuple[socket.socket, words.World | words.Wait]:
+    """A connection, and what is said first."""
+    until = time.monotonic() + _FIRST
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(max(until - time.monotonic(), 0.1))
+        try:
+            sock.connect(f"\0{name}")
+            sock.send(words.encode(words.Here()))
+            first = words.from_supervisor(sock.recv(words.LARGEST))
+            if not isinstance(first, words.World | words.Wait):
+                raise OSError("the run is about to end")
+        except (OSError, msgspec.MsgspecError) as error:
+            sock.close()
+            # A supervisor that has not heard of our birth yet does not know us.
+            if time.monotonic() < until and isinstance(error, ConnectionError | msgspec.MsgspecError):
+                time.sleep(0.01)
+                continue
+            raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+        sock.settimeout(None)
+        return sock, first

@@ -12,10 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.contract.line import World
+from phalanx.contract.variables import place as place_of
 from phalanx.errors import JoinError, UsageError
 from phalanx.join import addresses, device, ending, methods, rollcall, tcp
 from phalanx.join.device import check_backend
-from phalanx.join.identity import PHALANX, Identity, identify, moved
+from phalanx.join.identity import PHALANX, Identity, identify
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence
 from phalanx.join.topology import Topology
@@ -59,8 +60,9 @@ def form(
     timeout: float | timedelta,
     device: str | torch.device | None,
     world: World | None = None,
+    word: str = "",
 ) -> Membership:
-    """`world`: where this process stands now, which is not where it stood when it was started."""
+    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all."""
     import torch.distributed as dist
 
     timeout = _seconds(timeout)
@@ -77,6 +79,10 @@ def form(
         _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
         return _adopt(device, timeout)
     environ = os.environ
+    if world is not None:
+        environ.update(place_of(world))
+        if world.devices is not None:  # a spare has touched no device yet
+            environ["CUDA_VISIBLE_DEVICES"] = world.devices
     told = methods.parse(method)
     identity = identify(
         environ,
@@ -84,7 +90,7 @@ def form(
         world_size=told.world_size if world_size is None else world_size,
     )
     if world is not None:
-        identity = moved(identity, world)
+        identity = replace(identity, generation=world.generation)
     if identity.nobody and (told.place is not None or store is not None):
         raise UsageError(
             "nobody says which rank this is, or of how many",
@@ -96,7 +102,7 @@ def form(
     place = methods.choose(identity, told, environ, given=store is not None)
     keeper = place.kind == "tcp" and _keeps(identity, place)
     bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout)
+    where, people = _meet(bare, identity, place, environ, timeout, word=word)
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend, device, identity, people, store=where, place=place, keeper=keeper, timeout=timeout, group=asked
@@ -167,7 +173,7 @@ def _leave(path: str, world_size: int, pid: int) -> None:
 
 
 def _meet(
-    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float
+    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float, *, word: str = ""
 ) -> tuple[Any, tuple[Presence, ...]]:
     """The roll call, and the store under a prefix of this formation's own."""
     global _formed
@@ -177,7 +183,7 @@ def _meet(
     # One that has taken the place of another has formed fewer groups than those that it meets.
     which = str(_formed) if identity.generation is None else f"generation {identity.generation}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
-    me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"), word=word)
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
     return store, rollcall.call(store, me, timeout, place=words, say=tcp.notice)
 

@@ -33,6 +33,7 @@ class Presence(msgspec.Struct, frozen=True, array_like=True):
     node: int | None = None
     local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
+    word: str = ""  # what it wants all others to know before they begin
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
@@ -43,7 +44,7 @@ _people: msgspec.msgpack.Decoder[tuple[Presence, ...]] = msgspec.msgpack.Decoder
 _person: msgspec.msgpack.Decoder[Presence] = msgspec.msgpack.Decoder(Presence)
 
 
-def here(identity: Identity, *, address: str = "", devices: str | None = None) -> Presence:
+def here(identity: Identity, *, address: str = "", devices: str | None = None, word: str = "") -> Presence:
     return Presence(
         rank=identity.rank,
         world_size=identity.world_size,
@@ -54,6 +55,7 @@ def here(identity: Identity, *, address: str = "", devices: str | None = None) -
         node=identity.node_rank,
         local_rank=identity.local_rank,
         devices=devices,
+        word=word,
     )
 
 
@@ -227,7 +229,7 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
     """Until all are set. By looking, for a `wait` that times out writes warnings, and holds up signals."""
-    start, pause, told = time.monotonic(), 0.0005, False
+    start, told = time.monotonic(), False
     while not store.check(keys):
         passed = time.monotonic() - start
         if passed > timeout:
@@ -235,8 +237,8 @@ def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], No
         if not told and passed > NOTICE:
             told = True
             waiting()
-        time.sleep(pause)
-        pause = min(pause * 1.4, 0.05)
+        # Often at first, for whoever is about to come; later, as long as it has taken already counts for more.
+        time.sleep(min(max(passed / 8, 0.0005), 0.05))
     return True
 
 

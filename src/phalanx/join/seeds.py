@@ -24,7 +24,10 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # which takes its time to remember it for devices that may come to be
+        torch.default_generator.manual_seed(seed)
 
 
 def generator(seed: int, *names: object) -> torch.Generator:

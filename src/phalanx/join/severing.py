@@ -1,8 +1,8 @@
-"""Cut what a group is held together by, so that whoever waits in one of its collectives stops waiting.
+"""Cut what groups are held together by, so that whoever waits in one of their collectives stops waiting.
 
 gloo has no way to abort an operation that waits for a peer which neither answers nor closes. It gives up at once when a
-connection ends; so the connections that came to be while the group was formed are ended. They stay open as descriptors:
-gloo closes them itself, when the group is destroyed.
+connection ends; so the connections that came to be while a group was formed are ended. They stay open as descriptors:
+gloo closes them itself, when the group is destroyed. NCCL can abort, and is told to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Severing:
@@ -18,17 +20,36 @@ class Severing:
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}  # the socket's own name -> descriptor
-        self._before: dict[str, int] | None = None  # while a group is being formed
+        self._before: list[dict[str, int]] = []  # while groups are being formed
         self._pid = os.getpid()
+        # Else NCCL's own watchdog ends the process when a peer is gone, before anybody could regroup.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        self._before = _sockets()
+        before = _sockets()
+        self._before.append(before)
         try:
             yield
         finally:
             self._found = self._all()
-            self._before = None
+            self._before.remove(before)
+
+    def watch_groups(self) -> Callable[[], None]:
+        """Those that a script makes itself, too: dist.new_group, device meshes. Returns what ends it."""
+        from torch.distributed import distributed_c10d as c10d
+
+        theirs = c10d._new_process_group_helper
+
+        def ours(*args: Any, **options: Any) -> Any:
+            with self.watching():
+                return theirs(*args, **options)
+
+        def end() -> None:
+            c10d._new_process_group_helper = theirs
+
+        c10d._new_process_group_helper = ours
+        return end
 
     def cut(self) -> None:
         if os.getpid() != self._pid:
@@ -41,12 +62,13 @@ class Severing:
                         _end(copy)
                 finally:
                     os.close(copy)
+        _abort()
 
     def _all(self) -> dict[str, int]:
-        before = self._before
-        if before is None:
-            return self._found
-        return {**self._found, **{name: fd for name, fd in _sockets().items() if name not in before}}
+        found = dict(self._found)
+        for before in [*self._before]:
+            found |= {name: fd for name, fd in _sockets().items() if name not in before}
+        return found
 
     def forget(self) -> None:
         self._found = {}
@@ -70,3 +92,27 @@ def _sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(fd)
     return found
+
+
+def _abort() -> None:
+    """NCCL's communicators, all in one call of its own: one by one, they might wait for each other."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_nccl_available():
+        return
+    import torch
+
+    backends = []
+    for group in [*c10d._world.pg_map]:
+        with contextlib.suppress(RuntimeError):  # it has none for the GPU
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                backends.append(backend)
+    if not backends:
+        return
+    backends[0]._group_start()
+    try:
+        for backend in backends:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+    finally:
+        backends[0]._group_end()

@@ -9,8 +9,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
+from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
@@ -26,6 +28,8 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
+_MOST_SPARES = 3  # likewise
+_SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
 
 @dataclass
@@ -33,13 +37,16 @@ class Worker:
     seat: Seat
     folder: str
     pid: int = 0
-    born: float = 0.0
+    born: float = 0.0  # by a clock that nobody sets
     code: int | None = None  # exit code, or minus the signal
-    ended: float = 0.0
+    ended: float = 0.0  # by the clock on the wall, which error files go by
     stopped: bool = False  # it was told to stop before it ended
     step: int | None = None  # committed, as far as it has told
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
+    called: bool = False  # it can regroup
+    spare: bool = False  # it waits for a place
+    formed: int = -1  # the last generation that it has committed a step of, as far as it has told
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,18 @@ class Fall:
     time: float
     lived: float
     step: int | None  # the newest that any worker here has committed
+    everybody: bool = False  # nobody is left who could hand anything over
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """The group forms anew."""
+
+    generation: int
+    why: str
+    plan: Plan  # who sits where from now on
+    listener: socket.socket | None  # of the store, where this node hosts it
+    halt: bool = False  # to save what there is, and end
 
 
 @dataclass(frozen=True)
@@ -64,29 +83,35 @@ class Stage:
     listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
     failing: Callable[[Fall], None]  # a worker has failed here: somebody decides what comes of it
-    able: Callable[[bool, bool], None]  # workers here have called that can regroup; some are through with their work
+    able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
     going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
+    halting: Callable[[int, words.Keeping | words.Standing | words.Halted], None]  # what a rank says about a halt
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
 
 
 class Attempt:
-    def __init__(self, number: int, stage: Stage, zygote: Zygote, lesson: Lesson | None) -> None:
+    def __init__(self, number: int, stage: Stage, zygote: Zygote, lesson: Lesson | None, generation: int = 0) -> None:
         self.number = number
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
-        self.generation = 0
+        self.generation = generation
         self._why = ""  # this generation is not the first
+        self._held = ""  # why they wait: too few are left
+        self._names = map(str, count())
+        self._spares_lost = 0
+        self._halts = False  # it saves what there is, and ends
+        self._halt: words.Halt | None = None  # what was said of halting last
         self._line = Line(self)
         self._listening: asyncio.Task[None] | None = None
-        self._called = False  # a worker that can regroup
-        self._able = (False, False)  # as it was told
+        self._able = (False, False, False)  # as it was told
         self._stage = stage
         self._zygote = zygote
         self._lesson = lesson
         self._store_started = False
+        self._store_stops = False  # it is no longer needed
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
         stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
@@ -97,19 +122,37 @@ class Attempt:
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
 
     @property
+    def full(self) -> bool:
+        """Every seat is taken, by a worker that is alive."""
+        return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+
+    @property
+    def silence(self) -> float:
+        """Seconds after which a rank that is silent is lost."""
+        return self._stage.plan.silence
+
+    @property
+    def formed(self) -> bool:
+        """Every rank of this node has committed a step of this generation."""
+        return all(worker.formed == self.generation for worker in self.workers.values() if not worker.spare)
+
+    @property
     def stopping(self) -> bool:
         return self._escalation is not None
 
     @property
     def failed(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.code]
+        return [worker for worker in self.workers.values() if worker.code and not worker.spare]
 
     def _tell_able(self) -> None:
         """One that has not called yet is told where it stands when it does; a plain script never calls."""
-        ended = any(worker.done or worker.code == 0 for worker in self.workers.values())
-        if (self._called, ended) != self._able:
-            self._able = (self._called, ended)
-            self._stage.able(*self._able)
+        workers = [worker for worker in self.workers.values() if not worker.spare or self._stage.plan.spare]
+        ended = any(worker.done or worker.code == 0 for worker in workers if not worker.spare)
+        called = self._able[0] or any(worker.called for worker in workers)
+        able = (called, ended, all(worker.called for worker in workers))
+        if able != self._able:
+            self._able = able
+            self._stage.able(*able)
 
     def _duplicate(self) -> None:
         """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
@@ -150,7 +193,7 @@ class Attempt:
         asyncio.get_running_loop().remove_reader(listener.fileno())
         if self._store_started or self.over.is_set():
             return
-        self._store_started = True
+        self._store_started, self._store_stops = True, False
         plan, path = self._stage.plan, self._stage.folder.path
         order = zygotes.store_order(self._zygote, plan, plan.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -160,9 +203,15 @@ class Attempt:
         os.close(nowhere)
         os.close(log)
 
-    def start_worker(self, seat: Seat) -> None:
+    def start_worker(self, seat: Seat, *, spare: bool = False) -> None:
         plan, run_folder = self._stage.plan, self._stage.folder
-        folder = run_folder.rank_folder(self.number, seat.rank)
+        name = next(self._names)
+        label = f"spare.{name}" if spare else str(seat.rank)
+        folder = run_folder.rank_folder(self.number, label)
+        if any(worker.folder == folder for _, worker in self.living):  # of one that had this rank before
+            folder = run_folder.rank_folder(self.number, f"{label}.{self.generation}")
+        with contextlib.suppress(OSError):  # of the one before
+            os.unlink(f"{folder}/error.json")
         environ = plan.environment(
             seat,
             attempt=self.number,
@@ -173,16 +222,16 @@ class Attempt:
             line=self._line.name,
             memory=self._stage.memory,
         )
-        order = zygotes.worker_order(self._zygote, plan.command, seat, environ)
+        order = zygotes.worker_order(self._zygote, name, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:
             order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
-        self.workers[order["name"]] = Worker(seat, folder, born=time.time())
+        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare)
         try:
             self._zygote.order(order, [stdin, out, err])
         except OSError:
-            del self.workers[order["name"]]  # the zygote is gone: its reader says so
+            del self.workers[name]  # the zygote is gone: its reader says so
         os.close(stdin)
         self.output.handed_over(seat.rank)
 
@@ -206,6 +255,7 @@ class Attempt:
                 pid=pid,
                 device=str(worker.seat.slot.device or ""),
                 attempt=self.number,
+                spare=worker.spare,
             )
         )
 
@@ -217,6 +267,7 @@ class Attempt:
             self._store_exited(code)
             return
         worker = self.workers[message["name"]]
+        self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
         self._stage.folder.event(
             events.WorkerExited(
@@ -228,35 +279,61 @@ class Attempt:
                 attempt=self.number,
             )
         )
-        if code == 0:
+        if worker.spare:
+            self._spare_exited(message["name"], worker, code)
+        elif code == 0:
             self._tell_able()
         elif not worker.stopped:
             self._stage.failing(self.fall(f"rank {worker.seat.rank} failed", worker))
+            if not self.stopping:
+                return  # whoever decides about it has them regroup, or stops what is left
+        self._look_for_the_end()
+
+    def _look_for_the_end(self) -> None:
+        """Spares of this node have nobody left to stand in for."""
         if not self.living:
             self.over.set()
+        elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
+            for name, worker in self.living:
+                worker.stopped = True
+                self.tell(name, signal.SIGKILL)
 
-    def fall(self, reason: str, worker: Worker | None = None) -> Fall:
+    def _spare_exited(self, name: str, worker: Worker, code: int) -> None:
+        if worker.stopped or self.stopping:
+            return
+        self._spares_lost += 1
+        del self.workers[name]
+        told = f"a spare worker ended ({cause.in_words(code)}); see {worker.folder}"
+        if self._spares_lost >= _MOST_SPARES:
+            self._stage.note(f"{told}. It is the third, so that there are no more")
+        else:
+            self._stage.note(told)
+            self.start_worker(worker.seat, spare=True)
+
+    def fall(self, reason: str, worker: Worker | None = None, place: str = "") -> Fall:
         """Of one worker, or of all of them at once."""
-        first = worker or next(iter(self.workers.values()))
+        workers = [worker] if worker is not None else list(self.workers.values())
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return Fall(
-            rank=first.seat.rank,
+            rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=cause.place(self._death(worker, "")) if worker is not None else "",
-            time=first.ended,
-            lived=first.ended - first.born,
+            place=cause.place(self._death(worker, "")) if worker is not None else place,
+            time=time.time(),
+            lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
+            everybody=worker is None and not self.living,
         )
 
     def refused(self, name: str, why: str) -> None:
         """A process that the kernel would not make."""
-        self._stage.console.say(f"{'the store' if name == 'store' else f'rank {name}'} could not be started: {why}")
+        who = f"rank {self.workers[name].seat.rank}" if name in self.workers else "the store"
+        self._stage.console.say(f"{who} could not be started: {why}")
         if name in self.workers:
             self.exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
 
     def _store_exited(self, code: int) -> None:
         """Without its store a group cannot form, nor grow; what has formed goes on by itself."""
-        if self.over.is_set() or not self.living:
+        if self.over.is_set() or not self.living or self._store_stops:
             return
         self._stage.folder.event(events.StoreLost(time=time.time(), code=code))
         self._stores_lost += 1
@@ -266,13 +343,19 @@ class Attempt:
         self._stage.note(f"the store process ended ({cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()
+        if self._able[:2] == (True, False) and not self.formed:  # who had told the old one waits for ever
+            self._stage.failing(self.fall("the store was ended while the group formed", place="store"))
 
     def lost(self) -> None:
         """The zygote is gone, and its workers with it."""
         for _, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
-        self._stage.able(False, True)
-        self.over.set()
+        self._store_started = False
+
+    def transplant(self, zygote: Zygote) -> None:
+        """To another zygote: the old one is gone, and so are its store and its workers."""
+        self._zygote = zygote
+        self.prepare_store()
 
     def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
@@ -286,6 +369,7 @@ class Attempt:
             worker.stopped = True
             if not told:
                 self.tell(name, number)
+            self._line.send(worker.pid, words.End(number))
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
@@ -299,6 +383,7 @@ class Attempt:
             for name, worker in self.living:
                 self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self.tell(name, next_signal)
+                self._line.send(worker.pid, words.End(next_signal))
 
     def kill(self) -> None:
         for name, _ in self.living:
@@ -315,20 +400,89 @@ class Attempt:
 
     # -- a group that forms anew
 
-    def regroup(self, generation: int, why: str) -> None:
-        """The dead are replaced, and the living told."""
-        self.generation, self._why = generation, why
-        for seat in self._stage.plan.seats:
-            worker = self.workers.get(str(seat.rank))
-            if worker is None or worker.code is not None:
-                with contextlib.suppress(OSError):  # of the one before
-                    os.unlink(f"{self._stage.folder.rank_folder(self.number, seat.rank)}/error.json")
-                self.start_worker(seat)
-            else:
-                self._line.send(worker.pid, self._world(seat))
+    def regroup(self, to: Regrouping) -> None:
+        """The dead are replaced, by a spare if there is one, and the living told."""
+        before, self._stage = self._stage, replace(self._stage, plan=to.plan, listener=to.listener)
+        self.generation, self._why, self._held, self._halts = to.generation, to.why, "", to.halt
+        if to.listener is not before.listener:
+            self._move_store(before.listener)
+        at = {worker.seat.local_rank: name for name, worker in self.living}
+        ranks: dict[int, int] = {}
+        for seat in to.plan.seats:
+            name = at.get(seat.local_rank)
+            if name is not None:
+                ranks |= self._seat(self.workers[name], seat, spare=to.plan.spare)
+        self.output.renumber(ranks)
+        for seat in to.plan.seats:
+            self._fill(seat, at.get(seat.local_rank))
+        self._keep_spares()
+        self._tell_able()
 
-    def _world(self, seat: Seat) -> words.World:
+    def _fill(self, seat: Seat, name: str | None) -> None:
+        if name is None:
+            name = next((name for name, worker in self.living if worker.spare and worker.called), None)
+            dead = [name for name, worker in self.workers.items() if worker.code is not None]
+            for gone in dead:
+                if self.workers[gone].seat.local_rank == seat.local_rank:
+                    del self.workers[gone]
+            if name is None:
+                self.start_worker(seat, spare=self._stage.plan.spare)
+                return
+            self.output.renumber(self._seat(self.workers[name], seat, spare=False))
+        worker = self.workers[name]
+        if worker.called:
+            self._line.send(worker.pid, self._place(worker))
+
+    def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
+        """Its rank before, and now."""
+        was, worker.seat = worker.seat.rank, seat
+        if was != seat.rank or worker.spare != spare:
+            worker.spare = spare
+            self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
+        return {was: seat.rank}
+
+    def hold(self, why: str) -> None:
+        """Nobody can go on: the living leave their group, and keep what they have."""
+        self._held = why
+        for _, worker in self.living:
+            if worker.called:
+                self._line.send(worker.pid, self._place(worker))
+
+    def halt(self, step: int | None) -> None:
+        self._halt = words.Halt(step)
+        for _, worker in self.living:
+            if not worker.spare:
+                self._line.send(worker.pid, self._halt)
+
+    def _keep_spares(self) -> None:
+        """As soon as it is known that the script can regroup: any other would begin to train."""
         plan = self._stage.plan
+        if not self._able[0] or self.stopping or plan.spare or self._spares_lost >= _MOST_SPARES:
+            return
+        taken = {worker.seat.local_rank for _, worker in self.living}
+        free = (place for place in count(len(plan.seats)) if place not in taken)
+        for _ in range(plan.spares - sum(worker.spare for _, worker in self.living)):
+            place = next(free)
+            rank = plan.placement.world_size + place - len(plan.seats)
+            self.start_worker(Seat(rank, plan.node, place, len(plan.seats), Slot()), spare=True)
+
+    def _move_store(self, before: socket.socket | None) -> None:
+        """To another node, or from it."""
+        if before is not None:
+            asyncio.get_running_loop().remove_reader(before.fileno())
+            if self._store_started:
+                self._store_stops = True
+                self.tell("store", signal.SIGTERM)
+        self._store_started = False
+        self.prepare_store()
+
+    def _place(self, worker: Worker) -> words.FromSupervisor:
+        """What a worker is told about where it stands."""
+        plan, seat = self._stage.plan, worker.seat
+        preempt = tuple(map(int, plan.ending.preempt))
+        if worker.spare or self._held:
+            return words.Wait(self._held, preempt)
+        gathering = plan.gathering
         return words.World(
             generation=self.generation,
             rank=seat.rank,
@@ -341,6 +495,10 @@ class Attempt:
             address=plan.master_addr,
             port=plan.master_port,
             why=self._why,
+            devices=plan.devices(seat),
+            **({} if gathering is None else {"patience": gathering.lost_after + _SLACK}),
+            halt=self._halts,
+            preempt=preempt,
         )
 
     def knows(self, pid: int) -> bool:
@@ -353,19 +511,27 @@ class Attempt:
         worker.heard = time.monotonic()
         match message:
             case words.Here():
-                self._line.send(pid, self._world(worker.seat))
-                self._called = True
+                worker.called = True
+                self._line.send(pid, self._place(worker))
+                if self._halt is not None and not worker.spare:
+                    self._line.send(pid, self._halt)
                 self._tell_able()
+                self._keep_spares()
                 if self._listening is None:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
                 worker.step = message.step
             case words.Going():
-                worker.step = message.step
+                worker.step, worker.formed = message.step, message.generation
                 self._stage.going(message)
             case words.Done():
                 worker.done = True
                 self._tell_able()
+            case words.Standing():
+                worker.step = message.step
+                self._stage.halting(worker.seat.rank, message)
+            case words.Keeping() | words.Halted():
+                self._stage.halting(worker.seat.rank, message)
 
     async def _listen(self) -> None:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""

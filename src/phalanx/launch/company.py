@@ -7,6 +7,7 @@ Following   every other node (following.py)
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -17,8 +18,9 @@ from typing import Protocol
 from phalanx.contract import events
 from phalanx.contract import line as words
 from phalanx.launch import cause
-from phalanx.launch.attempt import Fall
+from phalanx.launch.attempt import Fall, Regrouping
 from phalanx.launch.plan import Plan
+from phalanx.launch.preemption import Preemption
 from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
@@ -32,6 +34,7 @@ class Orders:
     attempt: int
     plan: Plan
     listener: socket.socket | None  # of the store, where this node hosts it
+    generation: int = 0  # that of the group which this node comes to
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Supervised(Protocol):
     """What others may ask of a supervisor."""
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
-    def regroup(self, generation: int, why: str) -> None: ...
+    def regroup(self, to: Regrouping) -> None: ...
+    def hold(self, why: str) -> None: ...
+    def halt(self, step: int | None) -> None: ...
     def end(self, number: signal.Signals, reason: str) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str | None) -> None: ...
@@ -64,7 +69,10 @@ class Supervised(Protocol):
 
 
 class Company(Protocol):
-    relay: Relay | None
+    @property
+    def relay(self) -> Relay | None:
+        """Who else reads what workers write."""
+        ...
 
     def meet(self, supervised: Supervised) -> None: ...
 
@@ -87,11 +95,18 @@ class Company(Protocol):
     def failing(self, fall: Fall) -> None:
         """A worker of this node has failed: the attempt is stopped, or the others regroup."""
 
-    def able(self, called: bool, ended: bool) -> None:
-        """Workers here can regroup; some are through with their work, and cannot any more."""
+    def able(self, called: bool, ended: bool, ready: bool) -> None:
+        """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
 
     def going(self, message: words.Going) -> None:
         """A group that has formed anew has committed its first step."""
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        """What a rank here says about halting."""
+
+    def preempt(self, number: signal.Signals) -> bool:
+        """A scheduler takes the machine away. False: there can be no checkpoint, and the run ends as by any signal."""
+        ...
 
     def signalled(self, number: signal.Signals) -> None:
         """The user, or a scheduler, ends the run here."""
@@ -114,6 +129,7 @@ class Alone:
         self._supervised: Supervised | None = None
         self._recoveries = Recoveries(plan.budget, folder)
         self._able = False
+        self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -131,8 +147,13 @@ class Alone:
         return not failed or self._recoveries.way is not Way.RESTART
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        self._preemption.over()
+        if report.trouble and self._recoveries.way is Way.RESTART:
+            return self._once_more(report.attempt, report.trouble)
         if report.trouble:
-            return Verdict(128 + signal.SIGKILL, report.trouble)
+            return Verdict(128 + signal.SIGKILL, self._recoveries.last_words(report.trouble))
+        if self._preemption.halted:
+            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         if not report.deaths:
             return Verdict(0, self._recoveries.summary())
         death = cause.first_cause(report.deaths)
@@ -141,20 +162,56 @@ class Alone:
         record_failure(self._folder, death, report.attempt)
         if self._recoveries.way is not Way.RESTART:
             return Verdict(death.exit_code, self._recoveries.last_words(report.block))
+        return self._once_more(report.attempt, report.block)
+
+    def _once_more(self, attempt: int, why: str) -> Orders:
         if self._supervised is not None:
-            self._supervised.note(f"{report.block}\nphalanx: {self._recoveries.again()}")
-        return Orders(report.attempt + 1, self._plan, self._listener)
+            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}")
+        return Orders(attempt + 1, self._plan, self._listener)
 
     def failing(self, fall: Fall) -> None:
-        if self._supervised is None:
+        if self._supervised is None or self._preemption.halted:
             return
         if self._recoveries.decide(fall, able=self._able) is Way.REGROUP:
-            self._supervised.regroup(self._recoveries.generation, fall.reason)
+            self._supervised.regroup(self._anew(fall.reason, halt=self._preemption.begun))
         else:
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
-    def able(self, called: bool, ended: bool) -> None:
+    def _anew(self, why: str, *, halt: bool) -> Regrouping:
+        return Regrouping(self._recoveries.generation, why, self._plan, self._listener, halt)
+
+    def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
         self._able = called and not ended
+        self._preemption.able(called, ended)
+
+    # -- preemption
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        self._preemption.heard(rank, message, self._recoveries.generation)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        return self._preemption.begin(number, self._plan.placement.world_size)
+
+    def note(self, text: str) -> None:
+        if self._supervised is not None:
+            self._supervised.note(text)
+
+    def halt(self, step: int | None) -> None:
+        if self._supervised is not None:
+            self._supervised.halt(step)
+
+    def form_anew(self, why: str) -> None:
+        if self._supervised is not None and self._able:
+            self._recoveries.anew()
+            self._supervised.regroup(self._anew(why, halt=True))
+
+    def stop(self, reason: str) -> None:
+        if self._supervised is not None:
+            self._supervised.stop(signal.SIGTERM, reason, self._plan.ending.failure_grace)
+
+    def give_up(self, number: signal.Signals, reason: str) -> None:
+        if self._supervised is not None:
+            self._supervised.end(number, reason)
 
     def going(self, message: words.Going) -> None:
         text = self._recoveries.going(message.generation, message.step, message.before)

@@ -107,6 +107,11 @@ class Console:
                 self._live.insert(0 if stream == Std.ERR else len(self._live), feed)
         return feed
 
+    def renumber(self, feed: Feed, rank: int) -> None:
+        """Its lines are another rank's from here on."""
+        with self.lock:
+            feed.prefix = self._prefix(rank, feed.sink)
+
     def say(self, text: str) -> None:
         """A line of our own, on stderr. Further lines of the text are details."""
         with self.lock:

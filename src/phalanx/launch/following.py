@@ -7,13 +7,16 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
 
 from phalanx.contract import line as words
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
 from phalanx.launch import cause
-from phalanx.launch.attempt import Fall
+from phalanx.launch.attempt import Fall, Regrouping
 from phalanx.launch.company import Orders, Report, Supervised, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.gathering import Gathering
@@ -49,29 +52,43 @@ async def excuse(gathering: Gathering, why: str) -> None:
 
 class _Deaf:
     def heard(self, message: messages.FromLeader) -> None: ...
-    def lost(self, why: str) -> None: ...
+    def lost(self, why: str, *, silent: bool) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
 
 
+class Heir(Protocol):
+    """Who takes over when node 0 is lost: launch/succession.py."""
+
+    def leader_lost(self, why: str, *, silent: bool) -> None: ...
+
+
 class Following:
-    def __init__(self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console) -> None:
+    def __init__(self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console, *, door: int = 0) -> None:
+        self.roll: messages.Roll | None = None  # who else is here, where nodes may come and go
+        self.heir: Heir | None = None
+        self.attempt = 0
+        self.generation = 0
+        self.ability = (False, False, False)  # of our workers: called, ended, all have called
         self._plan = plan
         self._gathering = gathering
         self._folder = folder
         self._console = console
         self._supervised: Supervised | None = None
-        self._member = Member(gathering.token, arrival_of(plan, gathering), places(gathering), ears=self)
+        self._arrival = arrival_of(plan, gathering, door=door)
+        self._member = Member(gathering.token, self._arrival, places(gathering), ears=self)
         self._inbox: asyncio.Queue[messages.Start | messages.End] = asyncio.Queue()
         self._lost = ""
         self._started = False
         self._running = False  # an attempt, from when it is ordered to its end here
-        self._attempt = 0
-        self._able = False  # our workers can regroup
-        self.relay: Relay | None = Relay(self._member.send, lambda: self._member.waiting)
+        self.relay: Relay | None = Relay(self._send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
+
+    def _send(self, message: messages.Message) -> None:
+        """To whoever leads at the time."""
+        self._member.send(message)
 
     async def join(self) -> None:
         welcome = await self._member.join(self._gathering.join_timeout)
@@ -83,6 +100,7 @@ class Following:
             ) from error
         for text in welcome.notes:
             self.note(text)
+        self._arrival = msgspec.structs.replace(self._arrival, member=welcome.member)
         at = f"{welcome.leader} at {self._member.leader_address}"
         self.note(f"joined {at} as {self._gathering.noun} {welcome.member}, output in {self._folder.path}")
 
@@ -92,23 +110,29 @@ class Following:
         if isinstance(next_, messages.End):
             # What everybody hears at node 0 is not told again by each of them on the same terminal.
             return Verdict(next_.code, next_.text if self._gathering.echo or self._lost else "")
-        if self._started:
+        if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}")
+        if not next_.place.ranks:
+            self.note("every place is taken: this node is a spare, and gets ready")
         self._started = True
-        self._attempt, self._able = next_.attempt, False
+        self.attempt, self.generation, self.ability = next_.attempt, next_.generation, (False, False, False)
+        return Orders(next_.attempt, self._seated(next_.place), None, next_.generation)
+
+    def _seated(self, place: messages.Place) -> Plan:
         member = self._member
-        seats = seats_of(self._plan, next_)
+        seats = seats_of(self._plan, place)
         plan = self._plan.seated(
             seats,
-            world_size=next_.world_size,
-            nodes=next_.nodes,
-            topology=next_.topology,
-            master=(member.leader_address, next_.store_port),
+            world_size=place.world_size,
+            nodes=place.nodes,
+            topology=place.topology,
+            master=(member.leader_address, place.store_port),
             interface=interfaces.owner(member.own_address, interfaces.survey()),
+            spare=not place.ranks,
         )
         prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in seats}
-        self._console.settle(next_.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
-        return Orders(next_.attempt, plan, None)
+        self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
+        return plan
 
     # -- what the leader says
 
@@ -124,8 +148,18 @@ class Following:
                 self.waiting(None)
                 self._inbox.put_nowait(message)
             case messages.Regroup():
-                if self._running and message.attempt == self._attempt and self._supervised is not None:
-                    self._supervised.regroup(message.generation, message.why)
+                if self._running and message.attempt == self.attempt and self._supervised is not None:
+                    self.generation = message.generation
+                    plan = self._seated(message.place)
+                    self._supervised.regroup(Regrouping(message.generation, message.why, plan, None, message.halt))
+            case messages.Hold():
+                if self._running and message.attempt == self.attempt and self._supervised is not None:
+                    self._supervised.hold(message.why)
+            case messages.Roll():
+                self.roll = message
+            case messages.Halt():
+                if self._running and self._supervised is not None:
+                    self._supervised.halt(message.step)
             case messages.Stop():
                 self._stop(message)
             case messages.Pass():
@@ -143,11 +177,30 @@ class Following:
         elif self._running:  # else it is about an attempt that has ended here already
             self._supervised.stop(number, stop.reason, stop.grace)
 
-    def lost(self, why: str) -> None:
+    def lost(self, why: str, *, silent: bool) -> None:
+        if self.heir is not None and self.roll is not None and self._running:
+            self.heir.leader_lost(why, silent=silent)
+        else:
+            self.give_up(why)
+
+    def give_up(self, why: str) -> None:
         self._lost = why
         self._inbox.put_nowait(messages.End(code=1, text=f"node 0 is lost: {why}"))
         if self._supervised is not None:
             self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.ending.failure_grace)
+
+    @property
+    def id(self) -> int:
+        return self._arrival.member or 0
+
+    async def follow(self, where: Endpoint, timeout: float) -> None:
+        """Another leader, in the place of the one that was lost. Raises JoinError."""
+        before, member = self._member, Member(self._gathering.token, self._arrival, lambda: [where], ears=self)
+        self._member = member  # what it says may be heard before join returns
+        await before.drop()
+        await member.join(timeout)
+        called, ended, ready = self.ability
+        member.send(messages.Able(called=called, ended=ended, ready=ready))
 
     def note(self, text: str) -> None:
         if self._supervised is not None:
@@ -176,21 +229,38 @@ class Following:
                 step=fall.step,
             )
         )
-        if not self._able and self._supervised is not None:  # else the leader may want us to regroup
+        called, ended, _ = self.ability
+        if (not called or ended) and self._supervised is not None:  # else the leader may want us to regroup
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
 
-    def able(self, called: bool, ended: bool) -> None:
-        self._able = called and not ended
-        self._member.send(messages.Able(called=called, ended=ended))
+    def able(self, called: bool, ended: bool, ready: bool) -> None:
+        self.ability = (called, ended, ready)
+        self._member.send(messages.Able(called=called, ended=ended, ready=ready))
 
     def going(self, message: words.Going) -> None:
         self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        match message:
+            case words.Standing():
+                self._member.send(
+                    messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
+                )
+            case words.Halted():
+                self._member.send(messages.Halted(step=message.step))
+
+    def preempt(self, number: signal.Signals) -> bool:
+        # Where nodes come and go, this one goes, and the others go on.
+        taken = self._running and self.ability[0] and not self._lost and not self._gathering.elastic
+        if taken:  # node 0 ends it, with a checkpoint or without
+            self._member.send(messages.Signalled(signal=number, preempt=True))
+        return taken
 
     def signalled(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.
         if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
-        else:
+        if not (self._running or self._started) or (self._gathering.elastic and number == signal.SIGTERM):
             self._inbox.put_nowait(messages.End(code=128 + number))
 
     def passed(self, number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a run on one node has no use for it, and would start later
 @dataclass(frozen=True)
 class Gathering:
     source: str  # who said so: "the command line", "ssh", "Slurm", "Open MPI"
-    expected: int  # supervisors
+    expected: int  # supervisors, at most
     member: int | None  # which of them this one is; None: the leader numbers it
     leads: bool | None  # None: whoever has the address
     host: str | None  # of the leader, as it was told
@@ -28,6 +28,9 @@ class Gathering:
     meeting: Meeting | None = None  # where tasks find their leader if no name leads to it
     join_timeout: float = 300.0
     lost_after: float = 15.0
+    least: int = 0  # with so many it can begin and go on; 0: with all of them
+    spares: int = 0  # more than are expected, who wait for one to be lost
+    last_call: float = 3.0  # for the others, once there are enough
     names: tuple[str, ...] = ()  # hosts of the members, by number, where they are known beforehand
     echo: bool = True  # members show what their own ranks write; else it is seen at node 0 alone
     versions: dict[str, str] = field(default_factory=dict)
@@ -37,6 +40,11 @@ class Gathering:
     def noun(self) -> str:
         """What a member is: a node, or a task that is one rank of those on its node."""
         return "task" if self.task is not None and self.task.one_a_node is not True else "node"
+
+    @property
+    def elastic(self) -> bool:
+        """Nodes may come and go."""
+        return bool(self.spares) or 0 < self.least < self.expected
 
     @property
     def managed(self) -> bool:

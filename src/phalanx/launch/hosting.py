@@ -29,6 +29,17 @@ def open_door(gathering: Gathering) -> tuple[bool, list[socket.socket]]:
         return True, port.listen_on(addresses, 0)  # the port was only a guess: the meeting place tells the right one
 
 
+def open_side_door(gathering: Gathering) -> list[socket.socket]:
+    """Where this node could be found if it had to lead. Nobody is answered there before."""
+    named = _resolve(gathering.host) if gathering.host is not None else []
+    confined = bool(named) and all(interfaces.is_loopback(address) for address in named)
+    addresses = named[:1] if confined else list(interfaces.reachable(interfaces.survey())) or ["127.0.0.1"]
+    try:
+        return port.listen_on(addresses, gathering.port)  # so that whoever comes later need not be told another one
+    except PortError:
+        return port.listen_on(addresses, 0)
+
+
 def _for_all(error: PortError) -> PortError:
     """Where a port is in use: a free one will not do, for the other nodes could not know it."""
     if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:

@@ -1,34 +1,60 @@
-"""Node 0 among several: calls the roll, starts everybody, orders the causes of a failure, and ends it for all."""
+"""Node 0 among several: calls the roll, starts everybody, orders the causes of a failure, and ends it for all.
+
+Where nodes may come and go (`-n 1:4`, `--spares`), it also says who sits where each time that happens. One that comes
+later starts its workers as spares; when they have imported everything, the group forms anew with them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.cluster.placement import Seat
 from phalanx.contract import line as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
+from phalanx.control.member import Endpoint
 from phalanx.control.roster import Seating
 from phalanx.errors import LaunchError
 from phalanx.launch import cause, port
-from phalanx.launch.attempt import Fall
+from phalanx.launch.attempt import Fall, Regrouping
 from phalanx.launch.company import Orders, Report, Supervised, Verdict, record_failure
 from phalanx.launch.console import Console
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.plan import Plan
+from phalanx.launch.preemption import Preemption
 from phalanx.launch.recoveries import Recoveries
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.seats import arrival_of, seats_of
 from phalanx.recover.decision import Way
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What is known of a run whose leader is lost."""
+
+    leader: int  # the one that is lost
+    why: str
+    size: int  # members, with that one
+    attempt: int
+    generation: int
+    ability: tuple[bool, bool, bool]
+    worked: frozenset[int]  # members that had ranks
+    others: frozenset[int]  # who is expected to come
+    quorum: int  # with fewer, the old leader may be on the other side of a cut link, with more
+
+
+_PLAIN_AFTER = 10.0  # seconds without a call: the script is one that cannot regroup
 
 
 class Leading:
@@ -58,6 +84,15 @@ class Leading:
         self._running = False  # an attempt, here
         self._recoveries = Recoveries(plan.budget, folder)
         self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
+        self._began = 0.0  # this attempt
+        self._idle: set[int] = set()  # members without ranks, and not told to prepare
+        self._preparing: set[int] = set()  # those whose workers are started as spares
+        self._ready: set[int] = set()  # those whose workers are there
+        self._leaving: set[int] = set()
+        self._holding: asyncio.TimerHandle | None = None  # until then too few may be left
+        self._changed = asyncio.Event()  # somebody has come
+        self._moving = False  # the next attempt is one with other nodes
+        self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
@@ -73,8 +108,10 @@ class Leading:
             run=self._folder.name,
             ears=self,
             promised=gathering.promised,
-            timing=Timing(lost_after=gathering.lost_after),
+            timing=Timing(lost_after=gathering.lost_after, last_call=gathering.last_call if gathering.elastic else 0.0),
             calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            least=gathering.least,
+            spares=gathering.spares,
         )
         await self._leader.open(self._sockets)
         if gathering.meeting is not None:
@@ -83,7 +120,55 @@ class Leading:
             addresses = tuple(str(sock.getsockname()[0]) for sock in self._sockets)
             gathering.meeting.announce(Place(addresses, self._sockets[0].getsockname()[1]))
         await self._leader.roll_call(gathering.join_timeout)
-        self._seats = roster.seat(self._leader.roster.members)
+
+    async def take_over(self, past: Inheritance, patience: float) -> None:
+        """The leader before is lost, and this node has its place: who comes, and whether they are enough."""
+        gathering = self._gathering
+        self._attempt, self._running, self._began = past.attempt, True, time.monotonic()
+        self._recoveries.generation = past.generation
+        door = int(self._sockets[0].getsockname()[1])
+        leader = self._leader = Leader(
+            gathering.token,
+            arrival_of(self._plan, gathering, door=door),
+            expected=gathering.expected,
+            run=self._folder.name,
+            ears=self,
+            promised=gathering.promised,
+            timing=Timing(lost_after=gathering.lost_after),
+            calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            least=gathering.least,
+            spares=gathering.spares,
+        )
+        self._abilities = {leader.id: past.ability[:2]}
+        self._preparing = set(past.others - past.worked)
+        await leader.open(self._sockets)
+        await leader.gather(past.others, patience)
+        here = {leader.id, *leader.guests}
+        if len(here) < past.quorum:
+            self._give_up(
+                Verdict(
+                    1,
+                    f"node {past.leader} is silent, and {len(here)} of {past.size} nodes are here: it may still run "
+                    "with the others, and two trainings must not come of one",
+                )
+            )
+            return
+        self._seats = {id_: Seating(0, (), (), 0) for id_ in here & past.worked}
+        address = self._listen()
+        self._plan = replace(self._plan, master_addr=address)
+        where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
+        self.note(f"this node leads now; others join at {where}")
+        called, ended = self._ability()
+        text = f"node {past.leader} is lost: {past.why}"
+        fall = Fall(0, text, "", time.time(), 0.0, None)
+        self._recoveries.moved(fall, Way.REGROUP if called and not ended else Way.RESTART)
+        if not called or ended:
+            self._moving = True
+            self._stop_all(text, self._plan.ending.failure_grace)
+        elif len(self._seats | dict.fromkeys(self._ready)) >= self._least:
+            self._regroup(text)
+        else:
+            self._hold(text)
 
     def _own(self) -> Leader:
         if self._leader is None:
@@ -93,47 +178,77 @@ class Leading:
     async def orders(self) -> Orders | Verdict:
         if self._trouble is not None:
             return self._trouble
-        address = self._listen()
-        self._settle_console()
-        return self._begin(0, address)
+        return self._begin(0, self._listen())
 
     def _listen(self) -> str:
         """The store's socket, on the address that everybody has reached us by, and no other."""
         reached = Counter(guest.reached for guest in self._own().guests.values())
+        if not reached:  # nobody but us is here yet, and who comes may come by any of them
+            reached.update(str(sock.getsockname()[0]) for sock in self._sockets)
         if len(reached) == 1:
             address = next(iter(reached))
             self._store = port.listen(address, 0)
             return address
-        # They came by several ways. The store has one socket, so it has to be all of them.
+        # They came, or may come, by several ways. The store has one socket, so it has to be all of them.
         self._store = port.listen("::" if any(":" in address for address in reached) else "0.0.0.0", 0)  # noqa: S104
         return reached.most_common(1)[0][0]
 
     def _begin(self, attempt: int, address: str) -> Orders:
-        leader, store = self._own(), self._store
+        leader = self._own()
+        self._attempt, self._stopping, self._running, self._began = attempt, False, True, time.monotonic()
+        self._overs.clear()
+        self._everybody.clear()
+        self._preparing.clear()
+        self._ready.clear()
+        self._seat(leader.roster.members.keys() - self._leaving)
+        self._abilities = dict.fromkeys(self._seats, (False, False))
+        self._idle = set(leader.guests) - self._seats.keys() - self._leaving
+        generation = self._recoveries.generation
+        for id_ in list(leader.guests):
+            if id_ in self._seats:
+                leader.send(id_, messages.Start(attempt=attempt, place=self._place(id_), generation=generation))
+        self._plan = self._own_plan(address)
+        self._tell_roll()
+        self._wait_for_plain()
+        return Orders(attempt, self._plan, self._store, generation)
+
+    def _seat(self, members: Collection[int]) -> None:
+        """Who of these works from now on, and as which ranks."""
+        leader = self._own()
+        known = {id_: leader.roster.members[id_] for id_ in members}
+        self._seats = roster.seat(roster.working(known, self._seats.keys() | {leader.id}, leader.roster.expected))
+        for feed in self._feeds.values():  # a rank may be another node's now
+            feed.end()
+        self._feeds.clear()
+        self._settle_console()
+
+    def _place(self, member: int) -> messages.Place:
+        store = self._store
         if store is None:
             raise LaunchError("there is no store")
-        self._attempt, self._stopping, self._running = attempt, False, True
-        self._overs.clear()
-        self._abilities = dict.fromkeys(self._seats, (False, False))
-        self._everybody.clear()
-        port_ = int(store.getsockname()[1])
-        world = World(
-            size=sum(len(seating.ranks) for seating in self._seats.values()),
-            nodes=len({seating.node for seating in self._seats.values()}),
+        nothing = Seating(0, (), (), 0)
+        seating = self._seats.get(member, nothing)
+        return messages.Place(
+            world_size=sum(len(each.ranks) for each in self._seats.values()),
+            node=seating.node,
+            nodes=len({each.node for each in self._seats.values()}),
+            ranks=seating.ranks,
+            local_ranks=seating.local_ranks,
+            local_world_size=seating.local_world_size,
             topology=roster.world(self._seats),
+            store_port=int(store.getsockname()[1]),
         )
-        for id_ in list(leader.guests):
-            leader.send(id_, _start(self._seats[id_], world, attempt, port_))
-        own = _start(self._seats[leader.id], world, attempt, port_)
-        self._plan = self._plan.seated(
+
+    def _own_plan(self, address: str) -> Plan:
+        own = self._place(self._own().id)
+        return self._plan.seated(
             seats_of(self._plan, own),
             world_size=own.world_size,
             nodes=own.nodes,
             topology=own.topology,
-            master=(address, port_),
+            master=(address, own.store_port),
             interface=interfaces.owner(address, interfaces.survey()),
         )
-        return Orders(attempt, self._plan, store)
 
     def _settle_console(self) -> None:
         prefixes = {}
@@ -155,11 +270,22 @@ class Leading:
             case messages.Failing():
                 self._member_failing(member, message)
             case messages.Able():
-                self._abilities[member] = (message.called, message.ended)
+                self._heard_able(member, message)
+            case messages.Standing():
+                told = words.Standing(message.step, message.generation, message.stuck)
+                self.halting(message.rank, told)
+            case messages.Halted():
+                self.halting(0, words.Halted(message.step))
+            case messages.Signalled() if message.preempt and self._preempted_at(member, message):
+                pass
             case messages.Progress():
                 self._going(message.generation, message.step, message.before)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
+                if self._gathering.elastic and number == signal.SIGTERM:  # it goes, and the others go on
+                    self._leaving.add(member)
+                    self._missing(member, f"{self._name(member)} leaves ({number.name})")
+                    return
                 if self._signal is None:
                     self.note(f"{self._name(member)} received {number.name}")
                 if self._signal is None or number == signal.SIGKILL:
@@ -176,14 +302,169 @@ class Leading:
                 self.note(f"{self._name(member)}: {message.text}")
             case messages.Leaving():
                 # Before the start it may come again. Later its ranks are missing, whatever it says.
-                if self._own().roster.complete and not self._ended:
-                    text = message.text or "it has left the run"
-                    self._give_up(Verdict(message.code or 1, f"{self._name(member)}: {text}"))
+                text = f"{self._name(member)}: {message.text or 'it has left the run'}"
+                if self._gathering.elastic:
+                    self._missing(member, text)
+                elif self._own().roster.complete and not self._ended:
+                    self._give_up(Verdict(message.code or 1, text))
+                self._leaving.discard(member)
                 self._count()
 
-    def lost(self, member: int, why: str) -> None:
-        self._give_up(Verdict(1, f"{self._name(member)} is lost: {why}"))
+    def lost(self, member: int, why: str, *, silent: bool) -> None:
+        text = f"{self._name(member)} is lost: {why}"
+        if not self._gathering.elastic:
+            self._give_up(Verdict(1, text))
+        elif silent and 2 * self._own().audible < len(self._own().roster.members):
+            # They may well be together, and go on without us: two trainings must not come of one.
+            cut_off = "this node is cut off from most of the others, which may go on without it"
+            self._give_up(Verdict(1, f"{text}\n  {cut_off}"))
+        else:
+            self._missing(member, text)
         self._count()
+
+    # -- nodes that come and go
+
+    def joined(self, member: int) -> None:
+        self._changed.set()
+        self.note(f"{self._name(member)} has come")
+        self._tell_roll()
+        if self._running and not self._stopping:
+            self._idle.add(member)
+            self._prepare()
+            self._wait_for_plain()
+
+    def _heard_able(self, member: int, able: messages.Able) -> None:
+        if member in self._seats:
+            self._abilities[member] = (able.called, able.ended)
+            self._preemption.able(*self._ability())
+            self._prepare()
+        elif member in self._preparing and able.ready:
+            self._preparing.discard(member)
+            self._ready.add(member)
+            self._grow()
+
+    def _ability(self) -> tuple[bool, bool]:
+        """One script runs everywhere: if some can regroup, those that have not said so yet can too."""
+        called, ended = (any(flags) for flags in zip(*self._abilities.values(), strict=True))
+        return called, ended
+
+    def _prepare(self) -> None:
+        """Nodes without ranks start their workers as spares: a plain script, which has no use for one, never calls."""
+        called, ended = self._ability()
+        if not called or ended or self._stopping:
+            return
+        for member in self._idle & self._own().guests.keys():
+            self._idle.discard(member)
+            self._preparing.add(member)
+            generation = self._recoveries.generation
+            start = messages.Start(attempt=self._attempt, place=self._place(member), generation=generation)
+            self._own().send(member, start)
+
+    def _grow(self) -> None:
+        room = self._own().roster.expected - len(self._seats)
+        called, ended = self._ability()
+        if room <= 0 or ended or self._stopping or not called or not self._ready or self._store is None:
+            return
+        if len(self._seats) + len(self._ready) < self._least:
+            return
+        who = ", ".join(self._name(member) for member in sorted(self._ready)[:room])
+        self._recoveries.moved(self._no_fault(f"{who} joined"), Way.REGROUP)
+        self._regroup(f"{who} joined")
+
+    def _wait_for_plain(self) -> None:
+        """A script that cannot regroup is started again when nodes have come: but first it may still call."""
+        if self._idle and self._own().roster.expected > len(self._seats):
+            wait = max(0.0, self._began + _PLAIN_AFTER - time.monotonic())
+            asyncio.get_running_loop().call_later(wait, self._grow_plainly, self._attempt)
+
+    def _grow_plainly(self, attempt: int) -> None:
+        came = self._idle & self._own().guests.keys()
+        room = self._own().roster.expected - len(self._seats)
+        if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._ability()):
+            return
+        who = ", ".join(self._name(member) for member in sorted(came)[:room])
+        self._recoveries.moved(self._no_fault(f"{who} joined"), Way.RESTART)
+        self._moving = True
+        self._stop_all(f"{who} joined", self._plan.ending.failure_grace)
+
+    @property
+    def _least(self) -> int:
+        return self._own().roster.least or self._own().roster.expected
+
+    def _missing(self, member: int, text: str) -> None:
+        """A node is gone. The others go on, if they are enough."""
+        leader = self._own()
+        leader.roster.remove(member)
+        self._overs.pop(member, None)
+        self._abilities.pop(member, None)
+        for waiting in (self._idle, self._preparing, self._ready):
+            waiting.discard(member)
+        gone = self._seats.pop(member, None)
+        if self._ended:
+            return
+        self._tell_roll()
+        if gone is None or not self._running or self._stopping or self._signal is not None:
+            self.note(text)
+            return
+        called, ended = self._ability()
+        if ended:  # some are through already: what the others do is for them to end
+            self.note(text)
+            return
+        fall = Fall(gone.ranks[0], text, "", time.time(), time.monotonic() - self._began, None)
+        enough = len(self._seats) + len(self._ready) >= self._least
+        self._recoveries.moved(fall, Way.REGROUP if called else Way.RESTART)
+        if not called:
+            self._moving = True
+            self.note(text)
+            self._stop_all(text, self._plan.ending.failure_grace)
+        elif enough:
+            self._regroup(text)
+        else:
+            self._hold(text)
+
+    def _no_fault(self, text: str) -> Fall:
+        return Fall(0, text, "", time.time(), 0.0, None)
+
+    def _hold(self, text: str) -> None:
+        """Whoever is left keeps what it has in memory, and waits."""
+        patience = self._gathering.join_timeout
+        why = (
+            f"{text}\n  {len(self._seats)} of at least {self._least} {self._gathering.noun}s are left: "
+            f"waiting {patience:.0f} s (--join-timeout) for another"
+        )
+        self.note(why)
+        self._own().broadcast(messages.Hold(attempt=self._attempt, why=text))
+        if self._supervised is not None:
+            self._supervised.hold(text)
+        if self._holding is None:
+            verdict = Verdict(1, f"{text}\n  and no other has come in {patience:.0f} s (--join-timeout)")
+            self._holding = asyncio.get_running_loop().call_later(patience, self._give_up, verdict)
+
+    def _regroup(self, why: str, *, halt: bool = False) -> None:
+        leader, halt = self._own(), halt or self._preemption.begun
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+        self._seat(self._seats.keys() | self._ready)
+        for member in self._seats.keys() - self._abilities.keys():
+            self._abilities[member] = (True, False)
+        self._ready -= self._seats.keys()
+        generation = self._recoveries.generation
+        for id_ in list(leader.guests):
+            if id_ in self._seats:
+                place = self._place(id_)
+                regroup = messages.Regroup(
+                    attempt=self._attempt, generation=generation, why=why[:4096], place=place, halt=halt
+                )
+                leader.send(id_, regroup)
+        self._plan = self._own_plan(self._plan.master_addr)
+        self._tell_roll()
+        if self._supervised is not None:
+            self._supervised.regroup(Regrouping(generation, why, self._plan, self._store, halt))
+
+    def _tell_roll(self) -> None:
+        if self._gathering.elastic:
+            self._own().broadcast(self._own().roll(self._seats.keys()))
 
     def note(self, text: str) -> None:
         if self._supervised is not None:
@@ -212,7 +493,7 @@ class Leading:
             self._supervised.stop(signal.SIGTERM, reason, grace)
 
     def _count(self) -> None:
-        if all(id_ in self._overs for id_ in self._own().guests):
+        if all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats):
             self._everybody.set()
 
     def _log(self, member: int, log: messages.Log) -> None:
@@ -239,6 +520,8 @@ class Leading:
         await self._everybody.wait()
 
     def last(self, *, failed: bool) -> bool:
+        if self._moving and self._trouble is None:
+            return False
         failed = failed or any(over.failed for over in self._overs.values())
         return not failed or self._trouble is not None or self._recoveries.way is not Way.RESTART
 
@@ -246,29 +529,68 @@ class Leading:
         self._fell(fall)
 
     def _member_failing(self, member: int, told: messages.Failing) -> None:
+        if member not in self._seats:  # a spare's, or one that leaves
+            return
         guests = self._own().guests
         at = told.time - (guests[member].skew if member in guests else 0.0)
         reason = f"{told.reason} on {self._name(member)}"
         self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None:
+        if self._stopping or self._supervised is None or self._preemption.halted:
             return
-        # One script runs everywhere: if some can regroup, those that have not said so yet can too.
-        called, ended = (any(flags) for flags in zip(*self._abilities.values(), strict=True))
+        if self._store is None:  # this node takes over, and whoever is here forms a group soon
+            return
+        called, ended = self._ability()
         if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
             stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
             self._stop_all(fall.reason, self._plan.ending.failure_grace, beside=stopped)
             return
-        generation = self._recoveries.generation
-        self._own().broadcast(messages.Regroup(attempt=self._attempt, generation=generation, why=fall.reason))
-        self._supervised.regroup(generation, fall.reason)
+        if self._holding is None:  # else it is replaced when the others come
+            self._regroup(fall.reason)
 
     def _can(self, member: int | None) -> bool:
         return member is not None and self._abilities.get(member) == (True, False)
 
-    def able(self, called: bool, ended: bool) -> None:
+    def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
         self._abilities[self._own().id] = (called, ended)
+        self._prepare()
+        self._preemption.able(*self._ability())
+
+    # -- preemption
+
+    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+        self._preemption.heard(rank, message, self._recoveries.generation)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        return self._running and self._preemption.begin(number, self._plan.placement.world_size)
+
+    def _preempted_at(self, member: int, told: messages.Signalled) -> bool:
+        """Whether that is answered."""
+        number = signal.Signals(told.signal)
+        if self._signal is None and not self._preemption.begun:
+            self.note(f"{self._name(member)} received {number.name}")
+        return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
+
+    def halt(self, step: int | None) -> None:
+        self._own().broadcast(messages.Halt(step=step))
+        if self._supervised is not None:
+            self._supervised.halt(step)
+
+    def form_anew(self, why: str) -> None:
+        if self._ability() == (True, False):
+            self._recoveries.anew()
+            self._regroup(why, halt=True)
+
+    def stop(self, reason: str) -> None:
+        self._stop_all(reason, self._plan.ending.failure_grace)
+
+    def give_up(self, number: signal.Signals, reason: str) -> None:
+        self.signalled(number)
+        if self._supervised is not None:
+            self._supervised.end(number, reason)
+
+    # -- signals
 
     def going(self, message: words.Going) -> None:
         self._going(message.generation, message.step, message.before)
@@ -292,16 +614,23 @@ class Leading:
             self._leader.broadcast(messages.Pass(signal=number))
 
     async def concluded(self, report: Report) -> Orders | Verdict:
+        self._preemption.over()
         if report.trouble and self._trouble is None:
             self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
         if self._signal is not None:
             return Verdict(128 + self._signal)
+        if self._preemption.halted:
+            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._overs.values())
         death = cause.first_cause(deaths)
         # A node that is lost makes every other rank fail; a rank that failed by itself before that is the reason.
         if self._trouble is not None and (death is None or cause.follows(death, self._troubled)):
             return self._trouble
+        if self._moving:
+            self._moving = False
+            self.note(self._recoveries.again())
+            return await self._again(report.attempt + 1)
         absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
         if not failed and not absent - self._overs.keys():
             return Verdict(0, self._recoveries.summary())
@@ -311,7 +640,23 @@ class Leading:
         if self._recoveries.way is not Way.RESTART or self._trouble is not None or absent:
             return Verdict(death.exit_code, self._recoveries.last_words(blocks[death.rank]))
         self.note(f"{blocks[death.rank]}\nphalanx: {self._recoveries.again()}")
-        return self._begin(report.attempt + 1, self._plan.master_addr)
+        return await self._again(report.attempt + 1)
+
+    async def _again(self, attempt: int) -> Orders | Verdict:
+        """With whoever is here, as soon as they are enough."""
+        leader, patience = self._own(), self._gathering.join_timeout
+        until = time.monotonic() + patience
+        while not leader.roster.enough:
+            here = f"{len(leader.roster.members)} of at least {self._least} {self._gathering.noun}s are here"
+            if time.monotonic() >= until:
+                return Verdict(1, f"{here}, and no other has come in {patience:.0f} s (--join-timeout)")
+            self.waiting(f"{here}, waiting for others ({until - time.monotonic():.0f} s)")
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+        if self._supervised is not None:
+            self._supervised.waiting(None)
+        return self._begin(attempt, self._plan.master_addr)
 
     def _deaths(self, report: Report) -> tuple[list[cause.Death], dict[int, str]]:
         """The first of every node, by our own clock; and what their nodes tell about them."""
@@ -337,28 +682,6 @@ class Leading:
             self._store.close()
         for sock in self._sockets:
             sock.close()
-
-
-class World(NamedTuple):
-    """What all members are told alike."""
-
-    size: int
-    nodes: int
-    topology: str
-
-
-def _start(seating: Seating, world: World, attempt: int, store_port: int) -> messages.Start:
-    return messages.Start(
-        attempt=attempt,
-        world_size=world.size,
-        node=seating.node,
-        nodes=world.nodes,
-        ranks=seating.ranks,
-        local_ranks=seating.local_ranks,
-        local_world_size=seating.local_world_size,
-        topology=world.topology,
-        store_port=store_port,
-    )
 
 
 def _death(casualty: messages.Casualty, skew: float) -> cause.Death:

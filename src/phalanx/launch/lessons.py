@@ -17,13 +17,13 @@ _TRAINING = re.compile(
 )
 _DYNAMO = "torch._dynamo"
 _WITH_US = re.compile(r"^\s*(import|from) phalanx\b", re.MULTILINE)
-_OURS = "phalanx.train.generations"
+_OURS = ("phalanx.train.main", "phalanx.train.generations", "psutil", "encodings.idna")  # what it takes to join, too
 
 # Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
 _SAFE = frozenset(
     """
     torch torchvision torchdata numpy scipy pandas PIL yaml sympy mpmath networkx jinja2 markupsafe packaging fsspec
-    safetensors einops filelock typing_extensions
+    safetensors einops filelock typing_extensions phalanx psutil msgspec
     """.split()  # noqa: SIM905
 )
 _UNSAFE = ("torch._inductor", "torch.utils.tensorboard", "torch.testing", "torch.cuda.tunable", "torch._dynamo.test")
@@ -60,7 +60,7 @@ def recall(command: Command, base: str) -> Lesson:
 
 def guess(text: str) -> tuple[str, ...]:
     """From a script's text alone: does it train, and with us?"""
-    return (*([_DYNAMO] if _TRAINING.search(text) else []), *([_OURS] if _WITH_US.search(text) else []))
+    return (*([_DYNAMO] if _TRAINING.search(text) else []), *(_OURS if _WITH_US.search(text) else ()))
 
 
 def _is_safe(name: str) -> bool:

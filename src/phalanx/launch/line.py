@@ -42,7 +42,7 @@ class Line:
     def callers(self) -> frozenset[int]:
         return frozenset(self._callers)
 
-    def send(self, pid: int, message: words.World) -> None:
+    def send(self, pid: int, message: words.FromSupervisor) -> None:
         """To one that does not listen any more nothing can be told; that it has died is told by others."""
         caller = self._callers.get(pid)
         if caller is not None:
@@ -62,11 +62,17 @@ class Line:
             self._callers[pid] = caller
             self._loop.add_reader(caller.fileno(), self._heard, pid, caller)
 
-    def _heard(self, pid: int, caller: socket.socket) -> None:
+    def drain(self, pid: int) -> None:
+        """It has ended: what it had said before is heard first."""
+        while (caller := self._callers.get(pid)) is not None and self._heard(pid, caller):
+            pass
+
+    def _heard(self, pid: int, caller: socket.socket) -> bool:
+        """Whether there was anything."""
         try:
             packet = caller.recv(words.LARGEST)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             packet = b""
         message: words.FromWorker | None = None
@@ -76,6 +82,7 @@ class Line:
             self._hang_up(pid)
         else:
             self._ears.said(pid, message)
+        return message is not None
 
     def _hang_up(self, pid: int) -> None:
         caller = self._callers.pop(pid, None)

@@ -129,6 +129,23 @@ class Output:
                 os.close(stream.target)
                 stream.target = None
 
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Living workers have other ranks now: old -> new."""
+        ranks = {old: new for old, new in ranks.items() if old != new}
+        moved = {key: stream for key, stream in self._streams.items() if key[0] in ranks}
+        self._streams = {key: stream for key, stream in self._streams.items() if key not in moved}
+        for (old, std), stream in moved.items():
+            replaced = self._streams.get((ranks[old], std))  # of one that is dead
+            if replaced is not None:
+                self._forget(replaced)
+            stream.rank = ranks[old]
+            self._streams[stream.rank, std] = stream
+            for follower in stream.followers:
+                if isinstance(follower, Feed):
+                    self._console.renumber(follower, stream.rank)
+                else:
+                    follower.rank = stream.rank
+
     async def drained(self, timeout: float, ranks: Collection[int] | None = None) -> list[int]:
         """Wait for the end of all streams, or of these ranks'. Returns the ranks of which some process has
         kept one open for `timeout` seconds; nothing more is read from it."""

@@ -62,6 +62,8 @@ class Ending:
     signals: tuple[signal.Signals, ...]
     grace: float = 30.0  # from a stop to SIGKILL
     failure_grace: float = 5.0  # the same, when a rank has failed and the others cannot go on
+    preempt: tuple[signal.Signals, ...] = (signal.SIGTERM,)  # those that leave time for a checkpoint
+    checkpoint_grace: float = 30.0  # how much
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     topology: str = ""
     gathering: Gathering | None = None  # None: one node, and nobody to meet
+    spares: int = 0  # workers of this node that wait for one to die
+    spare: bool = False  # the whole node waits
 
     @property
     def seats(self) -> tuple[Seat, ...]:
@@ -123,8 +127,8 @@ class Plan:
             run_id=self.run_id,
             run=run,
             run_folder=folder,
-            master_addr=self.master_addr,
-            master_port=port,
+            address=self.master_addr,
+            port=port,
             attempt=attempt,
             max_restarts=self.max_restarts,
             error_file=f"{rank_folder}/error.json",
@@ -133,10 +137,13 @@ class Plan:
             line=line,
             memory=memory,
         )
-        devices = {}
-        if self.devices_isolated or self.virtual_local_rank:
-            devices["CUDA_VISIBLE_DEVICES"] = self._only_device(seat)
-        return {**self.environ, **worker_environment(member, self.environ), **devices}
+        devices = self.devices(seat)
+        own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        return {**self.environ, **worker_environment(member, self.environ), **own}
+
+    def devices(self, seat: Seat) -> str | None:
+        """What a worker may see, where that is not what all of them see."""
+        return self._only_device(seat) if self.devices_isolated or self.virtual_local_rank else None
 
     def seated(
         self,
@@ -147,6 +154,7 @@ class Plan:
         topology: str,
         master: tuple[str, int],
         interface: str | None,
+        spare: bool = False,
     ) -> Plan:
         """The same, once everybody has joined and it is known which ranks are this node's."""
         own = {}
@@ -164,6 +172,7 @@ class Plan:
             master_port=master[1],
             environ={**self.environ, **own},
             virtual_local_rank=self.virtual_local_rank or alone,
+            spare=spare,
         )
 
     def _only_device(self, seat: Seat) -> str:

@@ -19,8 +19,10 @@ class Recoveries:
         self._folder = folder
         self._faults: list[Fault] = []
         self._latest = Recovery(Way.STOP)
+        self._moves = 0  # of nodes
         self._open: list[Fall] = []  # those that the group has not got over yet
-        self._began = time.time()
+        self._since = 0.0  # the first of them
+        self._began = time.monotonic()  # somebody may set the clock on the wall, which must not change anything here
         self._lost = 0.0  # seconds from a fault to the next step
 
     @property
@@ -29,16 +31,33 @@ class Recoveries:
         return self._latest.way
 
     def decide(self, fall: Fall, *, able: bool) -> Way:
-        fault = Fault(fall.place, fall.time, fall.lived, fall.step)
+        now = time.monotonic()
+        fault = Fault(fall.place, now, fall.lived, fall.step)
         self._latest = decide(self._faults, fault, self._budget, able=able)
         self._faults.append(fault)
         self._folder.event(
             events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
         )
         if self._latest.way is Way.REGROUP:
-            self.generation += 1
-            self._open.append(fall)
+            self._begin_anew(fall)
         return self._latest.way
+
+    def _begin_anew(self, fall: Fall) -> None:
+        self.generation += 1
+        self._since = self._since if self._open else time.monotonic()
+        self._open.append(fall)
+
+    def moved(self, fall: Fall, way: Way) -> None:
+        """A node has come or gone, as it may: it costs nothing of the budget."""
+        self._latest = Recovery(way)
+        self._folder.event(events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))
+        if way is Way.REGROUP:
+            self._begin_anew(fall)
+        self._moves += 1
+
+    def anew(self) -> None:
+        """The group forms once more, though nobody has died."""
+        self.generation += 1
 
     def going(self, generation: int, step: int, before: int = 0) -> str:
         """A line, when the group has got over what had happened: this step is the first since.
@@ -47,21 +66,23 @@ class Recoveries:
         """
         if not self._open or generation != self.generation:
             return ""
-        now = time.time()
-        first, fallen = self._open[0], self._open
-        self._open = []
-        took = now - first.time
+        fallen, self._open = self._open, []
+        took = time.monotonic() - self._since
         self._lost += took
         newest = max([before, *(fall.step for fall in fallen if fall.step is not None)])
         redone = max(0, newest - (step - 1))
         self._folder.event(
-            events.Recovered(time=now, generation=generation, seconds=round(took, 4), step=step, redone=redone)
+            events.Recovered(time=time.time(), generation=generation, seconds=round(took, 4), step=step, redone=redone)
         )
         who = ", ".join(fall.reason for fall in fallen)
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
+        if not redone and any(fall.everybody for fall in fallen):  # how far they had come, nobody can tell any more
+            cost = f"from step {step - 1} on"
         return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
     def again(self) -> str:
+        if not self._latest.used:
+            return "starting all ranks again"
         most = f" of {self._budget.most}" if self._budget.most is not None else ""
         return f"starting all ranks again: restart {self._latest.used}{most}"
 
@@ -70,11 +91,15 @@ class Recoveries:
 
     def summary(self) -> str:
         """Nothing, where nothing happened."""
-        if not self._faults:
+        if not self._faults and not self._moves:
             return ""
-        whole = time.time() - self._began
-        count = len(self._faults)
+        whole = time.monotonic() - self._began
+        count, moves = len(self._faults), self._moves
+        happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
+        happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
+        if not self.generation:
+            return f"{', '.join(happened)}: all ranks were started again"
         return (
-            f"{count} fault{'s' if count > 1 else ''} survived, {self._lost:.1f} s of {whole:.0f} s lost by them: "
+            f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost by them: "
             f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
         )

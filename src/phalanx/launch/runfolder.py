@@ -116,9 +116,9 @@ class RunFolder:
         if self.echo is not None:
             self.echo(events.encode(event).decode().rstrip())
 
-    def rank_folder(self, attempt: int, rank: int) -> str:
+    def rank_folder(self, attempt: int, rank: str) -> str:
         """Named by global rank, so that nodes which share the disk do not write over each other."""
-        path = os.path.join(self.attempt_folder(attempt), str(rank))
+        path = os.path.join(self.attempt_folder(attempt), rank)
         os.makedirs(path, exist_ok=True)
         return path
 

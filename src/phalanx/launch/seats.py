@@ -7,13 +7,13 @@ import time
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.control.messages import Arrival, Claim, Start
+from phalanx.control.messages import Arrival, Claim, Place
 from phalanx.errors import DeviceError
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.plan import Plan
 
 
-def arrival_of(plan: Plan | None, gathering: Gathering, trouble: str = "") -> Arrival:
+def arrival_of(plan: Plan | None, gathering: Gathering, trouble: str = "", door: int = 0) -> Arrival:
     """What this node says about itself at the door."""
     task = gathering.task
     claim = None
@@ -36,12 +36,18 @@ def arrival_of(plan: Plan | None, gathering: Gathering, trouble: str = "") -> Ar
         claim=claim,
         trouble=trouble,
         time=time.time(),
+        door=door,
     )
 
 
-def seats_of(plan: Plan, start: Start) -> list[Seat]:
-    """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank."""
+def seats_of(plan: Plan, start: Place) -> list[Seat]:
+    """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank.
+
+    A spare node's are numbered from behind the last rank.
+    """
     slots = [seat.slot for seat in plan.seats]
+    if not start.ranks:
+        return [Seat(start.world_size + place, start.node, place, len(slots), slot) for place, slot in enumerate(slots)]
     if len(start.ranks) == 1 and start.local_world_size > 1:
         slots = [_slot(plan, start)]
     return [
@@ -50,7 +56,7 @@ def seats_of(plan: Plan, start: Start) -> list[Seat]:
     ]
 
 
-def _slot(plan: Plan, start: Start) -> Slot:
+def _slot(plan: Plan, start: Place) -> Slot:
     slots = [seat.slot for seat in plan.seats]
     if len(slots) == 1:
         return slots[0]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from phalanx.launch.plan import Plan
 
 _MOMENT = 0.2  # seconds in which a scheduler has signalled all that it is going to
-_SAME = 2.0  # seconds within which it is the same signal
+SAME = 2.0  # seconds within which it is the same signal
 
 Act = Callable[[signal.Signals], None]
 
@@ -27,23 +27,30 @@ class Signals:
         self._zygote: dict[int, float] = {}  # what it got, and when
 
     @contextlib.contextmanager
-    def taken(self, *, end: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
-        """`end` the run by those that end one; `pass_on` those that are meant for the workers."""
+    def taken(self, *, end: Act, preempt: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
+        """`end` the run by those that end one, or `preempt` it; `pass_on` those that are meant for the workers."""
         loop = asyncio.get_running_loop()
         handled = {*self._ending.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
-        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled
-        for number in handled:
+        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled - {*self._ending.preempt}
+        preempting = {*self._ending.preempt}
+        for number in handled - preempting:
             loop.add_signal_handler(number, end, number)
+        for number in preempting:
+            loop.add_signal_handler(number, preempt, number)
         for number in passed:
             loop.add_signal_handler(number, pass_on, number)
         loop.add_signal_handler(signal.SIGWINCH, resized)
         try:
             yield
         finally:
-            for number in (*handled, *passed, signal.SIGWINCH):
+            for number in (*handled, *preempting, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
+            if self._moment:
+                # srun ends all tasks when the first of them has ended badly: that would be the code of the others.
+                for number in handled - {signal.SIGINT}:
+                    signal.signal(number, signal.SIG_IGN)
 
     def reached_zygote(self, number: int) -> None:
         self._zygote[number] = time.monotonic()
@@ -57,4 +64,4 @@ class Signals:
 
     def everybodys(self, number: signal.Signals) -> bool:
         """Whether the workers have got it as we have."""
-        return time.monotonic() - self._zygote.get(number, float("-inf")) < _SAME
+        return time.monotonic() - self._zygote.get(number, float("-inf")) < SAME

@@ -18,14 +18,14 @@ from phalanx.contract import events
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
-from phalanx.launch.attempt import Attempt, Stage
+from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.signals import Signals
+from phalanx.launch.signals import SAME, Signals
 from phalanx.launch.vault import Vault
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
@@ -85,7 +85,10 @@ class Supervisor:
         self._closing = False
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
-        self._lost_zygote = ""  # how it ended, if it did so by itself
+        self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
+        self._lost_zygote = ""  # how it ended, if it did so by itself, and no other has taken its place
+        self._renewing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
+        self._next: Regrouping | None = None  # what these are to form
         self._kills = memory.read()
         self._leftovers = Leftovers()
         self._signals = Signals(plan)
@@ -101,7 +104,9 @@ class Supervisor:
         if every not in OFF:
             self._vault = Vault(self._knows, told=bool(every))
         code, text = 1, ""
-        with self._signals.taken(end=self._signalled, pass_on=self._pass_on, resized=self._resized):
+        with self._signals.taken(
+            end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
+        ):
             try:
                 self.together = await self._come_together()
                 if self.together:
@@ -166,6 +171,15 @@ class Supervisor:
             self._told_waiting = now
             self.note(text)
 
+    @property
+    def attempt(self) -> Attempt | None:
+        """The one that is under way."""
+        return self._attempt
+
+    @property
+    def zygote(self) -> Zygote:
+        return self._zygote
+
     # -- the zygote
 
     async def _zygote_ready(self) -> bool:
@@ -177,7 +191,8 @@ class Supervisor:
             report = await self._start_fresh(report["unsafe"])
         if self._signal is not None or not report:
             return False
-        self._show_import_output()
+        if self._attempt is None and not self.together:  # what a later one prints is the same
+            self._show_import_output()
         self._folder.event(
             events.ZygoteReady(
                 time=time.time(),
@@ -236,8 +251,41 @@ class Supervisor:
             self._sweeping.set()
         if self._attempt is not None:
             self._attempt.lost()
-            if self._lost_zygote:
-                self._company.failing(self._attempt.fall("a zygote was ended from outside"))
+            if self._lost_zygote and not self._attempt.over.is_set():
+                self._company.failing(self._attempt.fall("the zygote was ended from outside", place="zygote"))
+
+    async def _another_zygote(self) -> bool:
+        """In the place of one that was killed. False if it never comes to listen."""
+        await self._clear()
+        if self._signal is not None or self._failure is not None:
+            return False
+        self._lost_zygote = ""
+        welcome = self._lesson.modules if self._lesson is not None else ()
+        with open(f"{self._folder.path}/zygote.log", "ab") as log:
+            fresh = not self._zygote.forks
+            self._zygote = zygotes.make(self._plan, fresh_ones=fresh, welcome=welcome, log=log.fileno())
+        return await self._zygote_ready()
+
+    async def _renew(self, attempt: Attempt) -> None:
+        """A new zygote, and from it all workers of this node: they form the group's next generation."""
+        self.note(f"the zygote was ended from outside: {self._lost_zygote}; another takes its place")
+        try:
+            while self._lost_zygote and not attempt.over.is_set():  # another may be killed too
+                if await self._another_zygote() and self._next is not None and not attempt.over.is_set():
+                    attempt.transplant(self._zygote)
+                    attempt.regroup(self._next)
+        except PhalanxError as error:
+            self.fail(error)
+        finally:
+            self._renewing = None
+            if not attempt.living:
+                attempt.over.set()
+
+    async def _clear(self) -> None:
+        """What a killed zygote's workers had started has come to us."""
+        if self._zygote.process is not None:
+            besides = self._outside.pids if self._outside is not None else frozenset()
+            await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
         """A module that the user named must be there; torch itself the script may not need."""
@@ -305,9 +353,7 @@ class Supervisor:
     async def _close(self) -> None:
         """Nothing of the run is alive afterwards."""
         await self._end_zygote()
-        if self._zygote.process is not None:
-            besides = self._outside.pids if self._outside is not None else frozenset()
-            await asyncio.to_thread(self._leftovers.end, besides=besides)
+        await self._clear()
 
     # -- attempts
 
@@ -318,6 +364,8 @@ class Supervisor:
             if self._failure is not None:
                 raise self._failure
             self._plan = next_.plan
+            if self._lost_zygote and not await self._another_zygote():
+                return self._never_started(), ""
             attempt = await self._live(next_)
             next_ = await self._conclude(attempt)
         if self._failure is not None:
@@ -340,16 +388,17 @@ class Supervisor:
             company.failing,
             company.able,
             company.going,
+            company.halting,
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
         )
-        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson)
+        attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
         for seat in orders.plan.seats:
             if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat)
+            attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
         if not attempt.living:
@@ -359,11 +408,16 @@ class Supervisor:
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
+        if self._renewing is not None:
+            await asyncio.wait((self._renewing,))
         await self._company.settled()
         attempt.concluded()
-        ended = self._signal is not None or bool(self._lost_zygote) or self._failure is not None
+        ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
             await self._close()
+        elif self._lost_zygote:
+            self._attempt = None
+            await self._clear()
         else:
             # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
             self._attempt = None
@@ -402,14 +456,29 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        if self._preempting is not None and self._signal is None and number == signal.SIGINT:
+            self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:
             self._company.signalled(number)
         elif number == signal.SIGINT and not self._showing_rest:
             self._company.signalled(signal.SIGKILL)
         self._obey(number, ours=True)
 
+    def _preempted(self, number: signal.Signals) -> None:
+        """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        now = time.monotonic()
+        if self._preempting is not None and now - self._preempting < SAME:
+            return
+        first = self._preempting is None and self._signal is None and self._attempt is not None
+        if first and self._company.preempt(number):
+            self._preempting = now
+        elif number in self._plan.ending.signals:
+            self._signalled(number)
+        else:
+            self._pass_on(number)
+
     def end(self, number: signal.Signals, reason: str) -> None:
-        """Another node ends the run."""
+        """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
         self._folder.event(events.Note(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
@@ -432,13 +501,37 @@ class Supervisor:
         """Another node has failed: this attempt is over."""
         if self._attempt is None:
             self._stop = (number, reason, grace)
-        elif self._attempt.living and not self._attempt.stopping:
+        elif not self._attempt.living:
+            self._resolve({})  # of a zygote that imports, in the place of a killed one
+            self._attempt.over.set()
+        elif not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
 
-    def regroup(self, generation: int, why: str) -> None:
+    def regroup(self, to: Regrouping) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
+        attempt = self._attempt
+        if attempt is None or attempt.over.is_set():
+            return
+        self._plan = to.plan
+        if self._signal is not None or attempt.stopping:
+            if not attempt.living:
+                attempt.over.set()
+        elif self._lost_zygote or self._renewing is not None:
+            self._next = to
+            if self._renewing is None:
+                self._renewing = asyncio.get_running_loop().create_task(self._renew(attempt))
+        else:
+            attempt.regroup(to)
+
+    def hold(self, why: str) -> None:
+        """Too few nodes are left: workers wait for others."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
-            self._attempt.regroup(generation, why)
+            self._attempt.hold(why)
+
+    def halt(self, step: int | None) -> None:
+        """Workers say which step they have committed; later, at which one they end."""
+        if self._attempt is not None and self._signal is None and not self._attempt.stopping:
+            self._attempt.halt(step)
 
     def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None
@@ -465,7 +558,10 @@ class Supervisor:
         self._signals.presently(self.pass_on, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
-        if self._attempt is not None:
+        if self._attempt is not None and not self._attempt.living:
+            self._resolve({})
+            self._attempt.over.set()
+        elif self._attempt is not None:
             reason = f"{number.name} received"
             self._attempt.stop(number, reason, self._plan.ending.grace, told=self._signals.everybodys(number))
 
@@ -485,8 +581,10 @@ class Supervisor:
 
     def _resized(self) -> None:
         if self._attempt is not None:
-            for rank in self._attempt.output.resized():
-                self._attempt.tell(str(rank), signal.SIGWINCH)
+            ranks = self._attempt.output.resized()
+            for name, worker in self._attempt.living:
+                if worker.seat.rank in ranks:
+                    self._attempt.tell(name, signal.SIGWINCH)
 
 
 def _few(ranks: list[int]) -> str:

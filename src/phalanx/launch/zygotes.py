@@ -16,6 +16,7 @@ from phalanx.launch.zygote import wire
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 _HOOK = os.path.join(_FOLDER, "hook")
+_TORCH = ("torch", "torch.distributed")
 
 
 @dataclass
@@ -26,6 +27,10 @@ class Zygote:
     way: str
     process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
     ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else int((self.ready or {})["pid"])
 
     @property
     def forks(self) -> bool:
@@ -42,6 +47,14 @@ class Zygote:
         """Its exit code, once it has ended."""
         self.sock.close()
         return None if self.process is None else self.process.wait()
+
+
+def make(plan: Plan, *, fresh_ones: bool, welcome: Sequence[str], log: int) -> Zygote:
+    """One that has yet to import: at the start of a run, and in the place of one that was killed."""
+    if fresh_ones:
+        return fresh(plan.environ, log=log)
+    required = [*_TORCH, *plan.start.preload]
+    return cold(plan.command, plan.environ, required=required, welcome=welcome, log=log)
 
 
 def cold(
@@ -100,12 +113,12 @@ def store_order(zygote: Zygote, plan: Plan, port: int) -> wire.Message:
     return order
 
 
-def worker_order(zygote: Zygote, command: Command, seat: Seat, environ: Mapping[str, str]) -> wire.Message:
+def worker_order(zygote: Zygote, name: str, command: Command, seat: Seat, environ: Mapping[str, str]) -> wire.Message:
     """Fork a worker that goes on as this command, or execute the command."""
     line = command.line(seat.local_rank)
     order: wire.Message = {
         "do": "start",
-        "name": str(seat.rank),
+        "name": name,
         "environ": dict(environ),
         "cores": list(seat.slot.cores),
         "command": line,

@@ -33,6 +33,19 @@ def seed(value: int) -> None:
         numpy.seed(value % (1 << 32))
 
 
+def state(device: Any) -> Any:
+    """Of all generators that a script draws from, on the CPU and on its device."""
+    far = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
+    return (*_state(), far)
+
+
+def set_state(state: Any, device: Any) -> None:
+    *near, far = state
+    _restore((near[0], near[1], near[2]))
+    if far is not None:
+        torch.cuda.default_generators[device.index].set_state(far)
+
+
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """What is drawn in here was never drawn."""
@@ -41,6 +54,46 @@ def untouched() -> Iterator[None]:
         yield
     finally:
         _restore(before)
+
+
+class Fresh:
+    """The numbers of the training, begun anew with every batch: torch's, and of Python's and NumPy's those that the
+    first batch and its step have drawn from. To seed them all would take longer than a small step allows."""
+
+    def __init__(self) -> None:
+        self.drawn: list[str] | None = None  # beside torch's; None: no step was committed yet
+        self._before: tuple[Any, Any] | None = None  # at the first batch
+        self._others: list[str] | None = None
+
+    def begin(self, value: int, device: Any) -> None:
+        torch.default_generator.manual_seed(value)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(value)
+        others = self.drawn if self.drawn is not None else self._others
+        if others is None:
+            if self._before is None:
+                self._before = _others()
+                return
+            others = self._others = self._look()
+        if others:
+            if "python" in others:
+                random.seed(value)
+            if "numpy" in others and (numpy := sys.modules.get("numpy.random")) is not None:
+                numpy.seed(value % (1 << 32))
+
+    def settle(self) -> None:
+        """The first step is committed: whoever goes on from it draws as this does from now on."""
+        if self.drawn is None and self._before is not None:
+            self.drawn = self._others if self._others is not None else self._look()
+
+    def _look(self) -> list[str]:
+        pairs = zip(("python", "numpy"), self._before or (), _others(), strict=True)
+        return [name for name, before, now in pairs if before != now]
+
+
+def _others() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), _words(numpy and numpy.get_state())
 
 
 class Numbers:

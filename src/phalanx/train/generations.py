@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
+from phalanx.errors import JoinError
+from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
-from phalanx.train.handover import Past
+from phalanx.train.halting import Halted, Halting
+from phalanx.train.handover import Handover, Past
+from phalanx.train.once import Once
 from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
-PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has felt before
 
 
 class Generations:
@@ -28,46 +31,89 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
-        self._line = Line(name, self._severing.cut, self._steps)
+        self._once = Once()
+        self._unwatched = self._severing.watch_groups()
+        self._halting = Halting(self._steps)
+        self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
+        self._forming: words.World | None = None  # or formed: where this process is
+        self._line = Line(name, self._moved, self._pulse, self._heard)
+        self._ignoring = Ignoring(self._line.preempt)
+        self._line.listen()
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
         """Through as many generations as it takes. The run is still open when it returns or raises."""
         while True:
             world = self._line.world
+            self._forming = world
             try:
                 run = self._begin(world)
                 result = train(run)
                 run.finish()
                 self._line.tell(words.Done())
                 return run, result
+            except Halted as halted:
+                self._line.tell(words.Halted(halted.step))
+                raise
             except Exception as error:
                 # A rank may feel that another has died before it is told so; what the script itself has done is told
                 # at once.
-                newer = self._line.newer(world.generation, PATIENCE if _may_be_a_death(error) else 0.0)
-                if newer is None:
+                self._stuck = True
+                moved = self._line.has_moved(world)
+                if self._halting.asked and not moved:
+                    self._stand(world.generation)
+                patient = moved or self._halting.asked or _may_be_a_death(error)
+                if not patient or self._line.newer(world) is None:
                     raise
+                self._stuck = False
             self._leave()
 
     def _begin(self, world: words.World) -> Run:
         with self._severing.watching():
-            run = Run.join(**self._options, world=world)
+            run = Run.join(**self._options, world=world, word=self._past.word if self._past is not None else "")
         self._run = run
         run.seed_everything()
+        self._once.enter()
+        run.made = self._once
         run.generation = world.generation
-        run.past = self._past
+        run.halts = world.halt
+        run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
+        run.halting = self._reached
         run.training, run.regroups = self._training, True
-        if world.generation:
-            run.committed = lambda step: self._line.tell(words.Going(world.generation, step, run.before))
-        if self._line.world.generation > world.generation:  # it was cut before there was anything to cut
+        run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
+        if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
+        if run.device.type == "cuda":
+            run.guard(lambda: self._vouch(run, world))
+        if world.generation:
+            self._inherit(run, world)
         return run
+
+    def _vouch(self, run: Run, world: words.World) -> None:
+        """Before gradients are used, that they are what the others have sent: of an operation of NCCL that was aborted
+        nobody hears, and what follows it on the device would take whatever it has left for numbers."""
+        import torch
+
+        torch.cuda.current_stream(run.device).synchronize()
+        if self._line.has_moved(world):
+            raise JoinError("the group was left in the middle of a step, which will be done again")
+
+    def _inherit(self, run: Run, world: words.World) -> None:
+        run.past, self._past = self._past, None
+        run.handover = handover = Handover(run, run.past)
+        handover.prepare()
+
+        def committed(step: int) -> None:
+            self._line.tell(words.Going(world.generation, step, run.before))
+            handover.conclude()
+
+        run.committed = committed
 
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is None:  # it never came to be
             self._destroy()
             return
-        self._past = run.standing() or self._past
+        self._past = None if run.torn else run.standing()
         self._severing.cut()
         run.abandon()
         self._severing.forget()
@@ -79,20 +125,62 @@ class Generations:
         with contextlib.suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
+        # torch has counted it, though it never came to be: the next one would not be called as a new rank calls it.
+        dist.distributed_c10d._world.group_count = 0
         self._severing.forget()
+
+    # -- what the supervisor says
+
+    def _moved(self) -> None:
+        self._severing.cut()
+        self._halting.stir()
+
+    def _heard(self, message: words.Halt | words.End) -> None:
+        if isinstance(message, words.End):
+            self._ignoring.die(message.signal)
+        elif message.step is not None:
+            self._halting.settle(message.step)
+        else:
+            self._stand(self._line.world.generation)
+
+    def _stand(self, generation: int) -> None:
+        self._line.tell(words.Standing(self._halting.ask(), generation, self._stuck))
+
+    def _elsewhere(self) -> bool:
+        """The group forms anew, and this rank has not left it yet."""
+        return self._run is not None and self._line.world.generation > self._run.generation
+
+    def _reached(self, step: int) -> bool:
+        if self._halting.reached(step, self._elsewhere):
+            self._line.tell(words.Standing(step, self._line.world.generation))
+            return True
+        if self._elsewhere():
+            raise RuntimeError("the group forms anew")
+        return False
 
     def _steps(self) -> int:
         run = self._run
         return 0 if run is None else run.steps
+
+    def _pulse(self) -> int:
+        """Called by the line's thread now and then: how many steps are committed."""
+        run = self._run
+        if run is not None:
+            return run.steps
+        if self._forming is not None and self._line.has_moved(self._forming):
+            self._severing.cut()  # again: what it waits for now may not have been there the first time
+        return 0
 
     @property
     def run(self) -> Run | None:
         return self._run
 
     def close(self) -> None:
+        self._unwatched()
         self._line.close()
+        self._ignoring.end()
 
 
 def _may_be_a_death(error: Exception) -> bool:
     """torch tells of a lost peer in many words, but always by these kinds."""
-    return isinstance(error, RuntimeError | OSError) or type(error).__module__.startswith("phalanx.")
+    return isinstance(error, RuntimeError | OSError | JoinError)

@@ -1,22 +1,33 @@
-"""State from a living rank to one that has none: as raw tensors, from memory to memory.
+"""State from living ranks to those that have none: as raw tensors, from memory to memory.
 
 Whoever is left after a death holds what it held after its last step; most often all of them the same. The newest of
-these is what everybody goes on from.
+these is what everybody goes on from. Who holds what is told when the ranks meet (`Past.word`), so that there is
+nothing to agree on later: those that hold it lay it out in memory for others of their node at once, while those are
+still making their objects, and go on without waiting for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.join import objects
 from phalanx.join.group import Group
+from phalanx.join.store import Store
+from phalanx.train import pieces
+from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape, State
+from phalanx.train.parcel import ALIGNED, Arena, Opened, Parcel
 
 
 @dataclass(frozen=True)
@@ -26,84 +37,232 @@ class Past:
     step: int
     epoch: int
     kept: Mapping[str, object] = field(repr=False)
+    layouts: list[Layout] = field(default_factory=list)
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def word(self) -> str:
+        """For all to know when they meet again."""
+        whose = [self.rank, self.world_size] if self._is_sharded() else None
+        laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
+        return msgspec.json.encode([self.step, whose, laid_out]).decode()
+
+    def _is_sharded(self) -> bool:
+        return any(
+            isinstance(parameter, DTensor)
+            for thing in self.kept.values()
+            if isinstance(thing, torch.nn.Module)
+            for parameter in thing.parameters()
+        )
+
+
+Offer = tuple[int, list[int] | None, int]  # the step, whose shard it is, how DDP was laid out
+_offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 
 @dataclass(frozen=True)
 class Received:
     step: int
     epoch: int
+    layouts: list[Layout]
 
 
-def hand_over(group: Group, kept: Mapping[str, object], past: Past | None) -> Received | None:
-    """Everybody has the newest state afterwards. None: nobody has any, or a part of it is lost for good."""
-    offers = group.gather([-1 if past is None else past.step, 0 if past is None else _shards(past)], all=True) or []
-    steps = [step for step, _ in offers]
-    newest = max(steps)
-    lacking = [rank for rank, step in enumerate(steps) if step != newest]
-    shards = max(shards for _, shards in offers)
-    if newest < 0 or (shards and (lacking or shards != group.world_size)):
-        return None
-    source = steps.index(newest)
-    held = state.taken(past.kept) if past is not None and past.step == newest else None
-    header: Any = None
-    if lacking:
-        header = group.broadcast(_header(held, past) if held is not None and past is not None else None, source)
-    if held is None or past is None:
-        _receive(group, kept, header, source)
-        return Received(header["step"], header["epoch"])
-    if group.rank == source:
-        for rank in lacking:
-            for tensor in held.tensors.values():
-                dist.send(_on_the_wire(group, tensor.detach()).contiguous(), rank)
-    _put(kept, held.plain, held.tensors)
-    return Received(past.step, past.epoch)
+@dataclass(frozen=True)
+class Deal:
+    """Who has the newest state, and who needs it."""
+
+    holders: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
+    nodes: Sequence[Sequence[int]] = ()
+    alike: bool = False  # their DDPs were laid out alike
+
+    @classmethod
+    def of(cls, words: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
+        """No holders: nobody has any state, or a part of it is lost for good."""
+        offers = [_offer.decode(word) if word else (-1, None, 0) for word in words]
+        newest = max(step for step, _, _ in offers)
+        holders = tuple(rank for rank, (step, _, _) in enumerate(offers) if step == newest)
+        lacking = tuple(rank for rank, (step, _, _) in enumerate(offers) if step != newest)
+        sharded = any(whose for _, whose, _ in offers)
+        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, whose, _) in enumerate(offers))
+        if newest < 0 or (sharded and not whole):
+            return cls()
+        return cls(holders, lacking, nodes, len({offers[rank][2] for rank in holders}) == 1)
+
+    def near(self, rank: int) -> tuple[int, ...]:
+        """Holders on its node."""
+        node = next((node for node in self.nodes if rank in node), ())
+        return tuple(holder for holder in self.holders if holder in node)
+
+    def giver(self, rank: int) -> int:
+        """By the backend: one for each that lacks it, of its own node where there is one."""
+        choice = self.near(rank) or self.holders
+        return choice[self.lacking.index(rank) % len(choice)]
 
 
-def _shards(past: Past) -> int:
-    """Over how many ranks a model is sharded; 0: none is."""
-    return max(
-        (
-            parameter.device_mesh.size()
-            for thing in past.kept.values()
-            if isinstance(thing, torch.nn.Module)
-            for parameter in thing.parameters()
-            if isinstance(parameter, DTensor)
-        ),
-        default=0,
+class Handover:
+    """Of one generation, as one rank sees it."""
+
+    def __init__(self, group: Group, past: Past | None) -> None:
+        self._group = group
+        self._past = past
+        self._deal = Deal.of([person.word for person in group.membership.people], group.topology.nodes)
+        self._store = Store(dist.PrefixStore("handover", group.membership.store), group.membership.timeout)
+        self._parcel: Parcel | None = None
+        self.spoilt = False  # the objects of the past are being written over
+
+    def prepare(self) -> None:
+        """Lay out this rank's part of what others of its node will come for."""
+        deal, rank, past = self._deal, self._group.rank, self._past
+        if past is None or rank not in deal.holders or not self._takers():
+            return
+        held = state.taken(past.kept)
+        near = {name: tensor for name, tensor in held.tensors.items() if not tensor.is_cuda}
+        givers = deal.near(rank)
+        mine = _share(near, givers.index(rank), len(givers))
+        self._parcel = Parcel(mine, _label(held, past) if rank == givers[0] else {})
+        self._store.set(f"from {rank}", self._parcel.address)
+
+    def complete(self, kept: Mapping[str, object]) -> Received | None:
+        """The newest state is in the objects of this rank. None: there is none to be had."""
+        deal, rank, past = self._deal, self._group.rank, self._past
+        self._past = None
+        if not deal.holders:
+            return None
+        if rank in deal.holders and past is not None:
+            self._send(past)
+            _keep_on(kept, past, self._group.device)
+            return Received(past.step, past.epoch, past.layouts if deal.alike else [])
+        self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
+        return self._receive(kept)
+
+    def conclude(self) -> None:
+        """After the first step, for which all had to be there: nobody needs the parcel any more."""
+        if self._parcel is not None:
+            self._store.wait(*(f"taken {rank}" for rank in self._takers()))
+            self.close()
+
+    def close(self) -> None:
+        if self._parcel is not None:
+            self._parcel.close()
+            self._parcel = None
+
+    def _takers(self) -> list[int]:
+        return [rank for rank in self._deal.lacking if self._group.rank in self._deal.near(rank)]
+
+    def _send(self, past: Past) -> None:
+        takers = [rank for rank in self._deal.lacking if self._deal.giver(rank) == self._group.rank]
+        if not takers:
+            return
+        held = state.taken(past.kept)
+        for taker in takers:
+            near = bool(self._deal.near(taker))
+            if not near:
+                label = objects.encode(_label(held, past))
+                self._store.set(f"to {taker}", str(len(label)))
+                pieces.send({"": torch.frombuffer(bytearray(label), dtype=torch.uint8)}, taker, self._wire)
+            pieces.send({name: one for name, one in held.tensors.items() if one.is_cuda or not near}, taker, self._wire)
+
+    def _receive(self, kept: Mapping[str, object]) -> Received:
+        deal, rank = self._deal, self._group.rank
+        near = deal.near(rank)
+        if not near:
+            body = torch.empty(int(self._store.get(f"to {rank}")), dtype=torch.uint8)
+            pieces.receive({"": body}, deal.giver(rank), self._wire)
+            label = objects.decode(bytes(body.tolist()))
+            targets = _targets(kept, label)
+        else:
+            for place, holder in enumerate(near):
+                with Opened(self._store.get(f"from {holder}").decode()) as parcel:
+                    if not place:
+                        label = parcel.label
+                        targets = _targets(kept, label)
+                    with torch.no_grad():
+                        parcel.read(targets)
+            self._store.set(f"taken {rank}", "")
+        far = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far or not near}
+        pieces.receive(far, deal.giver(rank), self._wire)
+        state.restore(kept, label["plain"], targets)
+        return Received(label["step"], label["epoch"], label["layouts"] if deal.alike else [])
+
+    @property
+    def _wire(self) -> torch.device | None:
+        """nccl alone carries nothing that is on the CPU."""
+        return None if "gloo" in self._group.backend else self._group.device
+
+
+def _label(held: State, past: Past) -> dict[str, Any]:
+    tensors = [
+        [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.is_cuda]
+        for name, one in held.tensors.items()
+    ]
+    return {
+        "step": past.step,
+        "epoch": past.epoch,
+        "layouts": past.layouts,
+        "plain": held.plain,
+        "tensors": tensors,
+    }
+
+
+@dataclass(frozen=True)
+class _Roomy(Shape):
+    arena: Arena
+
+    def empty(self) -> torch.Tensor:
+        return self.arena.empty(self.dtype, self.shape)
+
+
+def _targets(kept: Mapping[str, object], label: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    shapes = {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _ in label["tensors"]}
+    arena = Arena(sum(_rounded(math.prod(one.shape) * one.dtype.itemsize) for one in shapes.values()))
+    roomy = {name: _Roomy(one.dtype, one.shape, arena) for name, one in shapes.items()}
+    return state.targets(kept, label["plain"], roomy)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[str, torch.Tensor]:
+    """One of `count` parts of about the same size."""
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    mine, before = {}, 0
+    for name, tensor in tensors.items():
+        if min(before * count // max(whole, 1), count - 1) == place:
+            mine[name] = tensor
+        before += tensor.nbytes
+    return mine
+
+
+def _whole(shard: DTensor, device: torch.device) -> torch.Tensor:
+    """By all ranks together: each has a part of it, from a group that is gone."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    again = DTensor.from_local(
+        shard.to_local(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
     )
+    return again.full_tensor()
 
 
-def _put(kept: Mapping[str, object], plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Into the objects of this rank, unless they are the very ones that it comes from."""
-    shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    targets = state.targets(kept, plain, shapes)
+def _keep_on(kept: Mapping[str, object], past: Past, device: torch.device) -> None:
+    """What this rank held, in the objects that it has now; many are the very ones."""
+    changed = {name for name, thing in kept.items() if thing is not past.kept.get(name)}
+    if not changed:
+        return
+    held = state.taken(past.kept)
+    shapes = {name: Shape(one.dtype, tuple(one.shape)) for name, one in held.tensors.items()}
+    targets = state.targets(kept, held.plain, shapes, only=changed)
+    models = {name for name in changed if isinstance(kept[name], torch.nn.Module)}
     with torch.no_grad():
         for name, target in targets.items():
-            if target.data_ptr() != tensors[name].data_ptr() or not target.numel():
-                target.copy_(tensors[name])
-    state.restore(kept, plain, targets)
-
-
-def _header(held: State, past: Past) -> dict[str, Any]:
-    shapes = {name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in held.tensors.items()}
-    return {"step": past.step, "epoch": past.epoch, "plain": held.plain, "shapes": shapes}
-
-
-def _receive(group: Group, kept: Mapping[str, object], header: Any, source: int) -> None:
-    shapes = {name: Shape(getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in header["shapes"].items()}
-    targets = state.targets(kept, header["plain"], shapes)
-    with torch.no_grad():
-        for name, shape in shapes.items():
-            target = targets[name].detach()
-            arriving = _on_the_wire(group, target)
-            if arriving is not target or not target.is_contiguous():
-                arriving = _on_the_wire(group, shape.empty())
-            dist.recv(arriving, source)
-            if arriving is not target:
-                target.copy_(arriving)
-    state.restore(kept, header["plain"], targets)
-
-
-def _on_the_wire(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """Where the backend can carry it: nccl alone carries nothing that is on the CPU."""
-    return tensor if "gloo" in group.backend or tensor.is_cuda else tensor.to(group.device)
+            source = held.tensors[name]
+            if isinstance(target, DTensor) and isinstance(source, DTensor):
+                target.to_local().copy_(source.to_local())
+            elif isinstance(source, DTensor):  # it will be sharded again later
+                target.copy_(_whole(source, device))
+            elif any(name.startswith(f"{model}.") for model in models):
+                target.copy_(source)
+            else:  # an optimizer takes over the tensors themselves: nobody else will use them
+                targets[name] = source
+    state.restore(kept, held.plain, targets, only=changed)

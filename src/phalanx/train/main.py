@@ -12,6 +12,7 @@ from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.join import errorfile
 from phalanx.join.ending import is_failure
+from phalanx.train.halting import Halted
 from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
@@ -87,6 +88,10 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any])
     generations = Generations(line, options)
     try:
         run, result = generations.live(train)
+    except Halted:
+        if generations.run is not None:
+            generations.run.close(failed=True)  # nobody is to be waited for: what was saved is on the disk
+        raise SystemExit(0) from None  # no part of the script that follows a training is meant
     except BaseException as error:
         if generations.run is not None:
             _close_after(error, generations.run)

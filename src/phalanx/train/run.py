@@ -26,16 +26,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
-from phalanx.errors import LaunchError, UsageError
+from phalanx.errors import CheckpointError, LaunchError, UsageError
 from phalanx.join import ending
 from phalanx.join.group import Group
 from phalanx.train import chance
+from phalanx.train.halting import Halted
 from phalanx.train.interval import Interval
 from phalanx.train.loader import Loader
 from phalanx.train.metrics import Metrics, held, read
@@ -46,13 +47,15 @@ from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
-    from phalanx.train.handover import Past
+    from phalanx.train.handover import Handover, Past
+    from phalanx.train.once import Once
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
     from phalanx.train.snapshot.snapshots import Snapshots
 
+T = TypeVar("T")
 EVERY = "10m"
 SNAPSHOTS = "30s"  # the copy of a state of 1 GB takes a tenth of a second
 LAST_WORDS = 1.0  # seconds for a snapshot that is nearly there, when the group is lost: it may be the one to go on from
@@ -75,12 +78,17 @@ class Run(Group):
     resumed: Info | None = None  # the checkpoint that it goes on from
     generation = 0  # how often the group has formed anew
     past: Past | None = None  # what this process held when the last group was lost
+    handover: Handover | None = None  # in a group that has formed anew
+    made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
     recalled = False  # its state comes from a snapshot in memory
     training = 0  # how many there were before, in this process
     regroups = False  # somebody takes the place of a rank that has died
     before = 0  # the newest step that was committed before the last group was lost
     committed: Callable[[int], None] | None = None  # told of the first step
+    keeping: Callable[[str], None] | None = None  # told where checkpoints are
+    halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
+    halts = False  # it ends as soon as what is kept is as it should be
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -100,9 +108,30 @@ class Run(Group):
         self._values: dict[str, Any] = {}  # of steps that are not committed yet
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
+        self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
+        self._wraps = 0
+        self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
 
     # -- model
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What `make` returns; where `train` is entered again after a death, what it returned then.
+
+            def make() -> tuple[Net, torch.optim.Optimizer]:
+                model = Net().to(run.device)
+                return model, torch.optim.AdamW(model.parameters())
+
+            model, opt = run.once(make)
+
+        A rank that survives keeps its objects, and all that hangs on them: memory of the device, compiled code. Things
+        are found again by the order of the calls, which has to be the same each time. Not for what belongs to one
+        formation of the group: loaders, wrapped models. What FSDP has sharded does too, and is made anew.
+
+        Random numbers go on as if it had been made: what is drawn afterwards is the same in every rank, whether it has
+        made it just now or long ago.
+        """
+        return make() if self.made is None else self.made.get(make, self.device)
 
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
@@ -113,11 +142,21 @@ class Run(Group):
         Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
         a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, **options)
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model), **options)
         self._adopt()
         if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
+
+    def _equal(self, model: Any) -> list[list[int]] | None:
+        """What a living rank has handed over is the same everywhere."""
+        from phalanx.train.checkpoint.state import unwrapped
+
+        kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
+        if not self.taken_over or not any(thing is model for thing in kept):
+            return None
+        self._wraps += 1
+        return self._layouts[self._wraps - 1] if self._wraps <= len(self._layouts) else []
 
     def backward(self, loss: Any, **options: Any) -> None:
         """`loss.backward()`, weighed by how many samples this rank has of the batch, and scaled for fp16.
@@ -209,28 +248,33 @@ class Run(Group):
         trained = known and any(data is kept for kept in self._kept.values())
         here = self.device.type == "cpu"
         try:
-            for batch in batches:
+            for batch in self._drawn_anew(data, batches) if trained else batches:
                 if reading.left is not None:
                     reading.left -= 1
                 if known:
                     reading.samples += data.last_total
                 reading.stepped = None
-                if trained:
-                    self._draw_anew(data)
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
+                if trained:
+                    self._pause()  # before the next is drawn, and after all that the script does in a step
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
 
-    def _draw_anew(self, data: Loader) -> None:
-        """Torch's numbers for a batch depend on where in the data it is, and on the rank, and on nothing before: so
-        that whoever takes the place of another, and whoever does a step again, draws as if nothing had happened."""
-        epoch, consumed = data.taken
-        number = chance.number(self.seed, self.rank, epoch, consumed)
-        torch.default_generator.manual_seed(number)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(number)
+    def _drawn_anew(self, data: Loader, batches: Iterator[Any]) -> Iterator[Any]:
+        """Random numbers for a batch and its step depend on where in the data it is, and on the rank, and on nothing
+        before: so that whoever takes the place of another, and whoever does a step again, draws as if nothing had
+        happened."""
+        fresh = self._stepper.fresh
+        while True:
+            epoch, consumed = data.taken
+            fresh.begin(chance.number(self.seed, self.rank, epoch, consumed), self.device)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     def _turn_to(self, reading: Reading | None) -> None:
         self._reading = reading
@@ -266,6 +310,7 @@ class Run(Group):
         What one loss's backward leaves in another optimizer's parameters is cleared by opt_d.zero_grad(), as ever.
         Metrics are written as rank 0 has them; `loss=run.mean(loss)` is that of all ranks.
         """
+        self._pause()  # for a script that reads its data without us
         reading = self._reading
         if reading is not None and not self._stepper.scaled:
             self._check_weights(reading.data)
@@ -297,7 +342,10 @@ class Run(Group):
                     deep=1,
                 )
             reading_now.stepped = opt
+        if self.steps == self._began:
+            self._stepper.fresh.settle()
         self.steps += 1
+        self._stepper.torn = False
         if self.committed is not None:
             self.committed(self.steps)
             self.committed = None
@@ -390,7 +438,13 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
-        self._ready = True
+        self._ready, self.past, self._began = True, None, self.steps
+        if self._checkpoints is not None and self.keeping is not None:
+            self.keeping(self._checkpoints.folder)
+        if self.halts:
+            newest = self._checkpoints.latest() if self._checkpoints is not None and self.is_main else None
+            self._saved = self.broadcast(0 if newest is None else newest.step)
+            self.halt()
         return info
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
@@ -475,28 +529,41 @@ class Run(Group):
 
     def _take_over(self) -> bool:
         """After a death: from a living rank, for whatever there is on the disk is older."""
-        if not self.generation:
+        if self.handover is None:
             return False
-        from phalanx.train.handover import hand_over
-
-        received = hand_over(self, self._everything(), self.past)
-        self.past = None
+        received = self.handover.complete(self._everything())
         if received is None:
             return False
-        self.steps, self.epoch = received.step, received.epoch
+        self.steps, self.epoch, self._layouts = received.step, received.epoch, received.layouts
         return True
 
+    def guard(self, call: Callable[[], None]) -> None:
+        """Called before each update; raises where there is to be none."""
+        self._stepper.guard = call
+
     def standing(self) -> Past | None:
-        """What this rank holds, as of its last committed step. None: it has nothing yet that could be gone on from."""
+        """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from."""
         from phalanx.train.handover import Past
 
-        return Past(self.steps, self.epoch, self._everything()) if self._ready else self.past
+        if not self._ready:
+            return None if self.handover is not None and self.handover.spoilt else self.past
+        for kept in self._kept.values():  # a step that came to nothing leaves nothing
+            for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
+                if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
+                    part.reshard()
+            if hasattr(kept, "zero_grad"):
+                kept.zero_grad(set_to_none=True)
+        # DDP lays out its buckets anew after a step: one that came to nothing does not count.
+        layouts = self._stepper.layouts if self.steps > self._began else self._layouts
+        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size)
 
     def abandon(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(super().abandon)
+            if self.handover is not None:
+                stack.callback(self.handover.close)
             if self._checkpoints is not None:
-                stack.callback(self._checkpoints.close, broken=True)
+                stack.callback(self._checkpoints.close, broken=True, patience=0.0)
             if self._snapshots is not None:
                 stack.callback(self._snapshots.close, LAST_WORDS)
             if self._metrics is not None:
@@ -543,6 +610,27 @@ class Run(Group):
         if self._checkpoints is not None and self.steps > self._saved:
             self._checkpoints.wait()
             self.checkpoint(**self._latest)
+
+    def _pause(self) -> None:
+        if self.halting is not None and self.halting(self.steps):
+            self.halt()
+
+    def halt(self) -> None:
+        """Ends the training here. A checkpoint of the last committed step is on the disk by then; without a folder for
+        it, the training goes on."""
+        if self._checkpoints is None:
+            return
+        if self.steps != self._saved:
+            with contextlib.suppress(CheckpointError):  # of one before it
+                self._checkpoints.wait()
+            self.checkpoint(**self._latest)
+        self._checkpoints.wait()
+        raise Halted(self.steps)
+
+    @property
+    def torn(self) -> bool:
+        """An update has begun whose step is not committed: what is kept belongs to no step."""
+        return self._stepper.torn
 
     def close(self, *, failed: bool = False) -> None:
         """Everything that was saved is on the disk afterwards. Raises what went wrong with it."""

@@ -11,12 +11,14 @@ say so: `weigh(loss, count, total)`, with the samples of this rank and of all ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train.chance import Fresh
 
 if TYPE_CHECKING:
     from phalanx.train.wrapped import Wrapped
@@ -54,6 +56,9 @@ class Stepper:
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
         self.accumulate = 1  # of the latest window
+        self.guard: Callable[[], None] | None = None  # before gradients are used
+        self.fresh = Fresh()
+        self.torn = False  # an update has begun; whoever commits it says when it is whole
         self._world = world_size
         self._models: list[Wrapped] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
@@ -81,6 +86,11 @@ class Stepper:
     def remove(self, wrapped: Wrapped) -> None:
         self._models = [model for model in self._models if model is not wrapped]
         self._forget()
+
+    @property
+    def layouts(self) -> list[list[list[int]]]:
+        """Of the models' buckets, in the order in which they were wrapped."""
+        return [model.layout for model in self._models]
 
     def adopt(self, opt: Any) -> None:
         """Make an optimizer hold what the parameters that it was made for have become."""
@@ -184,7 +194,10 @@ class Stepper:
 
     def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
         scaler = self.scaler
+        if self.guard is not None:
+            self.guard()
         if scaler is None and clip is None and window.divisor == 1.0:
+            self.torn = True
             opt.step()
             opt.zero_grad(set_to_none=True)
             return DONE
@@ -196,7 +209,7 @@ class Stepper:
             norm = clipped(grads, window.divisor, clip)
         elif window.divisor != 1.0 and grads:
             torch._foreach_div_(grads, window.divisor)
-        done = True
+        done = self.torn = True
         if scaler is None:
             opt.step()
         else:
@@ -257,11 +270,15 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        return {"scaler": self._loaded if self.scaler is None else self.scaler.state_dict()}
+        return {
+            "scaler": self._loaded if self.scaler is None else self.scaler.state_dict(),
+            "drawn": self.fresh.drawn,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before models are wrapped, or after."""
         self._loaded = state.get("scaler") or {}
+        self.fresh.drawn = state.get("drawn", self.fresh.drawn)
         self._unsettled = False
         if self.scaler is not None and self._loaded:
             self.scaler.load_state_dict(self._loaded)

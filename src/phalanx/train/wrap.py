@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.errors import DeviceError, OptionError
-from phalanx.train import compression, sharding
+from phalanx.train import buckets, compression, sharding
+from phalanx.train.buckets import Layout
 from phalanx.train.compression import Compress
 from phalanx.train.precision import Precision
 from phalanx.train.precision import precision as chosen
@@ -49,6 +50,7 @@ def wrap(
     find_unused: bool = False,
     sync_batchnorm: bool = False,
     shard: Policy = None,
+    equal: Layout | None = None,
 ) -> Wrapped:
     """The module to call in place of `model`, which is moved to the group's device and changed in place.
 
@@ -59,6 +61,7 @@ def wrap(
     find_unused    they do not, and DDP has to look which
     sync_batchnorm statistics over all ranks, not over each one's batch
     shard          which parts FSDP gathers as one: a class, or a question; the model's children by default
+    equal          the state of the model is the same on all ranks already; how an earlier DDP of it was laid out
     """
     device, size = group.device, group.world_size
     _check(model, how, size, compress=compress, static_graph=static_graph, find_unused=find_unused, shard=shard)
@@ -81,7 +84,7 @@ def wrap(
     if how == "dp" and device.type == "cuda" and torch.cuda.device_count() > 1:
         engine = _data_parallel(model, device, mixed, compiled=compile)
     elif how == "ddp" and size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
-        engine = _ddp(model, device, static_graph=static_graph, find_unused_parameters=find_unused)
+        engine = _ddp(model, device, equal, static_graph=static_graph, find_unused_parameters=find_unused)
         compression.register(engine, compress)
     wrapped = Wrapped(
         model,
@@ -103,13 +106,21 @@ def wrap(
     return wrapped
 
 
-def _ddp(model: Any, device: Any, **options: Any) -> Any:
+def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
     own = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else None
-    ddp = nn.parallel.DistributedDataParallel(model, device_ids=own, gradient_as_bucket_view=True, **options)
+    with buckets.laid_out(equal or []):
+        ddp = nn.parallel.DistributedDataParallel(
+            model, device_ids=own, gradient_as_bucket_view=True, init_sync=equal is None, **options
+        )
+    ddp.given_layout = equal or []
     # Buffers that are no part of the state are constants (masks, tables): the same everywhere since the first
     # broadcast, and not worth one before every forward.
     kept = set(model.state_dict())
     ddp.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
+    if equal is not None:
+        others = [one.detach() for name, one in (*model.named_parameters(), *model.named_buffers()) if name not in kept]
+        if others:
+            dist._broadcast_coalesced(ddp.process_group, others, 1 << 26, 0)
     return ddp
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.train import buckets
 from phalanx.train.precision import Precision, widened
 
 if TYPE_CHECKING:
@@ -144,6 +145,11 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         return after if known is not None and known() is parameter else parameter
 
     # -- the end
+
+    @property
+    def layout(self) -> list[list[int]]:
+        """Of DDP's buckets."""
+        return buckets.layout(self._engine) if self.how == "ddp" and self._engine is not self.module else []
 
     def close(self) -> None:
         """Let go of the group. A DDP that is the last to hold it may wait for ever when it is destroyed."""

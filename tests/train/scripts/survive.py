@@ -1,6 +1,7 @@
-"""survive.py FOLDER FAULTS: a training whose ranks die as FAULTS says, each once: [[step, rank, how], …] as JSON.
+"""survive.py FOLDER FAULTS [once]: a training whose ranks die as FAULTS says, each once: [[step, rank, how], …].
 
-At the end each rank writes its parameters, and which samples were committed in which step, to FOLDER.
+At the end each rank writes its parameters, and which samples were committed in which step, to FOLDER. Some steps draw
+random numbers of Python's and NumPy's. `once`: model and optimizer are made once in a process; which, is told too.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
 from pathlib import Path
 
+import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -20,6 +24,7 @@ import phalanx
 
 FOLDER, FAULTS = Path(sys.argv[1]), [tuple(fault) for fault in json.loads(sys.argv[2])]
 SAMPLES, EPOCHS = 96, 3
+ONCE = "once" in sys.argv
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
@@ -48,6 +53,8 @@ def die(how: str) -> None:
         raise ValueError("a broken sample")
     if how == "exit":
         os._exit(7)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "segv":
         ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -60,10 +67,22 @@ def faulty(run: phalanx.Run, where: str) -> None:
             die("raise" if how == "always" else how)
 
 
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=12, shuffle=True)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, opt = run.once(make) if ONCE else make()
+    if ONCE:
+        # Whoever has made it just now, and whoever has had it since long ago, draw the same numbers from here on.
+        drawn = [torch.rand(1).item(), random.random(), float(numpy.random.random())]
+        assert drawn == run.broadcast(drawn)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with open(FOLDER / f"made.{run.rank}.{os.getpid()}", "a") as file:
+            file.write(f"{id(model)}\n")
+    pair = dist.new_group([0, 1]) if ONCE else None
     if run.generation:
         faulty(run, "handover")
     run.keep(model=model, opt=opt, data=data)
@@ -73,7 +92,10 @@ def train(run: phalanx.Run) -> None:
             with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it anew
                 json.dump(places.tolist(), file)
             faulty(run, "step")
-            run.backward(nn.functional.mse_loss(ddp(x), y))
+            if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
+                dist.barrier(pair)
+            noise = 0.01 * (random.random() + float(numpy.random.random()))
+            run.backward(nn.functional.mse_loss(ddp(x) + noise, y))
             faulty(run, "backward")
             run.step(opt)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}

@@ -17,7 +17,7 @@ from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 from phalanx.errors import OptionError
 
-__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_explain", "parse_run"]
+__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_chaos", "parse_explain", "parse_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class RunOptions:
     master_port: int | None  # None: a free one
     local_addr: str | None
     join_timeout: float
+    last_call: float
+    spares: int
     lost_after: float
     token_file: str | None
     open: bool
@@ -83,6 +85,8 @@ class RunOptions:
     silent_after: float  # seconds
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
+    preempt_signals: tuple[signal.Signals, ...]
+    grace: float  # seconds
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
 
@@ -95,6 +99,11 @@ def parse_explain(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunO
     """The options of the run to explain, and whether JSON is wanted."""
     options, values = _parse(argv, environ, "explain")
     return options, bool(values.json)
+
+
+def parse_chaos(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunOptions, Any]:
+    """The options of the run, and the values of those that only `phalanx chaos` has."""
+    return _parse(argv, environ, "chaos")
 
 
 def _parse(argv: Sequence[str], environ: Mapping[str, str], verb: str) -> tuple[RunOptions, Any]:
@@ -116,7 +125,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
     hosts = checks.hosts_of(values, given, verb)
     min_nodes, max_nodes = checks.count_nodes(values, given, verb)
     where = rendezvous(values, {dest: this.name for dest, this in given.items()}, max_nodes, verb)
-    checks.check_node_id(values, given, max_nodes, verb)
+    checks.check_node_id(values, given, max_nodes + values.spares, verb)
+    checks.check_spares(values, given, max_nodes, verb)
     checks.check_cpu(values, given, verb)
     slots = checks.slots_of_nodes(values, given, max_nodes, verb)
     return RunOptions(
@@ -146,6 +156,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         master_port=where.port,
         local_addr=values.local_addr,
         join_timeout=values.join_timeout,
+        last_call=values.last_call,
+        spares=values.spares,
         lost_after=values.lost_after,
         token_file=values.token_file,
         open=values.open,
@@ -172,6 +184,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         silent_after=values.silent_after,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
+        preempt_signals=values.preempt_signal,
+        grace=values.grace,
         notes=(*where.notes, *checks.notes(values, given)),
     )
 

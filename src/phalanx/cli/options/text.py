@@ -19,6 +19,7 @@ def help_text(verb: str) -> str:
     options = options_of(verb)
     first = {
         "run": "Runs a script in several processes: on every GPU of this machine, or as many as -g says.",
+        "chaos": "Runs a script as phalanx run does, and disturbs its workers by a plan that --seed repeats.",
         "explain": "Says what phalanx run would do with the same words, and runs nothing.",
     }[verb]
     lines = [

@@ -146,6 +146,10 @@ def signals(value: str) -> tuple[signal.Signals, ...]:
     return tuple(found)
 
 
+def preemption(value: str) -> tuple[signal.Signals, ...]:
+    return () if value == "none" else signals(value)
+
+
 def devices(value: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in value.split(","))
     for part in found:
@@ -159,6 +163,16 @@ def modules(value: str) -> tuple[str, ...]:
     for part in found:
         if not all(name.isidentifier() for name in part.split(".")):
             raise ValueError(f'"{part}" is not the name of a module')
+    return found
+
+
+def faults(value: str) -> tuple[str, ...]:
+    from phalanx.launch.chaos import KINDS
+
+    found = tuple(part.strip() for part in value.split(","))
+    for part in found:
+        if part not in KINDS:
+            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "nothing is there")
     return found
 
 
@@ -223,7 +237,9 @@ RANKS = Kind("RANK,…", ranks, "ranks with commas between them; 4-7 is 4,5,6,7"
 STDIN = Kind("RANK|none", stdin_rank, "the rank that reads this terminal, or none", "0")
 FILTERS = Kind("TEXT,…", filters, "texts with commas between them", "apple,orange")
 SIGNALS = Kind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
+PREEMPTION = Kind("SIG,…|none", preemption, "names of signals with commas between them, or none", "SIGTERM,SIGUSR1")
 DEVICES = Kind("ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5")
+FAULTS = Kind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
 MODULES = Kind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
 VARIABLE = Kind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
 PAIRS = Kind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")

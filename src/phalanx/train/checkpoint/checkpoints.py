@@ -174,16 +174,20 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def close(self, *, broken: bool = False) -> None:
-        """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer."""
+    def close(self, *, broken: bool = False, patience: float = _LAST_WORDS) -> None:
+        """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer.
+
+        `patience` is for what they have yet to write: none, where one of them is known to be dead.
+        """
         if os.getpid() != self._pid:
             return  # in a fork there is no writer
         try:
             if not broken:
                 self.wait()
         finally:
-            limit = time.monotonic() + _LAST_WORDS
+            limit = time.monotonic() + patience
             for save in self._saves:
+                save.written.wait()
                 save.join(max(0.0, limit - time.monotonic()))
                 save.give_up.set()
             self._writer.shutdown()

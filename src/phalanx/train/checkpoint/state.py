@@ -9,7 +9,7 @@ be, which counts as one afterwards, and knows one model an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +84,18 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype)
 
 
-def targets(kept: Mapping[str, object], plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
+def targets(
+    kept: Mapping[str, object],
+    plain: Mapping[str, Any],
+    saved: Mapping[str, Shape],
+    *,
+    only: Container[str] | None = None,
+) -> Tensors:
     """Memory for every tensor that is needed: a model's own, new memory for the rest. Refuses what does not fit."""
     found: Tensors = {}
     for name, thing in kept.items():
+        if only is not None and name not in only:
+            continue
         if name not in plain:
             raise CheckpointError(
                 f'the checkpoint has no "{name}"',
@@ -106,21 +114,34 @@ def targets(kept: Mapping[str, object], plain: Mapping[str, Any], saved: Mapping
     return found
 
 
-def restore(kept: Mapping[str, object], plain: Mapping[str, Any], tensors: Tensors) -> None:
+def restore(
+    kept: Mapping[str, object], plain: Mapping[str, Any], tensors: Tensors, *, only: Container[str] | None = None
+) -> None:
     """Hand everything that has been read to those it belongs to: models first, for schedulers look at optimizers."""
 
     def turn(item: tuple[str, object]) -> int:
         return 0 if isinstance(item[1], nn.Module) else 1 if isinstance(item[1], torch.optim.Optimizer) else 2
 
     for name, thing in sorted(kept.items(), key=turn):
+        if only is not None and name not in only:
+            continue
         value = unpacked(plain[name], tensors)
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
-            inner.load_state_dict({key: value[plain_name(key)] for key in inner.state_dict()})
+            own = inner.state_dict(keep_vars=True)
+            inner.load_state_dict({key: _in_place(own[key], value[plain_name(key)]) for key in own})
         elif isinstance(thing, torch.optim.Optimizer):
             thing.load_state_dict(_by_place(name, thing, kept, value))
         else:
             _stateful(name, thing).load_state_dict(value)
+
+
+def _in_place(own: Any, value: Any) -> Any:
+    """The model's own tensor where it has been read into its memory: torch sees that there is nothing to copy."""
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not isinstance(own, DTensor):
+        same = own.data_ptr() == value.data_ptr() and own.shape == value.shape and own.stride() == value.stride()
+        return own if same and own.dtype == value.dtype else value
+    return value
 
 
 def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:

@@ -1,0 +1,118 @@
+"""Tensors in a file that is in memory alone: one process fills it, others of the same user and machine read it.
+
+It has no name, so that nothing is left of it when the process that made it is gone, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from phalanx.errors import LaunchError
+from phalanx.join import objects
+
+ALIGNED = 64  # bytes, as torch's own memory is
+
+
+class Parcel:
+    """`address` is all that a reader has to know."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
+        self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        try:
+            places, end = {}, 0
+            for name, tensor in tensors.items():
+                places[name] = end
+                end += _write(self._fd, _memory(tensor.detach().contiguous()))
+            text = objects.encode({**label, "places": places})
+            _write(self._fd, memoryview(text))
+        except BaseException:
+            self.close()
+            raise
+        self.address = f"{os.getpid()} {self._fd} {end} {len(text)}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Arena:
+    """Room for many tensors at once, in large pages where the kernel has them: page by page, to get memory takes longer
+    than to fill it."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._used = 0
+
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        count = math.prod(shape)
+        start, size = self._used, count * dtype.itemsize
+        if not size or start + size > len(self._memory):
+            return torch.empty(shape, dtype=dtype)
+        self._used = -(-(start + size) // ALIGNED) * ALIGNED
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+class Opened:
+    """with Opened(address) as parcel: parcel.label; parcel.read(targets)"""
+
+    def __init__(self, address: str) -> None:
+        pid, fd, start, length = map(int, address.split())
+        try:
+            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise LaunchError(
+                f"the state that process {pid} holds ready cannot be read: {error.strerror}",
+                details=["it has ended, or /proc does not show it to other processes of its user"],
+            ) from None
+        self.label = objects.decode(os.pread(self._fd, length, start))
+
+    def names(self) -> Iterable[str]:
+        return self.label["places"]  # type: ignore[no-any-return]
+
+    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Into the memory of those that it has, or as good as that."""
+        for name in self.names():
+            place = self.label["places"][name]
+            target = targets[name].detach()
+            near = (
+                target
+                if target.is_contiguous() and target.device.type == "cpu"
+                else torch.empty_like(target, device="cpu", memory_format=torch.contiguous_format)
+            )
+            view = _memory(near)
+            while view:
+                count = os.preadv(self._fd, [view], place)
+                if not count:
+                    raise LaunchError(f"the state that was held ready ends in the middle of {name}")
+                view, place = view[count:], place + count
+            if near is not target:
+                target.copy_(near)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+
+def _write(fd: int, view: memoryview) -> int:
+    rest = view
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    return len(view)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Its bytes, of whatever type. The tensor has to live as long."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

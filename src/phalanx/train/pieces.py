@@ -1,0 +1,64 @@
+"""Tensors from one rank to another by the backend of their group: a few large pieces, not a message for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+SMALL = 1 << 20  # bytes: below this, tensors go together
+LARGE = 1 << 29  # above this, in several pieces
+
+
+def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device | None = None) -> None:
+    """`wire`: the only device that the backend can send from, if there is but one."""
+    with torch.no_grad():
+        for names in together({name: _size(tensor) for name, tensor in tensors.items()}):
+            parts = [_bytes(tensors[name].detach(), wire) for name in names]
+            for piece in (parts[0] if len(parts) == 1 else torch.cat(parts)).split(LARGE):
+                dist.send(piece, to)
+
+
+def receive(targets: Mapping[str, torch.Tensor], source: int, wire: torch.device | None = None) -> None:
+    with torch.no_grad():
+        for names in together({name: _size(target) for name, target in targets.items()}):
+            first = targets[names[0]].detach()
+            if len(names) == 1 and first.is_contiguous() and wire in (None, first.device):
+                whole = first.view(-1).view(torch.uint8)
+            else:
+                size = sum(_size(targets[name]) for name in names)
+                whole = torch.empty(size, dtype=torch.uint8, device=wire or first.device)
+            for piece in whole.split(LARGE):
+                dist.recv(piece, source)
+            if whole.data_ptr() != first.data_ptr():
+                for name, part in zip(names, whole.split([_size(targets[name]) for name in names]), strict=True):
+                    target = targets[name].detach()
+                    # A part may begin where no number of its type can.
+                    target.copy_(part.clone().view(target.dtype).view(target.shape))
+
+
+def together(sizes: Mapping[str, int]) -> Iterator[Sequence[str]]:
+    """Names whose tensors go as one, in the order that sender and receiver both have. Empty ones stay at home."""
+    heap: list[str] = []
+    weight = 0
+    for name, size in sizes.items():
+        if size >= SMALL:
+            yield [name]
+        elif size:
+            heap.append(name)
+            weight += size
+            if weight >= SMALL:
+                yield heap
+                heap, weight = [], 0
+    if heap:
+        yield heap
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return int(tensor.nbytes)
+
+
+def _bytes(tensor: torch.Tensor, wire: torch.device | None) -> torch.Tensor:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return flat if wire is None else flat.to(wire)

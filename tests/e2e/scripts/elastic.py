@@ -1,0 +1,57 @@
+"""elastic.py FOLDER: a training that goes on, epoch after epoch, until FOLDER/end is there.
+
+Each rank writes which samples it takes for a step, and says when it enters a group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx
+
+FOLDER = Path(sys.argv[1])
+EPOCHS = int(sys.argv[2]) if len(sys.argv) > 2 else None  # None: as many as it takes
+SAMPLES, PAUSE = 96, 0.03
+
+
+class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    def __init__(self) -> None:
+        chance = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.randn(SAMPLES, 6, generator=chance), torch.randn(SAMPLES, 1, generator=chance)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.x[place], self.y[place], place
+
+
+def train(run: phalanx.Run) -> None:
+    data = run.loader(Numbered(), global_batch=12, shuffle=True)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.keep(model=model, opt=opt, data=data)
+    ddp = run.wrap(model)
+    print(f"generation {run.generation}: rank {run.rank} of {run.world_size}", flush=True)
+    for _ in run.epochs(EPOCHS or 10_000):
+        for x, y, places in run.batches(data):
+            taken = [run.generation, run.world_size, places.tolist()]
+            (FOLDER / f"{run.steps + 1}.{run.rank}").write_text(json.dumps(taken))
+            run.backward(nn.functional.mse_loss(ddp(x), y))
+            run.step(opt)
+            time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
+        if EPOCHS is None and run.broadcast((FOLDER / "end").exists()):
+            break
+    end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    if run.is_main:
+        (FOLDER / "result").write_text(json.dumps([run.epoch + (EPOCHS is None), run.steps, end]))
+
+
+phalanx.main(train)

@@ -1,0 +1,303 @@
+"""Faults on one node, wherever they hit: each ends in progress or in a clear end. An undisturbed run is the oracle.
+
+Nothing may be left behind: the fixtures of the kit look for processes, shared memory and files after every test.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.contract import events
+from phalanx.launch.chaos import Blow, Chaos, blows
+from tests.e2e.places import script
+from tests.kit.cgroup import cgroup
+from tests.kit.cli import PHALANX, Env, Result, alive, phalanx, run, start, until
+
+pytestmark = pytest.mark.xdist_group("chaos")  # they share an undisturbed run
+STEPS = 24
+PLAIN = "import os, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+LONG = 180  # seconds: a bound for hangs, not for slowness
+
+
+def words(folder: Path, *faults: list[Any], options: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return ("run", "-g", "2", "--cpu", *options, script("chaos.py"), str(folder), json.dumps(faults))
+
+
+def trained(folder: Path, *faults: list[Any], options: tuple[str, ...] = (), env: Env | None = None) -> Result:
+    return phalanx(*words(folder, *faults, options=options), timeout=LONG, env=env)
+
+
+@functools.cache
+def undisturbed() -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        done = trained(Path(folder))
+        assert done.code == 0, done.err
+        return ended(Path(folder))
+
+
+def ended(folder: Path) -> dict[str, list[float]]:
+    """The parameters, which both ranks have alike. Every sample was committed once an epoch."""
+    (steps, generation, end), other = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(2)]
+    assert other == [steps, generation, end]
+    assert steps == STEPS
+    for epoch in range(3):
+        each = range(1 + epoch * STEPS // 3, 1 + (epoch + 1) * STEPS // 3)
+        taken = [json.loads((folder / f"{step}.{rank}").read_text()) for step in each for rank in range(2)]
+        assert sorted(place for places in taken for place in places) == list(range(96))
+    return end  # type: ignore[no-any-return]
+
+
+def told(err: str) -> list[events.AnyEvent]:
+    folder = Path(re.findall(r"output in (\S+)", err)[0])
+    return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+
+
+def recoveries(err: str) -> list[tuple[str, ...]]:
+    """The faults of every recovery, in their order."""
+    found: list[tuple[str, ...]] = []
+    open_: list[str] = []
+    for event in told(err):
+        if isinstance(event, events.Fault):
+            assert event.recovery == "regroup"
+            open_.append(event.reason)
+        elif isinstance(event, events.Recovered):
+            assert 0 < event.seconds < LONG
+            found.append(tuple(open_))
+            open_ = []
+    assert not open_
+    return found
+
+
+def victim(folder: Path, number: int) -> int:
+    return int((folder / f"victim {number}").read_text())
+
+
+# -- ranks
+
+
+def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
+    """One run, one fault after the other: each is got over before the next."""
+    faults = [
+        [3, 1, "segv"],
+        [5, 0, "exit"],
+        [6, 1, "raise"],
+        [8, 0, "kill"],
+        [0, 1, "pause", "connect", 3],  # by then the group that it is about to join is given up
+        [0, 0, "kill", "import", 3],  # the one that takes its place
+        [10, 1, "kill"],
+        [0, 1, "kill", "join"],  # the one that takes its place, while the other waits for it
+        [12, 0, "kill", "backward"],
+        [0, 0, "kill", "handover"],
+        [15, 1, "stop"],
+        [18, 0, "spin"],
+    ]
+    done = trained(tmp_path, *faults, options=("--silent-after", "2s"))
+    assert done.code == 0, done.err
+    assert ended(tmp_path) == undisturbed()
+    one, two = "rank 0 failed", "rank 1 failed"
+    assert recoveries(done.err) == [(two,), (one,), (two,), (one, one), (two, two), (one, one), (two,), (one,)]
+    assert re.search(r"rank 1 is silent for \d+ s \(stopped\): SIGKILL", done.err)
+    assert re.search(r"rank 0 is silent for \d+ s \(\w+\): SIGKILL", done.err)
+    assert f"{len(faults) - 1} faults survived" in done.err
+    # Whom SIGCONT would wake is gone before another takes its place.
+    lives = [
+        (event.pid, isinstance(event, events.WorkerBorn))
+        for event in told(done.err)
+        if isinstance(event, events.WorkerBorn | events.WorkerExited) and event.rank == 1
+    ]
+    stopped = lives.index((victim(tmp_path, faults.index([15, 1, "stop"])), False))
+    assert lives[stopped + 1][1]
+    assert len(lives) == stopped + 3
+
+
+def test_a_rank_that_is_killed_for_memory(tmp_path: Path) -> None:
+    with cgroup("memory", "memory.limit_in_bytes", 1 << 30) as enter:
+        done = run((*enter, *PHALANX, *words(tmp_path, [5, 1, "greedy"])), timeout=LONG)
+    assert done.code == 0, done.err
+    assert ended(tmp_path) == undisturbed()
+    assert recoveries(done.err) == [("rank 1 failed",)]
+
+
+def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> None:
+    """Before a rank has called, and after its training has ended, a death is that of any script: a clear end, or where
+    restarts are allowed a new start, the second from the last checkpoint."""
+    faults = [[0, 0, "pause", "import", -1], [0, 1, "kill", "import", -1], [5, 1, "late"]]
+    done = trained(tmp_path, *faults, options=("--max-restarts", "1", "--checkpoints", str(tmp_path / "kept")))
+    assert done.code == 137
+    assert "starting all ranks again: restart 1 of 1" in done.err
+    assert "1 recoveries were allowed, and are used up" in done.err
+    assert ended(tmp_path) == undisturbed()
+    done = trained(tmp_path, *faults, options=("--checkpoints", str(tmp_path / "kept")))
+    assert done.code == 0, done.err
+    assert f"resumed at step {STEPS}" in done.out + done.err
+    assert ended(tmp_path) == undisturbed()
+
+
+# -- the processes beside them
+
+
+def test_the_store_and_the_zygote_are_killed(tmp_path: Path) -> None:
+    """The store in mid-training, which nobody notices; when the next group has need of it; while that group forms. The
+    zygote, and with it every rank: what there is on the disk is gone on from, and a save that was cut short is not."""
+    faults = [
+        [3, 1, "store"],
+        [6, 1, "kill"],
+        [0, 1, "store", "join"],
+        [0, 0, "kill", "save"],  # of step 8
+        [18, 1, "zygote"],
+    ]
+    options = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "4")
+    done = trained(tmp_path, *faults, options=options, env={"PAUSE": "0.1"})
+    assert done.code == 0, done.err
+    assert ended(tmp_path) == undisturbed()
+    assert recoveries(done.err) == [
+        ("rank 1 failed", "the store was ended while the group formed"),
+        ("rank 0 failed",),
+        ("the zygote was ended from outside",),
+    ]
+    assert re.search(r"resumed at step (12|16)", done.out + done.err)
+    assert len([event for event in told(done.err) if isinstance(event, events.ZygoteReady)]) == 2
+
+
+def test_a_killed_supervisor_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    options = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "2")
+    first = trained(tmp_path, [10, 1, "supervisor"], options=options, env={"PAUSE": "0.1"})
+    assert first.code == -signal.SIGKILL
+    until(lambda: not alive(victim(tmp_path, 0)), LONG, "the worker to end")
+    second = trained(tmp_path, [10, 1, "supervisor"], options=options)
+    assert second.code == 0, second.err
+    assert re.search(r"resumed at step (6|8|10)", second.out + second.err)
+    assert ended(tmp_path) == undisturbed()
+
+
+JUMPY = """
+import itertools, os, time
+if "PHALANX_LINE" in os.environ or "CLOCK" in os.environ:
+    true, jumps = time.time, itertools.cycle((0.0, 90000.0, -90000.0))
+    time.time = lambda: true() + next(jumps)
+"""
+
+
+def test_whoever_sets_the_clock_changes_nothing(tmp_path: Path) -> None:
+    """A day forth and back, again and again: no budget is filled up by it, and nobody is taken for silent or slow."""
+    (tmp_path / "sitecustomize.py").write_text(JUMPY)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    faults = [[3, 1, "kill"], [6, 0, "kill"], [9, 1, "kill"]]
+    options = ("--max-restarts", "2", "--restart-window", "1h")
+    done = trained(tmp_path, *faults, options=options, env={"PYTHONPATH": path, "CLOCK": "jumps"})
+    assert done.code == 137, done.err
+    assert "2 recoveries were allowed, and are used up" in done.err
+    times = [event.time for event in told(done.err)]
+    assert max(times) - min(times) > 80000  # it did jump
+    assert all(0 < float(took) < LONG for took in re.findall(r"committed ([\d.-]+) s later", done.err))
+
+
+# -- scripts that know nothing of phalanx
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_plain_script_whose_zygote_is_killed_starts_again_if_it_may(tmp_path: Path) -> None:
+    twice = write(
+        tmp_path / "twice.py",
+        PLAIN + "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "dist.barrier()\n"
+        "if attempt == '0' and dist.get_rank() == 0: os.kill(os.getppid(), 9)\n"
+        "if attempt == '0': time.sleep(600)\n"
+        "print('attempt', attempt)\n",
+    )
+    done = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", twice, timeout=LONG)
+    assert done.code == 0, done.err
+    assert done.out.count("attempt 1") == 2
+    assert "the zygote was ended from outside: SIGKILL (Killed); its workers ended with it" in done.err
+    assert "starting all ranks again: restart 1 of 1" in done.err
+
+
+def test_the_budget_fills_up_in_a_healthy_window_and_a_crash_that_repeats_does_not_wait_for_it(tmp_path: Path) -> None:
+    well = write(
+        tmp_path / "well.py",
+        "import os, time\n"
+        "time.sleep(1.2)\n"
+        "if int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 3: os.kill(os.getpid(), 9)\n",
+    )
+    healthy = ("--max-restarts", "1", "--restart-window", "1s")
+    done = phalanx("run", "-g", "1", "--cpu", "--fresh", *healthy, well, timeout=LONG)
+    assert done.code == 0, done.err
+    assert done.err.count("restart 1 of 1") == 3
+    done = phalanx("run", "-g", "1", "--cpu", "--fresh", "--max-restarts", "50", script("boom.py"), "0", timeout=LONG)
+    assert done.code == 1
+    assert "restart 2 of 50" in done.err
+    assert "the same crash 3 times in a row, and nothing done in between" in done.err
+
+
+# -- phalanx chaos
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "kinds", "plan"),
+    [
+        (1, [0], ["kill"], [(0.63, 0, "kill"), (0.62, 0, "kill"), (1.15, 0, "kill")]),
+        (1, [0, 1], ["kill", "stop"], [(0.63, 0, "stop"), (0.62, 1, "stop"), (1.15, 0, "kill"), (0.99, 1, "stop")]),
+    ],
+)
+def test_the_plan_of_faults(seed: int, ranks: list[int], kinds: list[str], plan: list[tuple[float, int, str]]) -> None:
+    first = list(itertools.islice(blows(seed, ranks, kinds, 1.0), len(plan)))
+    assert [(round(blow.delay, 2), blow.rank, blow.kind) for blow in first] == plan
+    slower = itertools.islice(blows(seed, ranks, kinds, 10.0), len(plan))
+    assert [round(blow.delay, 1) for blow in slower] == [round(10 * blow.delay, 1) for blow in first]
+
+
+def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> None:
+    hundred = list(itertools.islice(blows(2, range(4), ("kill", "stop"), 2.0), 100))
+    assert {(blow.rank, blow.kind) for blow in hundred} == set(itertools.product(range(4), ("kill", "stop")))
+    assert all(1.0 <= blow.delay <= 3.0 for blow in hundred)
+    assert hundred != list(itertools.islice(blows(3, range(4), ("kill", "stop"), 2.0), 100))
+    assert isinstance(hundred[0], Blow)
+
+
+def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
+    faults = ("--kill-every", "0.3s", "--seed", "1", "--faults", "kill,segv,store", "--times", "4")
+    done = phalanx("chaos", *faults, *words(tmp_path)[1:], timeout=LONG, env={"PAUSE": "0.2"})
+    assert done.code == 0, done.err
+    assert ended(tmp_path) == undisturbed()
+    assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
+    said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered; [\d.]+ s of \d+ s lost, goodput [\d.]+%"
+    assert re.search(said + "; the run ended with exit code 0", done.err)
+
+
+def test_chaos_tells_what_helps_a_plain_script(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain.py", PLAIN + "time.sleep(600)\n")
+    done = phalanx("chaos", "-g", "2", "--cpu", "--kill-every", "0.5s", "--victims", "1", plain, timeout=LONG)
+    assert done.code == 137
+    assert re.search(r"chaos: 1 fault \(1 kill\), seed \d+: 0 recovered, 1 not", done.err)
+    assert "one death ends all ranks: --max-restarts N starts them again" in done.err
+
+
+def test_ctrl_c_ends_chaos_and_run(tmp_path: Path) -> None:
+    options = ("--kill-every", "0.3s", "--seed", "3")
+    with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "5"}) as job:
+        job.wait_for("chaos: fault 1", timeout=LONG)
+        job.signal(signal.SIGINT)
+        assert job.wait(LONG) == 130
+    assert re.search(r"chaos: \d+ faults? .* the run ended with exit code 130", job.err)
+
+
+def test_words_that_chaos_does_not_understand() -> None:
+    behind = phalanx("chaos", script("hello.py"), "--kill-every", "5s")
+    assert (behind.code, "fix: phalanx chaos --kill-every" in behind.err) == (2, True)
+    unknown = phalanx("chaos", "--faults", "kill,earthquake", script("hello.py"))
+    assert (unknown.code, '"earthquake" is none of kill, segv' in unknown.err) == (2, True)
+    assert Chaos(seed=7).summary(0) == "chaos: no fault; the run ended with exit code 0"

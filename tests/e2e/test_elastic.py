@@ -1,0 +1,146 @@
+"""Nodes that come and go: the world shrinks and grows around a training that goes on. Hosts of a lab, real links."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.crew import all_gone, codes, texts
+from tests.e2e.places import script
+from tests.kit.cli import phalanx
+from tests.kit.handle import Handle
+from tests.kit.lab import Lab
+
+SHORT = ("--lost-after", "4s")
+STEPS = 8  # an epoch
+
+
+def node(lab: Lab, place: int, folder: Path, *options: str, nodes: str = "1:3", master: int = 0) -> Handle:
+    where = ("-n", nodes, "-g", "1", "--cpu", "--master", lab[master].name)
+    return lab[place].start("run", *where, "-i", str(place), *options, script("elastic.py"), str(folder))
+
+
+def entered(job: Handle, generation: int | str, size: int, timeout: float = 60) -> None:
+    """A rank that this node shows is in a group of so many."""
+    job.wait_for(re.compile(rf"generation {generation}: rank \d of {size}\b"), timeout=timeout)
+
+
+def learnt(folder: Path) -> None:
+    """Every sample was committed once an epoch, and the parameters are those of an undisturbed training."""
+    epochs, steps, end = json.loads((folder / "result").read_text())
+    assert steps == epochs * STEPS
+    for epoch in range(epochs):
+        taken: list[int] = []
+        for step in range(1 + epoch * STEPS, 1 + (epoch + 1) * STEPS):
+            found = [json.loads(path.read_text()) for path in folder.glob(f"{step}.*")]
+            last = max(generation for generation, _, _ in found)
+            parts = [places for generation, _, places in found if generation == last]
+            assert len(parts) == next(size for generation, size, _ in found if generation == last)
+            taken += [place for places in parts for place in places]
+        assert sorted(taken) == list(range(96)), f"epoch {epoch}"
+    alone = folder / "alone"
+    alone.mkdir()
+    assert phalanx("run", "-g", "1", "--cpu", script("elastic.py"), str(alone), str(epochs)).code == 0
+    undisturbed = json.loads((alone / "result").read_text())[2]
+    assert end == {name: pytest.approx(values, rel=1e-3, abs=1e-5) for name, values in undisturbed.items()}
+
+
+def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path) for place in range(3)]
+    entered(jobs[0], 0, 3)
+    jobs[1].process.kill()
+    entered(jobs[0], 1, 2)
+    told = re.compile(r"node 1 \(node2\) is lost: its connection closed.*; regrouped, and step \d+ was")
+    jobs[0].wait_for(told, timeout=20)
+    jobs[1] = node(lab, 1, tmp_path)
+    entered(jobs[0], 2, 3)
+    entered(jobs[1], 2, 3)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 0, 0], texts(jobs)
+    assert "2 changes of nodes" in jobs[0].err
+    learnt(tmp_path)
+    all_gone(lab)
+
+
+def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path) for place in range(3)]
+    entered(jobs[1], 0, 3)
+    jobs[0].process.kill()
+    entered(jobs[1], 1, 2)
+    jobs[1].wait_for("this node leads now; others join at", timeout=5)
+    jobs[2].wait_for("node 1 (node2) leads now", timeout=5)
+    back = node(lab, 0, tmp_path, master=1)
+    entered(back, 2, 3)
+    (tmp_path / "end").touch()
+    assert codes([back, *jobs[1:]]) == [0, 0, 0], texts([back, *jobs])
+    learnt(tmp_path)
+    all_gone(lab)
+
+
+def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path) -> None:
+    """Node 0 is alone on its side, so that it ends; the other two go on."""
+    jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
+    entered(jobs[1], 0, 3)
+    lab[0].link(False)
+    entered(jobs[1], 1, 2)
+    assert jobs[0].wait(30) == 1
+    assert "cut off from most of the others" in jobs[0].err
+    (tmp_path / "end").touch()
+    assert codes(jobs[1:]) == [0, 0], texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab)
+
+
+def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path, nodes="2:3") for place in range(2)]
+    entered(jobs[0], 0, 2)
+    jobs[1].process.kill()
+    jobs[0].wait_for("1 of at least 2 nodes are left: waiting 300 s", timeout=20)
+    jobs[1] = node(lab, 1, tmp_path, nodes="2:3")
+    entered(jobs[0], "[12]", 2)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 0], texts(jobs)
+    learnt(tmp_path)
+
+
+def test_a_spare_node_stands_by(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path, "--spares", "1", nodes="2") for place in range(3)]
+    entered(jobs[0], 0, 2)
+    jobs[2].wait_for("this node is a spare, and gets ready", timeout=30)
+    jobs[1].signal(signal.SIGTERM)
+    jobs[0].wait_for("node 1 (node2) leaves (SIGTERM)", timeout=20)
+    entered(jobs[2], "[12]", 2)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 143, 0], texts(jobs)
+    learnt(tmp_path)
+
+
+def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_path: Path) -> None:
+    where = ("-n", "1:2", "-g", "1", "--cpu", "--fresh", "--master", lab[0].name)
+    words = (script("until_file.py"), str(tmp_path / "end"))
+    jobs = [lab[place].start("run", *where, "-i", str(place), *words) for place in range(2)]
+    jobs[0].wait_for("ready 0", timeout=20)
+    jobs[1].wait_for("ready 1", timeout=20)
+    jobs[1].process.kill()
+    jobs[0].wait_for("starting all ranks again", timeout=20)
+    (tmp_path / "end").touch()
+    assert jobs[0].wait(30) == 0, texts(jobs)
+    all_gone(lab)
+
+
+def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) -> None:
+    """Neither can know whether the other still runs, so that one of them has to end."""
+    jobs = [node(lab, place, tmp_path, *SHORT, nodes="1:2") for place in range(2)]
+    entered(jobs[0], 0, 2)
+    lab[1].link(False)
+    entered(jobs[0], 1, 1)
+    assert jobs[1].wait(40) == 1
+    assert "node 0 is silent, and 1 of 2 nodes are here" in jobs[1].err
+    (tmp_path / "end").touch()
+    assert jobs[0].wait(60) == 0, texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab)

@@ -1,0 +1,68 @@
+"""Ranks that go on, each at its own pace, halt at one and the same step; none waits for one that has halted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+
+import pytest
+
+from phalanx.train.halting import Halting
+from tests.kit.cli import until
+
+RANKS = 4
+
+
+class Rank(threading.Thread):
+    """Steps in step with the others, as collectives make it; the pace differs from rank to rank."""
+
+    def __init__(self, together: threading.Barrier, chance: random.Random) -> None:
+        super().__init__(daemon=True)
+        self.steps = 0
+        self.halting = Halting(lambda: self.steps)
+        self._together = together
+        self._pauses = [chance.choice((0.0, 0.0, 0.0005)) for _ in range(50)]
+
+    def run(self) -> None:
+        for pause in itertools.cycle(self._pauses):
+            self._together.wait(60)
+            threading.Event().wait(pause)
+            self.steps += 1
+            if self.halting.reached(self.steps, lambda: False):
+                return
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_they_halt_at_one_step(seed: int) -> None:
+    chance = random.Random(seed)
+    together = threading.Barrier(RANKS)
+    ranks = [Rank(together, chance) for _ in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    until(lambda: ranks[0].steps >= seed, 60, "some steps to be made")
+    standing = [rank.halting.ask() for rank in chance.sample(ranks, RANKS)]
+    goal = max(standing) + 1
+    for rank in chance.sample(ranks, RANKS):
+        threading.Event().wait(chance.choice((0.0, 0.002)))
+        rank.halting.settle(goal)
+    for rank in ranks:
+        rank.join(60)
+        assert not rank.is_alive()
+    assert [rank.steps for rank in ranks] == [goal] * RANKS
+    assert goal - min(standing) <= 2
+
+
+def test_one_that_waits_to_be_told_hears_of_a_new_group() -> None:
+    elsewhere = threading.Event()
+    halting = Halting(lambda: 3)
+    assert not halting.reached(3, elsewhere.is_set)  # nobody has asked
+    assert halting.ask() == 3
+    assert not halting.reached(3, elsewhere.is_set)  # one more step is allowed
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(halting.reached(4, elsewhere.is_set)))
+    waiting.start()
+    elsewhere.set()
+    halting.stir()
+    waiting.join(60)
+    assert found == [False]

@@ -1,0 +1,198 @@
+"""A machine that is taken away, with a warning: a checkpoint, a code that says so, and the same command goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.contract import events
+from tests.kit.cli import Handle, descendants, free_port, phalanx, python, start, until
+
+pytestmark = pytest.mark.xdist_group("preempt")  # they share an undisturbed run
+SCRIPT = str(Path(__file__).parent / "scripts" / "preempt.py")
+STEPS = 40
+
+
+def command(folder: Path, *words: str, ranks: int = 2, options: tuple[str, ...] = ()) -> tuple[str, ...]:
+    kept = ("--checkpoints", f"{folder}/kept")
+    return ("run", "-g", str(ranks), "--cpu", *kept, *options, SCRIPT, str(folder), *words)
+
+
+def steps(folder: Path, rank: int = 0) -> list[int]:
+    """Those that the script has come to the end of."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(line.split()[0]) for line in (folder / f"steps.{rank}").read_text().splitlines()]
+    return []
+
+
+def in_its_midst(folder: Path, job: Handle, *, after: int = 6) -> None:
+    until(lambda: job.process.poll() is not None or after in steps(folder), 60, "some steps to be made")
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "kept").glob("step-*"))
+
+
+def preempted(folder: Path, job: Handle) -> int:
+    """The step that it ended at, as it was told; the newest checkpoint is of it."""
+    assert job.wait() == 75, job.both
+    (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command goes on", job.err)
+    assert checkpoints(folder)[-1] == int(told)
+    assert "after the training" not in job.out
+    assert not list((folder / "kept").glob(".writing*"))
+    return int(told)
+
+
+def to_its_end(folder: Path, step: int, *words: str, ranks: int = 2) -> None:
+    """The same command goes on after that step, and comes to where an undisturbed run comes."""
+    (folder / "go on").touch()
+    done = phalanx(*command(folder, *words, ranks=ranks))
+    assert done.code == 0, done.err
+    assert f"resumed at step {step}, " in done.out
+    assert done.out.count("after the training") == ranks
+    assert [(folder / f"end.{rank}").read_text() for rank in range(ranks)] == undisturbed(ranks)
+
+
+@functools.cache
+def undisturbed(ranks: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "go on").touch()
+        done = phalanx(*command(folder, ranks=ranks))
+        assert done.code == 0, done.err
+        return [(folder / f"end.{rank}").read_text() for rank in range(ranks)]
+
+
+def test_what_was_trained_is_gone_on_with(tmp_path: Path) -> None:
+    job = start(*command(tmp_path))
+    in_its_midst(tmp_path, job)
+    job.signal(signal.SIGTERM)
+    step = preempted(tmp_path, job)
+    for rank in range(2):
+        assert steps(tmp_path, rank) == list(range(1, step + 1))  # not one of them was in vain
+    (folder,) = re.findall(r"output in (\S+)", job.err)
+    told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    (event,) = [event for event in told if isinstance(event, events.Preempted)]
+    assert event.step == step
+    assert not [event for event in told if isinstance(event, events.Fault)]
+    to_its_end(tmp_path, step)
+    for rank in range(2):
+        assert steps(tmp_path, rank) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(("name", "words", "ranks"), [("TERM", ("workers",), 2), ("USR1", ("raw",), 1)])
+def test_a_scheduler_may_signal_every_process(tmp_path: Path, name: str, words: tuple[str, ...], ranks: int) -> None:
+    options = ("--preempt-signal", name)
+    # Those who load data die of it, and leave what they had in there.
+    job = start(*command(tmp_path, *words, ranks=ranks, options=options), env={"TMPDIR": str(tmp_path)})
+    in_its_midst(tmp_path, job)
+    for pid in (job.pid, *descendants(job.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[f"SIG{name}"])
+    step = preempted(tmp_path, job)
+    assert step >= max(steps(tmp_path))
+    if words == ("workers",):
+        to_its_end(tmp_path, step, *words, ranks=ranks)
+
+
+def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path) -> None:
+    job = start(*command(tmp_path, "hang", options=("--grace", "12s")))
+    in_its_midst(tmp_path, job)
+    until(lambda: (tmp_path / "hung").exists(), 60, "rank 1 to hang")
+    job.signal(signal.SIGTERM)
+    to_its_end(tmp_path, preempted(tmp_path, job), "hang")
+
+
+def test_a_death_while_the_checkpoint_is_written(tmp_path: Path) -> None:
+    job = start(*command(tmp_path, "slow"))
+    in_its_midst(tmp_path, job)
+    job.signal(signal.SIGTERM)
+    until(lambda: (tmp_path / "saving").exists(), 60, "the checkpoint to be written")
+    os.kill(int((tmp_path / "steps.1").read_text().split()[-1]), signal.SIGKILL)
+    assert preempted(tmp_path, job) == max(steps(tmp_path))
+
+
+def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path) -> None:
+    job = start(*command(tmp_path, "slow", "often"))
+    until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
+    job.signal(signal.SIGTERM)
+    assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
+
+
+@pytest.mark.parametrize("how", ["twice", "late"])
+def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str) -> None:
+    job = start(*command(tmp_path, "stuck", options=("--grace", "2s" if how == "late" else "10m")))
+    in_its_midst(tmp_path, job)
+    job.signal(signal.SIGTERM)
+    job.wait_for("a checkpoint at the next step")
+    if how == "twice":
+        while job.process.poll() is None:  # one that follows at once is the same one
+            job.signal(signal.SIGTERM)
+            with contextlib.suppress(AssertionError):
+                job.wait(0.5)
+    assert job.wait() == 143, job.both
+    assert (f"no checkpoint was made in 2 s (--grace): what {tmp_path}/kept has remains" in job.err) == (how == "late")
+    assert checkpoints(tmp_path) == []
+
+
+def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path) -> None:
+    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
+    in_its_midst(tmp_path, job)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 143, job.both
+    assert "SIGTERM received; no folder for checkpoints is known (--checkpoints DIR" in job.err
+
+
+def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    job = start("run", "-g", "2", "--cpu", "--fresh", "--checkpoints", str(tmp_path), str(script))
+    job.wait_for("ready", 2)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 143, job.both
+    assert "checkpoint" not in job.err
+
+
+def test_whichever_node_is_told(tmp_path: Path) -> None:
+    port = free_port()
+    same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
+    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path)) for node in range(2)]
+    in_its_midst(tmp_path, first)
+    second.signal(signal.SIGTERM)
+    step = preempted(tmp_path, first)
+    assert second.wait() == 75, second.both
+    assert "node 1" in first.err
+    assert steps(tmp_path) == steps(tmp_path, 1) == list(range(1, step + 1))
+
+
+HANDLERS = """
+import os, signal, time
+from phalanx.join.ignoring import Ignoring
+
+signal.signal(signal.SIGUSR2, lambda *_: print("mine", flush=True))
+ignoring = Ignoring([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+print("child", os.waitpid(child, 0)[1], flush=True)
+ignoring.die(signal.SIGUSR2)
+print("alive", flush=True)
+ignoring.die(signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_worker_ignores_what_is_not_the_scripts_own() -> None:
+    done = python("-c", HANDLERS)
+    assert done.out.split() == ["mine", "child", "15", "alive"]
+    assert done.code == -signal.SIGTERM
