@@ -179,13 +179,17 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
     assert re.search(r"rank 1 failed; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again", done.err)
 
 
-def test_a_lost_shard_on_two_nodes(tmp_path: Path) -> None:
-    """All ranks of node 0 die, twice; its supervisor and node 1 live."""
-    where = ("-n", "2", "-g", "1,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
-    what = (SCRIPT, str(tmp_path), "fsdp", "[[7, 0], [12, 0]]")
+def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path) -> None:
+    """The rest goes on with fewer ranks; then one of them dies too."""
+    where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
+    what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
     with start("run", *where, "-i", "0", *what) as first, start("run", *where, "-i", "1", *what) as second:
-        assert [job.wait(120) for job in (first, second)] == [0, 0], f"{first.both}\n{second.both}"
-    assert ended(tmp_path) == (["0", "5", "10"], undisturbed("fsdp"))
+        assert [job.wait(120) for job in (first, second)] == [0, -signal.SIGKILL], f"{first.both}\n{second.both}"
+    begun, (steps, end) = ended(tmp_path)
+    assert begun == ["0", "5", "10"]
+    theirs = undisturbed("fsdp")
+    assert steps == theirs[0]
+    assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in theirs[1].items()}
 
 
 def test_all_ranks_die_at_once_and_again(tmp_path: Path) -> None:
