@@ -20,7 +20,7 @@ from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.found import Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
-from tests.kit.cli import Result, descendants, phalanx, python, start, until
+from tests.kit.cli import Result, descendants, free_port, phalanx, python, start, until
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -177,6 +177,19 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
     done = trained(tmp_path, "fsdp", [7, 1])
     assert ended(tmp_path) == (["0", "5"], undisturbed("fsdp"))
     assert re.search(r"rank 1 failed; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again", done.err)
+
+
+def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path) -> None:
+    """The rest goes on with fewer ranks; then one of them dies too."""
+    where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
+    what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
+    with start("run", *where, "-i", "0", *what) as first, start("run", *where, "-i", "1", *what) as second:
+        assert [job.wait(120) for job in (first, second)] == [0, -signal.SIGKILL], f"{first.both}\n{second.both}"
+    begun, (steps, end) = ended(tmp_path)
+    assert begun == ["0", "5", "10"]
+    theirs = undisturbed("fsdp")
+    assert steps == theirs[0]
+    assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in theirs[1].items()}
 
 
 def test_all_ranks_die_at_once_and_again(tmp_path: Path) -> None:

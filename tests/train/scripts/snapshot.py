@@ -1,4 +1,5 @@
 """snapshot.py FOLDER HOW FAULTS: a training whose ranks die: [[step, rank], …] as JSON, each once.
+[step, rank, "node"]: the whole node of that rank does.
 
 ddp    phalanx.main, and a wait after each step until the snapshot is there
 saved  the same, and until the checkpoint is
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -27,13 +29,22 @@ FOLDER, HOW, FAULTS = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 
 
 def die(run: phalanx.Run) -> None:
-    for number, (step, rank) in enumerate(FAULTS):
+    for number, (step, rank, *node) in enumerate(FAULTS):
         if (step, rank) == (run.steps, run.rank):
             try:
                 os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            os.kill(os.getpid(), signal.SIGKILL)
+            at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
+            while not all((FOLDER / f"fault {other}").exists() for other in at_once):  # nobody goes before the others
+                time.sleep(0.001)
+            os.kill(supervisor() if node else os.getpid(), signal.SIGKILL)
+            signal.pause()
+
+
+def supervisor() -> int:
+    """The parent of the zygote, which is ours."""
+    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def train(run: phalanx.Run) -> None:
@@ -43,7 +54,7 @@ def train(run: phalanx.Run) -> None:
         global_batch=12,
         shuffle=True,
     )
-    model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Dropout(0.2), nn.Linear(17, 1))
+    model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Dropout(0.0 if HOW == "fsdp" else 0.2), nn.Linear(17, 1))
     wrapped = run.wrap(model, "fsdp") if HOW == "fsdp" else None
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.keep(model=model, opt=opt, data=data)

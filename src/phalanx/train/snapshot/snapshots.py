@@ -73,6 +73,8 @@ class Snapshots:
         self._pause = 1  # steps
         self._era = ""
         self._turn = 0  # to be written next
+        self._looked = False  # at which turn it is
+        self._sharded = False
         self._cleared = False
         self.off = False
 
@@ -98,7 +100,7 @@ class Snapshots:
         if not self._era:
             self._begin()
         found = state.taken(kept)
-        sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
+        sharded = self._sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
         together = tuple(range(self._group.world_size)) if sharded else self._local
         place = together.index(self._group.rank)
         chunks = share(found.tensors, place, len(together), frozenset(found.own))
@@ -138,11 +140,12 @@ class Snapshots:
             wait([self._job])
 
     def close(self, patience: float = 0.0) -> None:
-        """What is not finished, and cannot be in so many seconds, is not there; the one before is."""
+        """What is not finished is not there; the one before is. `patience`: seconds for one that is nearly there, where
+        no living rank has all of the state."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
-        wait([self._job] if self._job is not None else [], patience)
+        wait([self._job] if self._job is not None else [], patience if self._sharded else 0.0)
         for writer in self._writers:
             writer.abandoned = True
         self._thread.shutdown()
@@ -179,7 +182,7 @@ class Snapshots:
         if job is None:
             return True
         done = job.done()
-        failure = str(job.exception() or "") if done else ""
+        failure = _reason(job.exception()) if done else ""
         told = self._group.gather([done, failure], all=True) or []
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
         if failures:
@@ -198,8 +201,9 @@ class Snapshots:
     def _begin(self) -> None:
         """The first snapshot in this group: the newest of earlier ones is not the one to be written over."""
         self._era = self._group.broadcast(secrets.token_hex(4))
-        found = newest(self._held())
-        self._turn = 1 - found.turn if found is not None else 0
+        if not self._looked:
+            found = newest(self._held())
+            self._turn = 1 - found.turn if found is not None else 0
 
     def _turn_off(self, why: str) -> None:
         self.off = True
@@ -279,6 +283,7 @@ class Snapshots:
         if problem:  # some of it is in place by now
             raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
         state.restore(kept, plain, targets)
+        self._turn, self._looked = 1 - found.turn, True
         rank = self._group.rank
         others = [one.random for one in parts.values()]
         if rank in parts:
@@ -368,6 +373,10 @@ def _done(call: Callable[[], None]) -> Future[None]:
     except Exception as error:
         job.set_exception(error)
     return job
+
+
+def _reason(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _raise(error: Exception) -> None:
