@@ -8,6 +8,7 @@ script's fault, and ends its turn.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has
 class Generations:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._options = options
+        self._excepthook = sys.excepthook
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
@@ -48,6 +50,7 @@ class Generations:
                 if newer is None:
                     raise
             self._leave()
+            sys.excepthook = self._excepthook  # torch puts one of its own around it for every group
 
     def _begin(self, world: words.World) -> Run:
         with self._severing.watching():
