@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.contract import line as words
+from phalanx.join import gloo
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
 from phalanx.train.handover import Past
 from phalanx.train.run import Run
 
 Result = TypeVar("Result")
+STUCK = 2.0  # seconds in a group that is cut, after which a thread of gloo's may wait for nobody
 PATIENCE = 10.0  # seconds for the supervisor to tell of a death that a rank has felt before
 
 
@@ -30,6 +33,7 @@ class Generations:
         self._run: Run | None = None
         self._past: Past | None = None
         self._forming = 0  # or formed: the generation that this process is in
+        self._since = time.monotonic()  # it was last in the newest one
         self._line = Line(name, self._severing.cut, self._pulse)
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
@@ -87,12 +91,19 @@ class Generations:
 
     def _pulse(self) -> int:
         """Called by the line's thread now and then: how many steps are committed."""
-        run = self._run
-        if run is not None:
-            return run.steps
-        if self._line.world.generation > self._forming:
+        run, now = self._run, time.monotonic()
+        if not self._behind():
+            self._since = now
+        elif run is None:
             self._severing.cut()  # again: what it waits for now may not have been there the first time
-        return 0
+        if now - self._since > STUCK:
+            self._since = now
+            gloo.end_sends(self._behind)
+        return 0 if run is None else run.steps
+
+    def _behind(self) -> bool:
+        """The others form a new group, and this process is still in the old one."""
+        return self._line.world.generation > self._forming
 
     @property
     def run(self) -> Run | None:
