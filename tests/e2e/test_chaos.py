@@ -13,7 +13,7 @@ import re
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,6 +22,7 @@ from phalanx.launch.chaos import Blow, Chaos, blows
 from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import PHALANX, Env, Result, alive, phalanx, run, start, until
+from tests.kit.proc import below
 
 pytestmark = pytest.mark.xdist_group("chaos")  # they share an undisturbed run
 STEPS = 24
@@ -301,3 +302,40 @@ def test_words_that_chaos_does_not_understand() -> None:
     unknown = phalanx("chaos", "--faults", "kill,earthquake", script("hello.py"))
     assert (unknown.code, '"earthquake" is none of kill, segv' in unknown.err) == (2, True)
     assert Chaos(seed=7).summary(0) == "chaos: no fault; the run ended with exit code 0"
+
+
+@pytest.mark.skipif("CHAOS_FAULTS" not in os.environ, reason="by hand: CHAOS_FAULTS=500 pytest -k faults_in_a_row")
+@pytest.mark.timeout(3600)
+def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
+    """Rank 0 survives them all: it, the zygote and the supervisor have in the end what they had in the beginning."""
+    count = int(os.environ["CHAOS_FAULTS"])
+    options = ("--kill-every", "0.2s", "--seed", "1", "--victims", "1", "--times", str(count))
+    with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
+        sizes = []
+        for number in (10, count):
+            job.wait_for(f"chaos: fault {number},", timeout=3600)
+            (zygote,) = children(job.pid)
+            ranks = [event.pid for event in told(job.err) if isinstance(event, events.WorkerBorn) and event.rank == 0]
+            sizes.append([size(pid) for pid in (job.pid, zygote, *ranks)])
+        job.signal(signal.SIGINT)
+        assert job.wait(60) == 130
+    assert re.search(rf"chaos: {count} faults .* (all|{count - 1}) recovered", job.err)
+    for before, after in zip(*sizes, strict=True):
+        assert after.descriptors <= before.descriptors + 3
+        assert after.threads <= before.threads + 1
+        assert after.memory <= before.memory + 64 * count  # kB
+
+
+class Size(NamedTuple):
+    descriptors: int
+    threads: int
+    memory: int  # kB that are its own
+
+
+def size(pid: int) -> Size:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Size(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["RssAnon"].split()[0]))
+
+
+def children(pid: int) -> list[int]:
+    return [process.pid for process in below(pid) if process.parent == pid and not process.dead]

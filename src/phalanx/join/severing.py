@@ -79,7 +79,9 @@ def _end(fd: int) -> None:
     try:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.getpeername()  # not one that listens: gloo ends the process when it can accept nobody
-            sock.shutdown(socket.SHUT_RDWR)
+            # Not for writing: gloo's thread may just be about to answer a peer that was ready to receive, and when that
+            # write fails it forgets the operation, for which somebody then waits until the timeout.
+            sock.shutdown(socket.SHUT_RD)
     finally:
         sock.detach()
 

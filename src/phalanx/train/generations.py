@@ -8,6 +8,7 @@ script's fault, and ends its turn.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ Result = TypeVar("Result")
 class Generations:
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self._options = options
+        self._excepthook = sys.excepthook
         self._training = next(trainings)
         self._severing = Severing()
         self._run: Run | None = None
@@ -66,6 +68,7 @@ class Generations:
                     raise
                 self._stuck = False
             self._leave()
+            sys.excepthook = self._excepthook  # torch puts one of its own around it for every group
 
     def _begin(self, world: words.World) -> Run:
         self._line.tell(words.Entering(world.generation, self._past is not None))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER, FAULTS = Path(sys.argv[1]), json.loads(sys.argv[2])
-SAMPLES, EPOCHS = 96, 3
+SAMPLES, EPOCHS = 96, int(os.environ.get("EPOCHS", "3"))
 
 
 class Fault(NamedTuple):

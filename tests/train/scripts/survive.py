@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import numpy
@@ -55,6 +56,10 @@ def die(how: str) -> None:
         os._exit(7)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "stuck":  # as a thread of gloo's that nobody wakes
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()
     if how == "segv":
         ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)
