@@ -70,7 +70,7 @@ def recoveries(err: str) -> list[tuple[str, ...]]:
     for event in told(err):
         if isinstance(event, events.Fault):
             assert event.recovery == "regroup"
-            open_.append(event.reason)
+            open_.append(event.reason.partition(":")[0])
         elif isinstance(event, events.Recovered):
             assert 0 < event.seconds < LONG
             found.append(tuple(open_))

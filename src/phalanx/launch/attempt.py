@@ -289,7 +289,7 @@ class Attempt:
         elif code == 0:
             self._tell_able()
         elif not worker.stopped:
-            self._stage.failing(self.fall(f"rank {worker.seat.rank} failed", worker))
+            self._stage.failing(self.fall(cause.summary(self._death(worker, "")), worker))
             if not self.stopping:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()

@@ -295,7 +295,7 @@ class Leading:
             case messages.Over():
                 if message.attempt == self._attempt:
                     self._overs[member] = message
-                    if message.trouble:
+                    if message.trouble and self._recoveries.way is not Way.RESTART:
                         self._give_up(Verdict(128 + signal.SIGKILL, f"{self._name(member)}: {message.trouble}"))
                     self._count()
             case messages.Note():
@@ -522,7 +522,7 @@ class Leading:
     def last(self, *, failed: bool) -> bool:
         if self._moving and self._trouble is None:
             return False
-        failed = failed or any(over.failed for over in self._overs.values())
+        failed = failed or any(over.failed or over.trouble for over in self._overs.values())
         return not failed or self._trouble is not None or self._recoveries.way is not Way.RESTART
 
     def failing(self, fall: Fall) -> None:
@@ -615,7 +615,12 @@ class Leading:
 
     async def concluded(self, report: Report) -> Orders | Verdict:
         self._preemption.over()
-        if report.trouble and self._trouble is None:
+        troubles = [report.trouble, *(over.trouble for over in self._overs.values())]
+        trouble = next(filter(None, troubles), "")
+        if trouble and self._recoveries.way is Way.RESTART and self._trouble is None:
+            self._moving = True
+            self.note(trouble)
+        elif report.trouble and self._trouble is None:
             self._trouble, self._troubled = Verdict(128 + signal.SIGKILL, report.trouble), time.time()
         if self._signal is not None:
             return Verdict(128 + self._signal)
