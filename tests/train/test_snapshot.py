@@ -176,7 +176,8 @@ def undisturbed(how: str) -> Any:
 def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
     done = trained(tmp_path, "fsdp", [7, 1])
     assert ended(tmp_path) == (["0", "5"], undisturbed("fsdp"))
-    assert re.search(r"rank 1 failed: SIGKILL[^;]*; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again", done.err)
+    told = r"rank 1 failed: SIGKILL[^;]*; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again"
+    assert re.search(told, done.err)
 
 
 def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Chaos:
     async def _disturb(self, supervisor: Supervisor) -> None:
         attempt = await self._until_well(supervisor)
         last = began = time.monotonic()
-        here = sorted(worker.seat.rank for worker in attempt.workers.values())
+        here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
         if not ranks:
             supervisor.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
@@ -117,7 +117,10 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(supervisor.zygote.pid, number)
         else:
-            attempt.tell("store" if blow.kind == "store" else str(blow.rank), number, alone=True)
+            at = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
+            name = "store" if blow.kind == "store" else at.get(blow.rank)
+            if name is not None:
+                attempt.tell(name, number, alone=True)
 
     async def _felt(self, supervisor: Supervisor, before: tuple[int, int], silence: float) -> bool:
         """Until somebody does something about it. False: a script may well ignore SIGTERM."""
