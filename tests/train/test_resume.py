@@ -53,7 +53,8 @@ class Stage:
     def run(self, folder: Path, ranks: int, name: str, *options: str, **play: Any) -> Result:
         said = json.dumps({**PLAY, **play, "name": name})
         print(f"{ranks} ranks: {said}")
-        words = ("run", "-g", str(ranks), "--cpu", *options, SCRIPT, str(folder), said)
+        # A death ends the run: what is tested is the next one.
+        words = ("run", "-g", str(ranks), "--cpu", "--max-restarts", "0", *options, SCRIPT, str(folder), said)
         return phalanx(*words, env=self.env, timeout=120)
 
     def whole(self, folder: Path, **play: Any) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.launch.zygote import kernel
 
-PATIENCE = 1.0  # seconds without a sign of work, where somebody else has the state
+PATIENCE = 0.4  # seconds without a sign of work, where somebody else has the state
 LAST = 15.0  # the same where nobody has: what is lost then is what was done since the last snapshot
 
 
