@@ -476,6 +476,7 @@ class Run(Group):
                     "folder",
                     f"checkpoints every {every}, but no folder to put them in, so that none are made: "
                     'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
+                    deep=1,
                 )
             self._recall()
             return None
