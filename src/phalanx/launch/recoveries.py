@@ -100,6 +100,6 @@ class Recoveries:
         if not self.generation:
             return f"{', '.join(happened)}: all ranks were started again"
         return (
-            f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost by them: "
+            f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost: "
             f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 REPEATS = 3  # of one crash, with nothing done in between: it is no accident
+OUTSIDE = 10  # of deaths by SIGKILL, likewise: a machine that has too little memory, a rank that hangs at one place
 AT_ONCE = 30.0  # seconds after a start. Where a script does not tell its steps, time has to say whether it got anywhere
 
 
@@ -51,11 +52,17 @@ def decide(past: Sequence[Fault], fault: Fault, budget: Budget, *, able: bool) -
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
         return Recovery(Way.STOP)
-    if repeats(recent) >= REPEATS:
+    again = repeats(recent)
+    if fault.place and again >= REPEATS:
         why = f"the same crash {REPEATS} times in a row, and nothing done in between: another try would end alike"
         return Recovery(Way.STOP, used, why)
+    # Whoever kills may have reasons that are not the script's; and one that does not tell its steps has a budget.
+    if able and not fault.place and again >= OUTSIDE:
+        why = f"killed {OUTSIDE} times in a row, and nothing done in between: another try would end alike"
+        return Recovery(Way.STOP, used, why)
     if budget.most is not None and used > budget.most:
-        return Recovery(Way.STOP, used, f"{budget.most} recoveries were allowed, and are used up")
+        were = "recovery was allowed, and is" if budget.most == 1 else "recoveries were allowed, and are"
+        return Recovery(Way.STOP, used, f"{budget.most} {were} used up")
     return Recovery(Way.REGROUP if able else Way.RESTART, used)
 
 
@@ -70,14 +77,18 @@ def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
 
 
 def repeats(faults: Sequence[Fault]) -> int:
-    """How many at the end are one and the same crash."""
+    """How often the last of them has happened in a row: one and the same crash, or one from outside.
+
+    Whoever was there when it happened, and fell by it too, counts with the first who did.
+    """
     count = 0
-    following: Fault | None = None
-    for fault in reversed(faults):
-        if not fault.place or (following is not None and not _same(fault, following)):
-            break
-        count += 1
-        following = fault
+    first = last = None
+    for fault in faults:
+        if first is None or last is None or not _same(last, fault):
+            count, first = 1, fault
+        elif fault.lived <= fault.time - first.time:
+            count, first = count + 1, fault
+        last = fault
     return count
 
 
