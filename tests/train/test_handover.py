@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,8 @@ def test_a_parcel_holds_what_was_put_in() -> None:
     assert torch.equal(own["large"], found["large"] + 1)
     with pytest.raises(LaunchError, match="cannot be read"):
         Opened(parcel.address)
+    with open(os.devnull, "r+b") as stranger, pytest.raises(LaunchError, match="no state of a training"):
+        Opened(f"{os.getpid()} {stranger.fileno()} 0 9")
 
 
 def exchanged(rank: int) -> bool:
@@ -153,6 +156,22 @@ def test_once_refuses_what_belongs_to_one_group() -> None:
     try:
         with pytest.raises(UsageError, match="made a Loader, which belongs to one formation"):
             Once().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
+    finally:
+        run.close()
+
+
+def test_once_and_on_resize_want_functions() -> None:
+    run = phalanx.init(device="cpu")
+    try:
+        with pytest.raises(UsageError, match="given a Linear, expected a function"):
+            run.once(model())  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="given a tuple, expected a function"):
+            run.once((model(), 1))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="given a NoneType, expected a function of two numbers"):
+            run.on_resize(None)  # type: ignore[arg-type]
+        run.keep(model=model())
+        with pytest.raises(UsageError, match="came after keep"):
+            run.on_resize(lambda before, now: None)
     finally:
         run.close()
 

@@ -18,6 +18,7 @@ from phalanx.join import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page by page, to get memory takes longer than to fill it
+_LINK = "/memfd:phalanx (deleted)"  # what the kernel calls a parcel
 
 
 class Parcel:
@@ -60,6 +61,9 @@ class Opened:
                 f"the state that process {pid} holds ready cannot be read: {error.strerror}",
                 details=["it has ended, or /proc does not show it to other processes of its user"],
             ) from None
+        if os.readlink(f"/proc/self/fd/{self._fd}") != _LINK:  # whoever writes to the store might name any file of ours
+            os.close(self._fd)
+            raise LaunchError(f"what process {pid} was said to hold ready is no state of a training")
         self.label = objects.decode(os.pread(self._fd, length, start))
         self._size = start
         self._memory: mmap.mmap | None = None

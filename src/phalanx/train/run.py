@@ -132,6 +132,11 @@ class Run(Group):
         Random numbers go on as if it had been made: what is drawn afterwards is the same in every rank, whether it has
         made it just now or long ago.
         """
+        if not callable(make) or isinstance(make, torch.nn.Module):
+            raise UsageError(
+                f"once() was given a {type(make).__name__}, expected a function that makes what is wanted",
+                fix="run.once(make), or run.once(lambda: Net())",
+            )
         return make() if self.made is None else self.made.get(make, self.device)
 
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
@@ -462,6 +467,11 @@ class Run(Group):
         """
         if self._kept:
             raise UsageError("on_resize() came after keep(), which calls it", fix="run.on_resize(…) before run.keep(…)")
+        if not callable(hook):
+            raise UsageError(
+                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
+                fix="run.on_resize(lambda before, now: …)",
+            )
         self._resized = hook
 
     def _restored(self, folder: str | os.PathLike[str] | None, every: str | int | None, **options: Any) -> Info | None:
