@@ -9,6 +9,7 @@ import pytest
 from phalanx.cli.gathering import Surroundings, look_around
 from phalanx.cli.options import parse_run
 from phalanx.cli.outlook import Outlook, outlook
+from phalanx.cli.planning import make_plan
 from phalanx.errors import UsageError
 
 STEP = {
@@ -105,6 +106,17 @@ def test_nodes_that_come_and_go_are_led_by_whoever_has_the_address(tmp_path: Pat
     fixed = look("-n 4 -i 0 --master a", {}, tmp_path).gathering
     assert fixed is not None
     assert not fixed.elastic
+
+
+def test_a_spare_is_none_of_those_that_work(tmp_path: Path) -> None:
+    found = seen("-n 2 --spares 1 -g 1 -i 2 --master node1", {}, tmp_path)
+    assert [(node.host, node.workers) for node in found.nodes] == [("node1", 1), ("", 1)]
+
+
+def test_what_a_scheduler_has_started_neither_comes_nor_goes(tmp_path: Path) -> None:
+    options = parse_run(["-n", "1:2", "--spares", "1", "-g", "1", "--cpu", __file__], ONE_A_NODE)
+    plan = make_plan(options, ONE_A_NODE, look_around(options, ONE_A_NODE, str(tmp_path)))
+    assert plan.notes == ("-n 1:2 --spares 1 has no effect: Slurm has started all the nodes there are",)
 
 
 def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:

@@ -59,11 +59,14 @@ def describe(
         "world_size": placement.world_size if placement is not None else None,
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
+        "least_nodes": _least(plan),
+        "spares": plan.gathering.spares if plan.gathering is not None else plan.spares,
         "meeting": _meeting(plan),
         "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
         if seen is None
         else "a free port of node 0, on the address that the others reach it by",
         "restarts": plan.max_restarts,
+        "recovery": _recovery(plan),
         "environment": shared,
         "ranks": [
             {
@@ -105,6 +108,22 @@ def _nodes(seen: Outlook) -> list[dict[str, Any]]:
         )
         first = None if last is None else last + 1
     return found
+
+
+def _least(plan: Plan) -> int | None:
+    """With so many nodes it goes on, where they may come and go."""
+    gathering = plan.gathering
+    return gathering.least if gathering is not None and 0 < gathering.least < gathering.expected else None
+
+
+def _recovery(plan: Plan) -> str:
+    """What a death leads to."""
+    if not plan.restarts_told:
+        return "phalanx.main: goes on for as long as there is progress; any other script: the run ends"
+    if not plan.max_restarts:
+        return "none (--max-restarts 0): the run ends"
+    times = "once" if plan.max_restarts == 1 else f"{plan.max_restarts} times"
+    return f"{times}, and as often again after {plan.restart_window:g} s without a failure"
 
 
 def _meeting(plan: Plan) -> dict[str, Any] | None:
@@ -184,7 +203,8 @@ def _show(facts: Mapping[str, Any]) -> None:
     if facts["torchrun"] is not None:
         line("torchrun", facts["torchrun"])
     if facts["nodes"] is not None:
-        line("nodes", f"{len(facts['nodes'])}, by {facts['source']}")
+        least, most = facts["least_nodes"], len(facts["nodes"])
+        line("nodes", f"{f'{least} to ' if least else ''}{most}, by {facts['source']}")
         for node in facts["nodes"]:
             ranks = f"ranks {node['ranks']}" if node["ranks"] else "ranks: known when all have joined"
             line("", f"{node['node']}  {node['host'] or '?'}: {node['workers'] or '?'} workers, {ranks}")
@@ -192,6 +212,10 @@ def _show(facts: Mapping[str, Any]) -> None:
         meeting = facts["meeting"]
         where = f"{meeting['host'] or 'node 0'}:{meeting['port'] or 'a free port'}"
         line("meeting", f"{where}, token: {meeting['token']}")
+    if facts["spares"]:
+        what, count = "worker" if facts["nodes"] is None else "node", facts["spares"]
+        line("spares", f"{count} {what}{'s' if count > 1 else ''} standing by")
+    line("recovery", facts["recovery"])
     for note in facts["notes"]:
         line("note", note)
     table = Table(box=None, pad_edge=False, header_style="bold")

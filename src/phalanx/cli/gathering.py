@@ -57,16 +57,17 @@ def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> Task | Alloca
 
 
 def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gathering:
+    nodes = f"{options.min_nodes}:{options.max_nodes}" if options.min_nodes < options.max_nodes else options.max_nodes
     if options.master_addr is None and options.node_id != 0:
         raise OptionError(
-            f"{options.max_nodes} nodes, but nobody said where node 0 is",
+            f"{nodes} nodes, but nobody said where node 0 is",
             details=["expected the name or address of node 0, the same on every node"],
-            fix=f"phalanx run -n {options.max_nodes} -i {options.node_id or 0} --master HOST …",
+            fix=f"phalanx run -n {nodes} -i {options.node_id or 0} --master HOST …",
         )
     if options.node_id is None and options.slots is not None and len(set(options.slots)) > 1:
         raise OptionError(
             f"-g {','.join(map(str, options.slots))} is different for each node, and nobody said which one this is",
-            fix=f"phalanx run -n {options.max_nodes} -g {','.join(map(str, options.slots))} -i 0 --master HOST …",
+            fix=f"phalanx run -n {nodes} -g {','.join(map(str, options.slots))} -i 0 --master HOST …",
         )
     # Where nodes come and go, a node 0 that comes back does not lead: whoever has the address does.
     elastic = options.spares or options.min_nodes < options.max_nodes

@@ -62,7 +62,7 @@ def outlook(options: RunOptions, around: Surroundings, here: int, host: str) -> 
     hosts = ["" for _ in sizes]
     if gathering.host is not None:
         hosts[0] = gathering.host
-    if own is not None:
+    if own is not None and own < len(hosts):  # else it is a spare
         hosts[own] = hosts[own] or host
         sizes = [here if id_ == own else size for id_, size in enumerate(sizes)]
     return Outlook(gathering.source, _nodes(hosts, sizes))

@@ -39,6 +39,11 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
     slices = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
     if slices and not options.virtual_local_rank:
         notes.append("a process can use one MIG slice only, so each worker sees its own, as device 0 (LOCAL_RANK is 0)")
+    if gathering is not None and gathering.task is not None:
+        asked = [f"-n {options.min_nodes}:{options.max_nodes}"] * (options.min_nodes < options.max_nodes)
+        asked += [f"--spares {options.spares}"] * (options.spares > 0)
+        if asked:
+            notes.append(f"{' '.join(asked)} has no effect: {gathering.source} has started all the nodes there are")
     log_dir = options.log_dir
     if log_dir == os.devnull:
         notes.append("--log-dir /dev/null: the console reads the logs, so they are kept in the run folder")

@@ -51,16 +51,20 @@ def check_node_id(values: Any, given: Mapping[str, Given], most: int, verb: str)
     )
 
 
-def check_spares(values: Any, given: Mapping[str, Given], most: int, verb: str) -> None:
+def check_spares(values: Any, given: Mapping[str, Given], hosts: tuple[Host, ...] | None, verb: str) -> None:
     """Over ssh, the terminal that started everything ends everything: no node outlives it, and none is replaced."""
-    elastic = "nnodes" in given and values.nnodes[0] < values.nnodes[1]
-    for what, told in (("spares", values.spares > 0), ("nnodes", elastic)):
-        if told and (values.hosts or values.hostfile):
-            raise OptionError(
-                f"{_typed(given[what])} and {_typed(given['hosts' if values.hosts else 'hostfile'])}: nodes that are "
-                "started over ssh from one terminal are a fixed number",
-                fix=f"on each node: phalanx {verb} -n {values.nnodes[0]}:{most} --master HOST …",
-            )
+    least, most = values.nnodes
+    elastic = "nnodes" in given and least < most
+    if hosts is None or not (values.spares or elastic):
+        return
+    nodes = f"{least}:{most}" if elastic else str(len(hosts))
+    spares = f" --spares {values.spares}" if values.spares else ""
+    raise OptionError(
+        f"{_typed(given['spares' if values.spares else 'nnodes'])} and "
+        f"{_typed(given['hosts' if values.hosts else 'hostfile'])}: nodes that are started over ssh from one terminal "
+        "are a fixed number",
+        fix=f"on each node: phalanx {verb} -n {nodes}{spares} --master HOST …",
+    )
 
 
 def check_cpu(values: Any, given: Mapping[str, Given], verb: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.cli.options.option import Option
-from phalanx.cli.options.table import options_of
+from phalanx.cli.options.table import OPTIONS, options_of
 
 
 def completion(shell: str) -> str:
@@ -26,7 +26,7 @@ def _is_folder(option: Option) -> bool:
 
 
 _BASH = """\
-# Completes phalanx run and phalanx explain, up to the script; behind it, files.
+# Completes phalanx run, explain and chaos, up to the script; behind it, files.
 _phalanx() {
     local cur=${COMP_WORDS[COMP_CWORD]} option= script= verb=${COMP_WORDS[1]} word i IFS=$' \\t\\n'
     COMPREPLY=()
@@ -34,7 +34,7 @@ _phalanx() {
         COMPREPLY=($(compgen -W "@VERBS@" -- "$cur"))
         return
     fi
-    [[ $verb == run || $verb == explain ]] || return
+    [[ $verb == run || $verb == explain || $verb == chaos ]] || return
     # bash takes --option=value for three words, the second of them "=".
     for ((i = 2; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
@@ -67,6 +67,7 @@ _phalanx() {
     elif [[ $cur == -* ]]; then
         COMPREPLY=($(compgen -W "@DASHED@" -- "$cur"))
         [[ $verb == explain ]] && COMPREPLY+=($(compgen -W "@EXPLAIN@" -- "$cur"))
+        [[ $verb == chaos ]] && COMPREPLY+=($(compgen -W "@CHAOS@" -- "$cur"))
     else
         IFS=$'\\n'
         COMPREPLY=($(compgen -f -X '!*.py' -- "$cur") $(compgen -d -- "$cur"))
@@ -88,11 +89,12 @@ def _bash(verbs: Sequence[str]) -> str:
             values.append(f'            {names}) COMPREPLY=($(compgen -W "{words}" -- "$cur")) ;;')
     filled = {
         "VERBS": " ".join(verbs),
-        "VALUED": "|".join(name for option in options if option.kind for name in option.spellings),
+        "VALUED": "|".join(name for option in OPTIONS if option.kind for name in option.spellings),
         "VALUES": "\n".join(values),
         "UNDERSCORED": " ".join(name for option in options for name in option.spellings if "_" in name),
         "DASHED": " ".join(name for option in options for name in option.shown),
         "EXPLAIN": " ".join(option.name for option in options_of("explain") if option.only),
+        "CHAOS": " ".join(option.name for option in options_of("chaos") if option.only),
     }
     script = _BASH
     for name, text in filled.items():
@@ -103,15 +105,15 @@ def _bash(verbs: Sequence[str]) -> str:
 def _zsh(verbs: Sequence[str]) -> str:
     lines = [
         "#compdef phalanx",
-        "# Completes phalanx run and phalanx explain, up to the script; behind it, files.",
+        "# Completes phalanx run, explain and chaos, up to the script; behind it, files.",
         "",
     ]
     lines += ["_phalanx_options() {", "    local -a options=("]
     lines += [f"        {_zsh_spec(name, option)}" for option in options_of("run") for name in option.shown]
     lines += ["    )"]
-    for option in options_of("explain"):
+    for option in OPTIONS:
         if option.only:
-            lines.append(f"    [[ $1 == explain ]] && options+=({_zsh_spec(option.name, option)})")
+            lines.append(f"    [[ $1 == {option.only} ]] && options+=({_zsh_spec(option.name, option)})")
     lines += ['    _arguments -S -A "-*" $options "1:script:_files" "*::arguments:_files"', "}", ""]
     lines += [
         "_phalanx() {",
@@ -120,7 +122,7 @@ def _zsh(verbs: Sequence[str]) -> str:
     ]
     lines += [
         "    case $state:$words[1] in",
-        "        rest:(run|explain)) _phalanx_options $words[1] ;;",
+        "        rest:(run|explain|chaos)) _phalanx_options $words[1] ;;",
         "    esac",
         "}",
         "",

@@ -63,7 +63,7 @@ def markdown() -> str:
     lines = [
         "# Options of `phalanx run`",
         "",
-        "`phalanx run [options] script [arguments]`. `phalanx explain` takes the same.",
+        "`phalanx run [options] script [arguments]`. `phalanx explain` and `phalanx chaos` take the same.",
         "",
         "Every option of torchrun is one here, and means the same. Options stand before the script; whatever",
         "is behind it belongs to the script. Underscores do for dashes (`--log_dir`), the beginning of a",
