@@ -268,6 +268,25 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (tmp_path / "kept" / "metrics.jsonl").open()] == [*range(1, 45)]
 
 
+# Going on after a death
+
+
+def test_survive() -> None:
+    """The others were there all the time, and whoever has taken the place of the killed one has what they have."""
+    *words, script = command("survive")
+    result = phalanx(*words, "--cpu", script, "--die", "2:30", timeout=150, cwd=str(ROOT), env=places)
+    assert result.code == 0, result.out + result.err
+    assert "rank 2 failed: SIGKILL" in result.err
+    assert re.search(r"; regrouped, and step 31 was committed [\d.]+ s later, no step lost", result.err)
+    assert "goes on after step 30" in result.out
+    found = said(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
+    assert {steps for steps, _, _ in found.values()} == {"88"}
+    assert found["2"][1].startswith("[1")
+    assert any(entered.startswith("[0, 1") for _, entered, _ in found.values())
+    (percent,) = {percent for _, _, percent in found.values()}
+    assert float(percent) > 88
+
+
 # Scripts of other libraries, unchanged
 
 

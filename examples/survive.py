@@ -1,0 +1,58 @@
+"""phalanx run -g 3 examples/survive.py, with --die 2:30 behind it: rank 2 is killed in mid-training, the others go on
+
+`--die RANK:STEP` is whom, and after which step; it happens once. Another process takes its place, with the state of a
+living one; no step is lost, and the model and the optimizer of the others stay the very same objects. `phalanx chaos
+-g 3 --kill-every 2s examples/survive.py --epochs 50` kills whomever it likes, again and again.
+"""
+
+import argparse
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import phalanx
+from phalanx.demo import idx
+
+entered: list[int] = []  # by this process: the generation of the group each time
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def train(run: phalanx.Run) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--die", metavar="RANK:STEP", default="", help="this rank is killed, after that step, once")
+    options = parser.parse_args()
+    entered.append(run.generation)
+
+    images, labels = (t.to(run.device) for t in idx.load(test=True))
+    loader = run.loader(TensorDataset(*idx.load()), global_batch=64, shuffle=True)
+    model, optimizer = run.once(make)  # made once in a process, however often train is entered
+    run.keep(model=model, optimizer=optimizer, loader=loader)
+    if run.generation:
+        run.print(f"the group has formed anew, and goes on after step {run.steps}")
+    ddp = run.wrap(model)
+    for _ in run.epochs(options.epochs):
+        for x, y in run.batches(loader):
+            if options.die == f"{run.rank}:{run.steps}" and not run.generation:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = nn.functional.cross_entropy(ddp(x), y)
+            run.backward(loss)
+            run.step(optimizer, loss=loss)
+
+    with torch.no_grad():
+        right = float((ddp(images).argmax(1) == labels).float().mean())
+    print(
+        f"rank {run.rank} of {run.world_size}: {run.steps} steps, train entered in generation {entered}, "
+        f"{right:.1%} of {len(labels)} new digits are read right"
+    )
+
+
+if __name__ == "__main__":
+    phalanx.main(train)
