@@ -5,18 +5,28 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.crew import all_gone, codes, texts
 from tests.e2e.places import script
-from tests.kit.cli import phalanx
+from tests.kit.cli import phalanx, stage
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab
 
 SHORT = ("--lost-after", "4s")
 STEPS = 8  # an epoch
+places: dict[str, str] = {}  # of the warm zygote, as long as there is one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> Iterator[None]:
+    with stage() as env:
+        places.update(env)
+        yield
+        places.clear()
 
 
 def node(lab: Lab, place: int, folder: Path, *options: str, nodes: str = "1:3", master: int = 0) -> Handle:
@@ -44,7 +54,8 @@ def learnt(folder: Path) -> None:
         assert sorted(taken) == list(range(96)), f"epoch {epoch}"
     alone = folder / "alone"
     alone.mkdir()
-    assert phalanx("run", "-g", "1", "--cpu", script("elastic.py"), str(alone), str(epochs)).code == 0
+    words = ("run", "-g", "1", "--cpu", script("elastic.py"), str(alone), str(epochs))
+    assert phalanx(*words, env=places).code == 0
     undisturbed = json.loads((alone / "result").read_text())[2]
     assert end == {name: pytest.approx(values, rel=1e-3, abs=1e-5) for name, values in undisturbed.items()}
 

@@ -35,6 +35,7 @@ __all__ = [
     "phalanx",
     "python",
     "run",
+    "stage",
     "start",
     "terminal",
     "torchrun",
@@ -160,6 +161,16 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
         yield result
     finally:
         phalanx(*STOP_WARM, env=env, cwd=cwd)
+
+
+@contextlib.contextmanager
+def stage() -> Iterator[dict[str, str]]:
+    """Places of their own for many short runs, as `env` of each: torch, and what optimizers import, is there before."""
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:
+        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
+        os.mkdir(env["TMPDIR"])
+        with warm("--preload", "torch._dynamo", env=env):
+            yield env
 
 
 def environment(changes: Env | None = None) -> dict[str, str]:

@@ -6,21 +6,31 @@ import functools
 import json
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx.contract import events
-from tests.kit.cli import Result, phalanx
+from tests.kit.cli import Result, phalanx, stage
 
 pytestmark = pytest.mark.xdist_group("survive")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
 STEPS = 24
+places: dict[str, str] = {}  # of the warm zygote, as long as there is one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> Iterator[None]:
+    with stage() as env:
+        places.update(env)
+        yield
+        places.clear()
 
 
 def trained(folder: Path, ranks: int, *faults: list[Any], options: tuple[str, ...] = ()) -> Result:
-    return phalanx("run", "-g", str(ranks), "--cpu", *options, SCRIPT, str(folder), json.dumps(faults))
+    return phalanx("run", "-g", str(ranks), "--cpu", *options, SCRIPT, str(folder), json.dumps(faults), env=places)
 
 
 @functools.cache
@@ -95,6 +105,25 @@ def test_all_at_once_begin_again(tmp_path: Path) -> None:
     assert ended(tmp_path, 2)[0] == undisturbed(2)
 
 
+def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    """It is there before it is needed: the rank that it stands in for is stopped, and noticed after a while."""
+    done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--silent-after", "3s"))
+    assert done.code == 0, done.err
+    assert ended(tmp_path, 2)[0] == undisturbed(2)
+    (folder,) = re.findall(r"output in (\S+)", done.err)
+    told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    spares = [event.pid for event in told if isinstance(event, events.WorkerBorn) and event.spare]
+    seated = [(event.pid, event.rank, event.was) for event in told if isinstance(event, events.WorkerSeated)]
+    assert seated == [(spares[0], 1, 2)]
+
+
+def test_ranks_that_crash_together_are_tried_again(tmp_path: Path) -> None:
+    """Three times the same crash, but of one and the same moment."""
+    done = trained(tmp_path, 3, *([5, rank, "raise"] for rank in range(3)))
+    assert done.code == 0, done.err
+    assert ended(tmp_path, 3)[0] == undisturbed(3)
+
+
 def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [5, 1, "always"])
     assert done.code == 1
@@ -106,14 +135,15 @@ def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
 def test_the_budget_that_was_told_is_kept(tmp_path: Path, most: str, code: int) -> None:
     done = trained(tmp_path, 2, [3, 0, "kill"], [5, 1, "kill"], options=("--max-restarts", most))
     assert done.code == code, done.err
-    assert ("recoveries were allowed, and are used up" in done.err) == (most == "1")
+    assert ("1 recovery was allowed, and is used up" in done.err) == (most == "1")
 
 
 def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_path: Path) -> None:
     """One that is stopped, and waited for in a group that the script has made; one that dies before the first step that
     all ranks did together; and one right after the next."""
     faults = [[0, 2, "kill"], [1, 1, "stop"], [2, 0, "kill"]]
-    done = phalanx("run", "-g", "3", "--cpu", "--silent-after", "4s", SCRIPT, str(tmp_path), json.dumps(faults), "once")
+    words = ("run", "-g", "3", "--cpu", "--silent-after", "4s", SCRIPT, str(tmp_path), json.dumps(faults), "once")
+    done = phalanx(*words, env=places)
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 3)
     assert end == undisturbed(3)
@@ -126,7 +156,7 @@ def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_pa
 
 def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "regroup.py")
-    done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path))
+    done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)
     assert done.code == 0, done.err
     for rank in range(2):
         for taken, ours, theirs in json.loads((tmp_path / f"end.{rank}").read_text()):
