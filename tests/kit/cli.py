@@ -164,13 +164,14 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def stage() -> Iterator[dict[str, str]]:
-    """Places of their own for many short runs, as `env` of each: torch, and what optimizers import, is there before."""
+def stage(*preload: str) -> Iterator[Env]:
+    """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there."""
     with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
-        os.mkdir(env["TMPDIR"])
-        with warm("--preload", "torch._dynamo", env=env):
+        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
+        with warm(*(("--preload", ",".join(preload)) if preload else ()), env=env):
             yield env
+        left = [name for name in os.listdir(root) if name != "home" and not name.startswith("torchinductor_")]
+        assert not left, f"leaked temporary files: {left}"
 
 
 def environment(changes: Env | None = None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.recover.decision import AT_ONCE, OUTSIDE, REPEATS, Budget, Fault, Recovery, Way, decide, repeats
+from phalanx.recover.decision import AT_ONCE, OUTSIDE, REPEATS, Budget, Fault, Recovery, Way, decide, kills, repeats
 
 HOUR = 3600.0
 
@@ -45,7 +45,7 @@ def test_healthy_window_fills_the_budget_again() -> None:
     [
         ({"place": "ValueError train.py:3", "lived": 1.0}, Way.STOP),
         ({"place": "ValueError train.py:3", "lived": AT_ONCE + 1}, Way.RESTART),
-        ({"place": "ValueError train.py:3", "lived": 0.5, "step": 7}, Way.STOP),
+        ({"place": "ValueError train.py:3", "step": 7}, Way.STOP),
         ({"place": "", "lived": 1.0}, Way.RESTART),
     ],
 )
@@ -57,6 +57,14 @@ def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: Way)
     assert (way is Way.STOP) == ("same crash" in recovery.why)
 
 
+def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
+    crash = [Fault("A", float(step), 1.0, step) for step in (5, 6, 6)]
+    assert repeats(crash) == 2
+    assert repeats([crash[0], Fault("B", 1.0, 1.0, 5), crash[1]]) == 1
+    assert repeats([crash[0], Fault("", 1.0, 1.0, 5), crash[0]]) == 1
+    assert repeats([]) == 0
+
+
 def test_killed_again_and_again_at_one_step_ends_too() -> None:
     """Out of memory at every try, say: the kernel kills as anybody does. Not where there is progress in between."""
     *past, last = faults(*(60.0 * number for number in range(OUTSIDE)), step=7, lived=9.0)
@@ -66,19 +74,4 @@ def test_killed_again_and_again_at_one_step_ends_too() -> None:
     assert decide([*past[:-1], Fault("", 600.0, 9.0, 6)], last, Budget(None), able=True).way is Way.REGROUP
     assert decide(past, Fault("", 700.0, 9.0, 8), Budget(None), able=True).way is Way.REGROUP
     assert decide(past, last, Budget(50), able=False).way is Way.RESTART
-
-
-def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
-    crash = [Fault("A", time, 1.0, step) for time, step in ((5.0, 5), (7.0, 6), (9.0, 6))]
-    assert repeats(crash) == 2
-    assert repeats([crash[0], Fault("B", 1.0, 1.0, 5), crash[1]]) == 1
-    assert repeats([crash[0], Fault("", 1.0, 1.0, 5), crash[0]]) == 1
-    assert repeats([]) == 0
-
-
-def test_ranks_that_fall_together_are_one_crash() -> None:
-    """All of them meet the same broken disk: that is no reason not to try again."""
-    together = [Fault("OSError train.py:3", 100.0 + number / 100, 90.0, 5) for number in range(8)]
-    assert repeats(together) == 1
-    again = [Fault("OSError train.py:3", 103.0 + number / 100, 2.5, 5) for number in range(8)]
-    assert repeats(together + again) == 2
+    assert kills(faults(*(100 + number / 100 for number in range(64)), step=5, lived=90.0)) == 1  # all at once

@@ -8,26 +8,16 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.contract import events
-from tests.kit.cli import Handle, descendants, free_port, phalanx, python, stage, start, until
+from tests.kit.cli import Handle, descendants, free_port, phalanx, python, start, until
 
 pytestmark = pytest.mark.xdist_group("preempt")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "preempt.py")
 STEPS = 40
-places: dict[str, str] = {}  # of the warm zygote, as long as there is one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> Iterator[None]:
-    with stage() as env:
-        places.update(env)
-        yield
-        places.clear()
 
 
 def command(folder: Path, *words: str, ranks: int = 2, options: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -63,7 +53,7 @@ def preempted(folder: Path, job: Handle) -> int:
 def to_its_end(folder: Path, step: int, *words: str, ranks: int = 2) -> None:
     """The same command goes on after that step, and comes to where an undisturbed run comes."""
     (folder / "go on").touch()
-    done = phalanx(*command(folder, *words, ranks=ranks), env=places)
+    done = phalanx(*command(folder, *words, ranks=ranks))
     assert done.code == 0, done.err
     assert f"resumed at step {step}, " in done.out
     assert done.out.count("after the training") == ranks
@@ -75,13 +65,13 @@ def undisturbed(ranks: int) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "go on").touch()
-        done = phalanx(*command(folder, ranks=ranks), env=places)
+        done = phalanx(*command(folder, ranks=ranks))
         assert done.code == 0, done.err
         return [(folder / f"end.{rank}").read_text() for rank in range(ranks)]
 
 
 def test_what_was_trained_is_gone_on_with(tmp_path: Path) -> None:
-    job = start(*command(tmp_path), env=places)
+    job = start(*command(tmp_path))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     step = preempted(tmp_path, job)
@@ -113,7 +103,7 @@ def test_a_scheduler_may_signal_every_process(tmp_path: Path, name: str, words: 
 
 
 def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "hang", options=("--grace", "12s")), env=places)
+    job = start(*command(tmp_path, "hang", options=("--grace", "12s")))
     in_its_midst(tmp_path, job)
     until(lambda: (tmp_path / "hung").exists(), 60, "rank 1 to hang")
     job.signal(signal.SIGTERM)
@@ -121,7 +111,7 @@ def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path) -> None:
 
 
 def test_a_death_while_the_checkpoint_is_written(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "slow"), env=places)
+    job = start(*command(tmp_path, "slow"))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     until(lambda: (tmp_path / "saving").exists(), 60, "the checkpoint to be written")
@@ -130,7 +120,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "slow", "often"), env=places)
+    job = start(*command(tmp_path, "slow", "often"))
     until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
     job.signal(signal.SIGTERM)
     assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
@@ -138,7 +128,7 @@ def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["twice", "late"])
 def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str) -> None:
-    job = start(*command(tmp_path, "stuck", options=("--grace", "2s" if how == "late" else "10m")), env=places)
+    job = start(*command(tmp_path, "stuck", options=("--grace", "2s" if how == "late" else "10m")))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     job.wait_for("a checkpoint at the next step")
@@ -153,7 +143,7 @@ def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str) -> No
 
 
 def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path) -> None:
-    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), env=places)
+    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     assert job.wait() == 143, job.both
@@ -173,7 +163,7 @@ def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
 def test_whichever_node_is_told(tmp_path: Path) -> None:
     port = free_port()
     same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
-    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path), env=places) for node in range(2)]
+    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path)) for node in range(2)]
     in_its_midst(tmp_path, first)
     second.signal(signal.SIGTERM)
     step = preempted(tmp_path, first)

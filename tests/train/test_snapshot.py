@@ -10,7 +10,6 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,12 @@ from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.found import Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
-from tests.kit.cli import Result, descendants, free_port, phalanx, python, stage, start, until
+from tests.kit.cli import Result, descendants, free_port, phalanx, python, start, until
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = str(SCRIPTS / "snapshot.py")
 EVERY = ("--snapshot-every", "5")
-places: dict[str, str] = {}  # of the warm zygote, as long as there is one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm() -> Iterator[None]:
-    with stage() as env:
-        places.update(env)
-        yield
-        places.clear()
 
 
 # -- a part in its memory
@@ -163,8 +153,7 @@ def test_nodes_and_ranks_go_and_come() -> None:
 
 
 def trained(folder: Path, how: str, *faults: list[int], options: tuple[str, ...] = EVERY) -> Result:
-    words = ("run", "-g", "2", "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults))
-    done = phalanx(*words, timeout=120, env=places)
+    done = phalanx("run", "-g", "2", "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults), timeout=120)
     assert done.code == 0, done.err
     return done
 
@@ -195,8 +184,7 @@ def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path) -> None:
     """The rest goes on with fewer ranks; then one of them dies too."""
     where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
     what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
-    first, second = (start("run", *where, "-i", str(node), *what) for node in range(2))
-    with first, second:
+    with start("run", *where, "-i", "0", *what) as first, start("run", *where, "-i", "1", *what) as second:
         assert [job.wait(120) for job in (first, second)] == [0, -signal.SIGKILL], f"{first.both}\n{second.both}"
     begun, (steps, end) = ended(tmp_path)
     assert begun == ["0", "5", "10"]

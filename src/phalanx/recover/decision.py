@@ -52,12 +52,11 @@ def decide(past: Sequence[Fault], fault: Fault, budget: Budget, *, able: bool) -
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
         return Recovery(Way.STOP)
-    again = repeats(recent)
-    if fault.place and again >= REPEATS:
+    if repeats(recent) >= REPEATS:
         why = f"the same crash {REPEATS} times in a row, and nothing done in between: another try would end alike"
         return Recovery(Way.STOP, used, why)
     # Whoever kills may have reasons that are not the script's; and one that does not tell its steps has a budget.
-    if able and not fault.place and again >= OUTSIDE:
+    if able and kills(recent) >= OUTSIDE:
         why = f"killed {OUTSIDE} times in a row, and nothing done in between: another try would end alike"
         return Recovery(Way.STOP, used, why)
     if budget.most is not None and used > budget.most:
@@ -77,14 +76,26 @@ def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
 
 
 def repeats(faults: Sequence[Fault]) -> int:
-    """How often the last of them has happened in a row: one and the same crash, or one from outside.
+    """How many at the end are one and the same crash."""
+    count = 0
+    following: Fault | None = None
+    for fault in reversed(faults):
+        if not fault.place or (following is not None and not _same(fault, following)):
+            break
+        count += 1
+        following = fault
+    return count
 
-    Whoever was there when it happened, and fell by it too, counts with the first who did.
-    """
+
+def kills(faults: Sequence[Fault]) -> int:
+    """How many at the end came from outside, each to a rank that was started after the one before: those who fall
+    together count once."""
     count = 0
     first = last = None
     for fault in faults:
-        if first is None or last is None or not _same(last, fault):
+        if fault.place:
+            count, first = 0, None
+        elif first is None or last is None or not _same(last, fault):
             count, first = 1, fault
         elif fault.lived <= fault.time - first.time:
             count, first = count + 1, fault

@@ -161,15 +161,17 @@ class Handover:
             if not near:
                 label = objects.encode(_label(held, past))
                 self._store.set(f"to {taker}", str(len(label)))
-                pieces.send({"": torch.frombuffer(bytearray(label), dtype=torch.uint8)}, taker, self._wire)
-            pieces.send({name: one for name, one in held.tensors.items() if one.is_cuda or not near}, taker, self._wire)
+                pieces.send({"": torch.frombuffer(bytearray(label), dtype=torch.uint8)}, taker, self._wire(False))
+            for far in (True, False) if not near else (True,):
+                theirs = {name: one for name, one in held.tensors.items() if one.is_cuda is far}
+                pieces.send(theirs, taker, self._wire(far))
 
     def _receive(self, kept: Mapping[str, object]) -> Received:
         deal, rank = self._deal, self._group.rank
         near = deal.near(rank)
         if not near:
             body = torch.empty(int(self._store.get(f"to {rank}")), dtype=torch.uint8)
-            pieces.receive({"": body}, deal.giver(rank), self._wire)
+            pieces.receive({"": body}, deal.giver(rank), self._wire(False))
             label = objects.decode(bytes(body.tolist()))
             targets = state.targets(kept, label["plain"], _shapes(label))
         else:
@@ -188,15 +190,16 @@ class Handover:
                     for parcel in parcels:
                         parcel.read(targets)
             self._store.set(f"taken {rank}", "")
-        far = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far or not near}
-        pieces.receive(far, deal.giver(rank), self._wire)
+        for far in (True, False) if not near else (True,):
+            mine = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far is far}
+            pieces.receive(mine, deal.giver(rank), self._wire(far))
         state.restore(kept, label["plain"], targets)
         return Received(label["step"], label["epoch"], label["layouts"] if deal.alike else [])
 
-    @property
-    def _wire(self) -> torch.device | None:
-        """nccl alone carries nothing that is on the CPU."""
-        return None if "gloo" in self._group.backend else self._group.device
+    def _wire(self, far: bool) -> torch.device:
+        """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
+        backend = self._group.backend
+        return self._group.device if "nccl" in backend and (far or "gloo" not in backend) else pieces.CPU
 
 
 def _label(held: State, past: Past) -> dict[str, Any]:

@@ -11,8 +11,11 @@ SMALL = 1 << 20  # bytes: below this, tensors go together
 LARGE = 1 << 29  # above this, in several pieces
 
 
-def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device | None = None) -> None:
-    """`wire`: the only device that the backend can send from, if there is but one."""
+CPU = torch.device("cpu")
+
+
+def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device = CPU) -> None:
+    """`wire`: the device that they are sent from, and received on, wherever they are on either side."""
     with torch.no_grad():
         for names in together({name: _size(tensor) for name, tensor in tensors.items()}):
             parts = [_bytes(tensors[name].detach(), wire) for name in names]
@@ -20,15 +23,15 @@ def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device | None
                 dist.send(piece, to)
 
 
-def receive(targets: Mapping[str, torch.Tensor], source: int, wire: torch.device | None = None) -> None:
+def receive(targets: Mapping[str, torch.Tensor], source: int, wire: torch.device = CPU) -> None:
     with torch.no_grad():
         for names in together({name: _size(target) for name, target in targets.items()}):
             first = targets[names[0]].detach()
-            if len(names) == 1 and first.is_contiguous() and wire in (None, first.device):
+            if len(names) == 1 and first.is_contiguous() and wire == first.device:
                 whole = first.view(-1).view(torch.uint8)
             else:
                 size = sum(_size(targets[name]) for name in names)
-                whole = torch.empty(size, dtype=torch.uint8, device=wire or first.device)
+                whole = torch.empty(size, dtype=torch.uint8, device=wire)
             for piece in whole.split(LARGE):
                 dist.recv(piece, source)
             if whole.data_ptr() != first.data_ptr():
@@ -59,6 +62,5 @@ def _size(tensor: torch.Tensor) -> int:
     return int(tensor.nbytes)
 
 
-def _bytes(tensor: torch.Tensor, wire: torch.device | None) -> torch.Tensor:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return flat if wire is None else flat.to(wire)
+def _bytes(tensor: torch.Tensor, wire: torch.device) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8).to(wire)
