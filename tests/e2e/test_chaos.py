@@ -293,7 +293,7 @@ def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
 def test_chaos_tells_what_helps_a_plain_script(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.py", PLAIN + "time.sleep(600)\n")
     faults = ("--kill-every", "0.5s", "--victims", "1")
-    done = phalanx("chaos", "-g", "2", "--cpu", *faults, plain, timeout=LONG, env=places)
+    done = phalanx("chaos", "-g", "2", "--cpu", plain, *faults, timeout=LONG, env=places)
     assert done.code == 137
     assert re.search(r"chaos: 1 fault \(1 kill\), seed \d+: 0 recovered, 1 not", done.err)
     assert "one death ends all ranks: --max-restarts N starts them again" in done.err
@@ -309,7 +309,7 @@ def test_ctrl_c_ends_chaos_and_run(tmp_path: Path) -> None:
 
 
 def test_words_that_chaos_does_not_understand() -> None:
-    behind = phalanx("chaos", script("hello.py"), "--kill-every", "5s")
+    behind = phalanx("chaos", script("hello.py"), "--kill-every", "5s", "and more")
     assert (behind.code, "fix: phalanx chaos --kill-every" in behind.err) == (2, True)
     unknown = phalanx("chaos", "--faults", "kill,earthquake", script("hello.py"))
     assert (unknown.code, '"earthquake" is none of kill, segv' in unknown.err) == (2, True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from phalanx.cli import run
 from phalanx.cli.gathering import look_around
@@ -15,15 +16,16 @@ from phalanx.errors import OptionError, PhalanxError, UsageError
 from phalanx.launch import runfolder
 from phalanx.launch.chaos import Chaos
 
+_OURS = "--kill-every"
+
 
 def main(argv: list[str]) -> int:
     environ = environment()
     try:
-        options, values = parse_chaos(argv, environ)
+        options, values = _parse(argv, environ)
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    _check_behind(options.args)
     if options.hosts is not None:
         raise UsageError("phalanx chaos disturbs the workers of one node, and --hosts starts several")
     around = look_around(options, environ, runfolder.home(environ))
@@ -49,14 +51,21 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _check_behind(args: Sequence[str]) -> None:
-    """What stands behind the script is the script's; but no script has an option of this name."""
-    for word in args:
-        if word.partition("=")[0] == "--kill-every":
-            raise OptionError(
-                "--kill-every stands behind the script, where it is an option of the script's",
-                fix="phalanx chaos --kill-every 5s --seed 1 train.py …",
-            )
+def _parse(argv: list[str], environ: Mapping[str, str]) -> tuple[RunOptions, Any]:
+    """What stands behind the script is the script's; but no script has a --kill-every: it and what follows is ours."""
+    options, values = parse_chaos(argv, environ)
+    behind = [word for word in options.args if word.partition("=")[0] == _OURS]
+    if not behind:
+        return options, values
+    place = len(argv) - argv[::-1].index(behind[-1]) - 1
+    moved = parse_chaos([*argv[place:], *argv[:place]], environ)
+    if moved[0].script != options.script:
+        raise OptionError(
+            f"{_OURS} stands behind the script, and what follows it is not all ours",
+            details=[f"seen: {' '.join(argv[place:])}"],
+            fix=f"phalanx chaos {_OURS} 5s --seed 1 {options.script} …",
+        )
+    return moved
 
 
 def _mentions_us(options: RunOptions) -> bool:
