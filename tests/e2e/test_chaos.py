@@ -132,6 +132,14 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
     assert len(lives) == stopped + 3
 
 
+def test_ranks_that_fail_together_are_one_fault(tmp_path: Path) -> None:
+    done = trained(tmp_path, [5, 0, "raise"], [5, 1, "raise"], options=("--max-restarts", "1"))
+    assert done.code == 0, done.err
+    assert ended(tmp_path) == undisturbed()
+    ((*who,),) = recoveries(done.err)
+    assert sorted(who) == ["rank 0 failed", "rank 1 failed"]
+
+
 def test_a_rank_that_is_killed_for_memory(tmp_path: Path) -> None:
     with cgroup("memory", "memory.limit_in_bytes", 1 << 30) as enter:
         done = run((*enter, *PHALANX, *words(tmp_path, [5, 1, "greedy"])), timeout=LONG)

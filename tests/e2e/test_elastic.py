@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
 import tempfile
@@ -13,7 +14,7 @@ import pytest
 
 from tests.e2e.crew import all_gone, codes, texts
 from tests.e2e.places import script
-from tests.kit.cli import phalanx
+from tests.kit.cli import Env, phalanx, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab
 
@@ -21,9 +22,18 @@ SHORT = ("--lost-after", "4s")
 STEPS = 8  # an epoch
 
 
-def node(lab: Lab, place: int, folder: Path, *options: str, nodes: str = "1:3", master: int = 0) -> Handle:
+def node(
+    lab: Lab,
+    place: int,
+    folder: Path,
+    *options: str,
+    nodes: str = "1:3",
+    master: int = 0,
+    env: Env | None = None,
+) -> Handle:
     where = ("-n", nodes, "-g", "1", "--cpu", "--master", lab[master].name)
-    return lab[place].start("run", *where, "-i", str(place), *options, script("elastic.py"), str(folder))
+    words = (*options, script("elastic.py"), str(folder))
+    return lab[place].start("run", *where, "-i", str(place), *words, env=env)
 
 
 def entered(job: Handle, generation: int | str, size: int, timeout: float = 60) -> None:
@@ -104,15 +114,46 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     all_gone(lab)
 
 
+def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
+    entered(jobs[1], 0, 3)
+    jobs[0].signal(signal.SIGSTOP)
+    entered(jobs[1], 1, 2)
+    jobs[0].signal(signal.SIGCONT)
+    assert jobs[0].wait(30) == 1
+    assert "cut off from most of the others" in jobs[0].err
+    (tmp_path / "end").touch()
+    assert codes(jobs[1:]) == [0, 0], texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab)
+
+
+def test_a_group_that_forms_anew_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.05)\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "GO": str(tmp_path / "go")}
+    jobs = [node(lab, place, tmp_path) for place in range(2)]
+    jobs.append(node(lab, 2, tmp_path, "--preload", "slow", env=env))
+    jobs[0].wait_for("comes to main", count=2)
+    jobs[1].process.kill()
+    told = Path(re.findall(r"output in (\S+)", jobs[0].err)[0], "events.jsonl")
+    until(lambda: "node 1 (node2) is lost" in told.read_text(), 20, "the loss to be told")
+    (tmp_path / "go").touch()
+    entered(jobs[2], "[01]", 2)
+    (tmp_path / "end").touch()
+    assert codes([jobs[0], jobs[2]]) == [0, 0], texts(jobs)
+    learnt(tmp_path)
+
+
 def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path, nodes="2:3") for place in range(2)]
     entered(jobs[0], 0, 2)
     jobs[1].process.kill()
     jobs[0].wait_for("1 of at least 2 nodes are left: waiting 300 s", timeout=20)
-    jobs[1] = node(lab, 1, tmp_path, nodes="2:3")
+    jobs[1] = node(lab, 1, tmp_path, nodes="2:3", env={"LAST": "1"})
     entered(jobs[0], "[12]", 2)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0], texts(jobs)
+    assert (tmp_path / "last").exists()  # nobody ends a rank that is not through
     learnt(tmp_path)
 
 

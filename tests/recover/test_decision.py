@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.recover.decision import AT_ONCE, OUTSIDE, REPEATS, Budget, Fault, Recovery, Way, decide, kills, repeats
@@ -55,6 +57,14 @@ def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: Way)
     recovery = decide(past, last, Budget(10), able=False)
     assert recovery.way is way
     assert (way is Way.STOP) == ("same crash" in recovery.why)
+
+
+def test_ranks_that_fail_together_are_one_fault() -> None:
+    crash = Fault("ValueError train.py:3", 0.0, 1.0, 5)
+    others = [replace(crash, together=True)] * 3
+    assert decide([crash, *others[1:]], others[0], Budget(1), able=True) == Recovery(Way.REGROUP, 1)
+    assert decide([crash, *others], crash, Budget(None), able=True) == Recovery(Way.REGROUP, 2)
+    assert decide([crash, *others] * (REPEATS - 1), crash, Budget(None), able=True).way is Way.STOP
 
 
 def test_progress_or_another_crash_in_between_is_no_repetition() -> None:

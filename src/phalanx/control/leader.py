@@ -122,6 +122,7 @@ class Leader:
         self.id = own
         self.guests: dict[int, Guest] = {}
         self._hosts = {own: arrival.host}  # of all who were here at some time
+        self.doors: dict[int, tuple[str, int]] = {}  # of the same: where each would listen if it had to lead
         self._token = token
         self._arrival = arrival
         self._run = run
@@ -298,6 +299,7 @@ class Leader:
         for text in warnings:
             self._ears.note(text)
         self._hosts[given] = arrival.host
+        self.doors[given] = (peer, arrival.door)
         guest = Guest(given, arrival, peer, own, sealed, transport, heard=time.monotonic())
         self.guests[given] = guest
         welcome = Welcome(
@@ -350,6 +352,8 @@ class Leader:
         if isinstance(message, messages.Pong):
             self._timed(guest, message)
             return
+        if self.guests.get(guest.id) is not guest:  # it was to leave, and another has its number by now
+            return
         if isinstance(message, messages.Leaving):
             if message.text and self._calling.managed and not self._begun:
                 self._hopeless = JoinError(f"{self.name(guest.id)}: {message.text}")
@@ -401,6 +405,7 @@ class Leader:
                 works=id_ in working,
             )
             for id_, guest in sorted(self.guests.items())
+            if id_ in self.roster.members  # else it is about to leave
         ]
         return messages.Roll(leader=self.id, peers=tuple(peers))
 

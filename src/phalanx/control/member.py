@@ -29,6 +29,8 @@ from phalanx.errors import JoinError
 _TRY = 10.0  # seconds for one try: a leader that thousands call at once takes one after the other
 _SETTLED = 10.0  # seconds after which a name that does not resolve, or leads elsewhere, will not change by itself
 _CLOSING = 5.0
+KNOCK = 3.0  # seconds for a machine to answer at all
+STEADILY = 0.5  # seconds for which one that has not ended keeps a connection
 _GOODBYE = 2.0  # seconds for the leader to answer that we close
 _HELLO = f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nConnection: close\r\n\r\n".encode()
 
@@ -39,6 +41,28 @@ class Endpoint(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
+    """Whether somebody listens there: a process that has ended does not, and its machine says so at once.
+
+    `steadily`: for so many seconds. One that is being killed loses its connections a moment before it stops to listen.
+    """
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), KNOCK)
+    except OSError:
+        return False
+    try:
+        if steadily:
+            await asyncio.wait_for(reader.read(1), steadily)
+            return False
+    except TimeoutError:
+        pass
+    except OSError:
+        return False
+    finally:
+        writer.close()
+    return True
 
 
 class Ears(Protocol):
@@ -69,6 +93,7 @@ class Member:
     ) -> None:
         self.leader_address = ""  # where it was reached
         self.own_address = ""  # from where
+        self.door: Endpoint | None = None  # of the leader
         self.welcome: Welcome | None = None
         self._token = token
         self._arrival = arrival
@@ -82,6 +107,7 @@ class Member:
         self._heard = 0.0
         self._leaving = False
         self._over = False  # the leader has said that the run has ended
+        self._dropped = False
 
     # -- coming in
 
@@ -159,6 +185,7 @@ class Member:
         if not all(ends):
             raise ConnectionError("closed at the door")
         self.leader_address, self.own_address = (str(end[0]) for end in ends)
+        self.door = Endpoint(*ends[0][:2])
         channel.tune(ws.get_extra_info("socket"))
         self.welcome = content
         self._heard = time.monotonic()
@@ -265,6 +292,8 @@ class Member:
         return self._outbox.qsize()
 
     def send(self, message: Message) -> None:
+        if self._dropped:  # nobody would ever take it
+            return
         self._outbox.put_nowait(messages.encode(message))
 
     # -- the end
@@ -279,7 +308,8 @@ class Member:
         await self._hang_up()
 
     async def drop(self) -> None:
-        """The leader is lost: nothing can be said to it."""
+        """The leader is lost: nothing can be said to it, and nothing that it might still say is heard."""
+        self._dropped = True
         await self._hang_up()
 
     async def _hang_up(self, *, session: bool = True) -> None:

@@ -64,6 +64,16 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
     node: Count | None = None
 
 
+class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
+    """What the workers of a member are at, whose leader is lost."""
+
+    attempt: Count
+    generation: Count
+    called: bool
+    ended: bool
+    ready: bool
+
+
 class Arrival(Message, frozen=True, kw_only=True, tag="arrival"):
     run: Name  # id of the run, where the user gave one
     member: Count | None  # None: the leader numbers us
@@ -76,6 +86,7 @@ class Arrival(Message, frozen=True, kw_only=True, tag="arrival"):
     trouble: Text = ""  # why it cannot take part: it came only to say so
     time: float = 0.0
     door: Port = 0  # where it would listen if it had to lead
+    engaged: Engaged | None = None  # it comes from a leader that is lost; None: it has no workers
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -214,6 +225,7 @@ class Failing(Message, frozen=True, kw_only=True, tag="failing"):
     place: Text = ""
     lived: float = 0.0
     step: Annotated[int, Meta(ge=0)] | None = None
+    generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):

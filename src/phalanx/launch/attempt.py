@@ -64,6 +64,7 @@ class Fall:
     lived: float
     step: int | None  # the newest that any worker here has committed
     everybody: bool = False  # nobody is left who could hand anything over
+    generation: int = -1  # that it was of; -1: it had not come to any yet
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,7 @@ class Attempt:
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
             everybody=worker is None and not self.living,
+            generation=worker.entered if worker is not None else -1,
         )
 
     def refused(self, name: str, why: str) -> None:
@@ -439,6 +441,8 @@ class Attempt:
             await asyncio.sleep(_LOOK)
 
     def _is_missing(self, worker: Worker) -> bool:
+        if self._held or self.stopping:  # nobody is to come
+            return False
         return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
 
     def _fill(self, seat: Seat, name: str | None) -> None:

@@ -167,7 +167,7 @@ class Alone:
     def _once_more(self, attempt: int, why: str) -> Orders:
         if self._supervised is not None:
             self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}")
-        return Orders(attempt + 1, self._plan, self._listener)
+        return Orders(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
     def failing(self, fall: Fall) -> None:
         if self._supervised is None or self._preemption.halted:

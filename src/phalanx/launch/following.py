@@ -68,6 +68,7 @@ class Following:
         self.roll: messages.Roll | None = None  # who else is here, where nodes may come and go
         self.heir: Heir | None = None
         self.attempt = 0
+        self.ordered = 0  # the one that was started last: this node may not have got to it yet
         self.generation = 0
         self.ability = (False, False, False)  # of our workers: called, ended, all have called
         self._plan = plan
@@ -81,6 +82,7 @@ class Following:
         self._lost = ""
         self._started = False
         self._running = False  # an attempt, from when it is ordered to its end here
+        self._going = False  # this node leaves, and the others go on
         self.relay: Relay | None = Relay(self._send, lambda: self._member.waiting)
 
     def meet(self, supervised: Supervised) -> None:
@@ -115,7 +117,8 @@ class Following:
         if not next_.place.ranks:
             self.note("every place is taken: this node is a spare, and gets ready")
         self._started = True
-        self.attempt, self.generation, self.ability = next_.attempt, next_.generation, (False, False, False)
+        self.attempt, self.ability = next_.attempt, (False, False, False)
+        self.generation = max(self.generation, next_.generation)
         return Orders(next_.attempt, self._seated(next_.place), None, next_.generation)
 
     def _seated(self, place: messages.Place) -> Plan:
@@ -144,11 +147,12 @@ class Following:
                 if self._running and isinstance(message, messages.End) and self._supervised is not None:
                     grace = self._plan.ending.failure_grace
                     self._supervised.stop(signal.SIGTERM, "the run has ended at node 0", grace)
-                self._running = self._running or isinstance(message, messages.Start)
+                if isinstance(message, messages.Start):
+                    self._running, self.ordered = True, message.attempt
                 self.waiting(None)
                 self._inbox.put_nowait(message)
             case messages.Regroup():
-                if self._running and message.attempt == self.attempt and self._supervised is not None:
+                if self._running and message.attempt == self.ordered and self._supervised is not None:
                     self.generation = message.generation
                     plan = self._seated(message.place)
                     self._supervised.regroup(Regrouping(message.generation, message.why, plan, None, message.halt))
@@ -178,7 +182,7 @@ class Following:
             self._supervised.stop(number, stop.reason, stop.grace)
 
     def lost(self, why: str, *, silent: bool) -> None:
-        if self.heir is not None and self.roll is not None and self._running:
+        if self.heir is not None and self.roll is not None and not self._going:
             self.heir.leader_lost(why, silent=silent)
         else:
             self.give_up(why)
@@ -193,14 +197,34 @@ class Following:
     def id(self) -> int:
         return self._arrival.member or 0
 
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    @property
+    def door(self) -> Endpoint | None:
+        """The leader's."""
+        return self._member.door
+
     async def follow(self, where: Endpoint, timeout: float) -> None:
         """Another leader, in the place of the one that was lost. Raises JoinError."""
-        before, member = self._member, Member(self._gathering.token, self._arrival, lambda: [where], ears=self)
+        arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
+        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], ears=self)
         self._member = member  # what it says may be heard before join returns
         await before.drop()
         await member.join(timeout)
+
+    def _engaged(self) -> messages.Engaged | None:
+        if not self._running:
+            return None
         called, ended, ready = self.ability
-        member.send(messages.Able(called=called, ended=ended, ready=ready))
+        return messages.Engaged(
+            attempt=self.ordered, generation=self.generation, called=called, ended=ended, ready=ready
+        )
+
+    async def drop(self) -> None:
+        """The leader is lost, and this node takes its place."""
+        await self._member.drop()
 
     def note(self, text: str) -> None:
         if self._supervised is not None:
@@ -227,6 +251,7 @@ class Following:
                 place=fall.place[:1000],
                 lived=fall.lived,
                 step=fall.step,
+                generation=fall.generation,
             )
         )
         called, ended, _ = self.ability
@@ -260,7 +285,8 @@ class Following:
         # Before the start one that goes may come again; the others wait for it.
         if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
-        if not (self._running or self._started) or (self._gathering.elastic and number == signal.SIGTERM):
+        self._going = self._gathering.elastic and number == signal.SIGTERM
+        if not (self._running or self._started) or self._going:
             self._inbox.put_nowait(messages.End(code=128 + number))
 
     def passed(self, number: signal.Signals) -> None:

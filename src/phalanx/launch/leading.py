@@ -20,7 +20,7 @@ from phalanx.cluster.placement import Seat
 from phalanx.contract import line as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
-from phalanx.control.member import Endpoint
+from phalanx.control.member import STEADILY, Endpoint, answers
 from phalanx.control.roster import Seating
 from phalanx.errors import LaunchError
 from phalanx.launch import cause, port
@@ -92,6 +92,7 @@ class Leading:
         self._holding: asyncio.TimerHandle | None = None  # until then too few may be left
         self._changed = asyncio.Event()  # somebody has come
         self._moving = False  # the next attempt is one with other nodes
+        self._knocks: set[asyncio.Task[None]] = set()  # at the doors of nodes whose connection has closed
         self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
@@ -139,11 +140,23 @@ class Leading:
             least=gathering.least,
             spares=gathering.spares,
         )
+        nothing = Seating(0, (), (), 0)
+        everybody = past.others | {leader.id}
         self._abilities = {leader.id: past.ability[:2]}
-        self._preparing = set(past.others - past.worked)
+        self._seats = dict.fromkeys(everybody & past.worked, nothing)
+        self._preparing = set(everybody - past.worked)
+        if past.ability[2]:
+            self._prepared(leader.id)
         await leader.open(self._sockets)
         await leader.gather(past.others, patience)
-        here = {leader.id, *leader.guests}
+        here = {leader.id} | (leader.guests.keys() & past.others)
+        for waiting in (self._preparing, self._ready):
+            waiting.intersection_update(here)
+        for id_ in past.others - here:
+            self._seats.pop(id_, None)
+            self._abilities.pop(id_, None)
+        for id_ in list(leader.guests):
+            self._came_over(id_)
         if len(here) < past.quorum:
             self._give_up(
                 Verdict(
@@ -153,7 +166,6 @@ class Leading:
                 )
             )
             return
-        self._seats = {id_: Seating(0, (), (), 0) for id_ in here & past.worked}
         address = self._listen()
         self._plan = replace(self._plan, master_addr=address)
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
@@ -165,10 +177,11 @@ class Leading:
         if not called or ended:
             self._moving = True
             self._stop_all(text, self._plan.ending.failure_grace)
-        elif len(self._seats | dict.fromkeys(self._ready)) >= self._least:
+        elif len(self._seats) + len(self._ready) >= self._least:
             self._regroup(text)
         else:
             self._hold(text)
+        self._prepare()
 
     def _own(self) -> Leader:
         if self._leader is None:
@@ -176,9 +189,7 @@ class Leading:
         return self._leader
 
     async def orders(self) -> Orders | Verdict:
-        if self._trouble is not None:
-            return self._trouble
-        return self._begin(0, self._listen())
+        return await self._again(0)  # some may have gone since the roll was called
 
     def _listen(self) -> str:
         """The store's socket, on the address that everybody has reached us by, and no other."""
@@ -248,6 +259,7 @@ class Leading:
             topology=own.topology,
             master=(address, own.store_port),
             interface=interfaces.owner(address, interfaces.survey()),
+            spare=not own.ranks,
         )
 
     def _settle_console(self) -> None:
@@ -295,7 +307,10 @@ class Leading:
             case messages.Over():
                 if message.attempt == self._attempt:
                     self._overs[member] = message
-                    if message.trouble and self._recoveries.way is not Way.RESTART:
+                    if member not in self._seats:  # nobody stands by there any more
+                        self._preparing.discard(member)
+                        self._ready.discard(member)
+                    elif message.trouble and self._recoveries.way is not Way.RESTART:
                         self._give_up(Verdict(128 + signal.SIGKILL, f"{self._name(member)}: {message.trouble}"))
                     self._count()
             case messages.Note():
@@ -312,9 +327,26 @@ class Leading:
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         text = f"{self._name(member)} is lost: {why}"
+        self._leaving.discard(member)
         if not self._gathering.elastic:
             self._give_up(Verdict(1, text))
-        elif silent and 2 * self._own().audible < len(self._own().roster.members):
+            self._count()
+        elif silent:
+            self._gone(member, text, silent=True)
+        else:
+            knock = asyncio.get_running_loop().create_task(self._knock(member, text))
+            self._knocks.add(knock)
+            knock.add_done_callback(self._knocks.discard)
+
+    async def _knock(self, member: int, text: str) -> None:
+        """A connection has closed. Whoever still answers has not ended: it was this node that was given up, which may
+        have been stopped for a while."""
+        address, door = self._own().doors.get(member, ("", 0))
+        lives = bool(door) and await answers(Endpoint(address, door), steadily=STEADILY)
+        self._gone(member, text, silent=lives)
+
+    def _gone(self, member: int, text: str, *, silent: bool) -> None:
+        if silent and 2 * self._own().audible < len(self._own().roster.members):
             # They may well be together, and go on without us: two trainings must not come of one.
             cut_off = "this node is cut off from most of the others, which may go on without it"
             self._give_up(Verdict(1, f"{text}\n  {cut_off}"))
@@ -325,13 +357,37 @@ class Leading:
     # -- nodes that come and go
 
     def joined(self, member: int) -> None:
+        self._leaving.discard(member)  # whoever had this number before
         self._changed.set()
         self.note(f"{self._name(member)} has come")
         self._tell_roll()
         if self._running and not self._stopping:
-            self._idle.add(member)
+            self._came_over(member)
             self._prepare()
+            self._grow()
             self._wait_for_plain()
+
+    def _came_over(self, member: int) -> None:
+        """One that is new, or was another leader's, perhaps with workers that wait for a group."""
+        engaged = self._own().roster.members[member].engaged
+        if engaged is not None and engaged.attempt == self._attempt:
+            self._recoveries.generation = max(self._recoveries.generation, engaged.generation)
+            if member in self._seats:
+                self._abilities.setdefault(member, (engaged.called, engaged.ended))  # what it has told since is newer
+                return
+            if not engaged.ended:
+                self._preparing.add(member)
+                if engaged.ready:
+                    self._prepared(member)
+                return
+        for group in (self._seats, self._abilities):
+            group.pop(member, None)
+        for waiting in (self._preparing, self._ready):
+            waiting.discard(member)
+        self._idle.add(member)
+        if engaged is not None:  # what its workers were part of is over
+            grace = self._plan.ending.failure_grace
+            self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
 
     def _heard_able(self, member: int, able: messages.Able) -> None:
         if member in self._seats:
@@ -339,9 +395,13 @@ class Leading:
             self._preemption.able(*self._ability())
             self._prepare()
         elif member in self._preparing and able.ready:
+            self._prepared(member)
+            self._grow()
+
+    def _prepared(self, member: int) -> None:
+        if member in self._preparing:
             self._preparing.discard(member)
             self._ready.add(member)
-            self._grow()
 
     def _ability(self) -> tuple[bool, bool]:
         """One script runs everywhere: if some can regroup, those that have not said so yet can too."""
@@ -351,7 +411,7 @@ class Leading:
     def _prepare(self) -> None:
         """Nodes without ranks start their workers as spares: a plain script, which has no use for one, never calls."""
         called, ended = self._ability()
-        if not called or ended or self._stopping:
+        if not called or ended or self._stopping or self._preemption.begun:
             return
         for member in self._idle & self._own().guests.keys():
             self._idle.discard(member)
@@ -364,6 +424,8 @@ class Leading:
         room = self._own().roster.expected - len(self._seats)
         called, ended = self._ability()
         if room <= 0 or ended or self._stopping or not called or not self._ready or self._store is None:
+            return
+        if self._preemption.begun:
             return
         if len(self._seats) + len(self._ready) < self._least:
             return
@@ -407,7 +469,7 @@ class Leading:
             self.note(text)
             return
         called, ended = self._ability()
-        if ended:  # some are through already: what the others do is for them to end
+        if ended or self._preemption.halted:  # some are through already: what the others do is for them to end
             self.note(text)
             return
         fall = Fall(gone.ranks[0], text, "", time.time(), time.monotonic() - self._began, None)
@@ -480,7 +542,12 @@ class Leading:
     def _give_up(self, verdict: Verdict) -> None:
         if self._trouble is None:
             self._trouble, self._troubled = verdict, time.time()
+        self._changed.set()
         self._stop_all(verdict.text.splitlines()[0], self._plan.ending.failure_grace)
+
+    def fail(self, text: str) -> None:
+        """This node cannot lead."""
+        self._give_up(Verdict(1, text))
 
     def _stop_all(self, reason: str, grace: float, *, beside: int | None = None) -> None:
         self._stopping = True
@@ -493,8 +560,13 @@ class Leading:
             self._supervised.stop(signal.SIGTERM, reason, grace)
 
     def _count(self) -> None:
-        if all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats):
+        if not all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats):
+            return
+        if not self._running:
             self._everybody.set()
+        elif self._seats and self._own().id not in self._seats and self._supervised is not None:
+            # Our own workers stand by for others, who have all ended.
+            self._supervised.stop(signal.SIGTERM, "every rank has ended", self._plan.ending.failure_grace)
 
     def _log(self, member: int, log: messages.Log) -> None:
         if member not in self._seats or log.rank not in self._seats[member].ranks:
@@ -518,6 +590,8 @@ class Leading:
         self._running = False
         self._count()
         await self._everybody.wait()
+        while self._knocks:
+            await asyncio.wait(self._knocks)
 
     def last(self, *, failed: bool) -> bool:
         if self._moving and self._trouble is None:
@@ -534,7 +608,8 @@ class Leading:
         guests = self._own().guests
         at = told.time - (guests[member].skew if member in guests else 0.0)
         reason = f"{told.reason} on {self._name(member)}"
-        self._fell(Fall(told.rank, reason, told.place, at, told.lived, told.step), beside=member)
+        fall = Fall(told.rank, reason, told.place, at, told.lived, told.step, generation=told.generation)
+        self._fell(fall, beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
         if self._stopping or self._supervised is None or self._preemption.halted:
@@ -552,10 +627,8 @@ class Leading:
     def _can(self, member: int | None) -> bool:
         return member is not None and self._abilities.get(member) == (True, False)
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
-        self._abilities[self._own().id] = (called, ended)
-        self._prepare()
-        self._preemption.able(*self._ability())
+    def able(self, called: bool, ended: bool, ready: bool) -> None:
+        self._heard_able(self._own().id, messages.Able(called=called, ended=ended, ready=ready))
 
     # -- preemption
 
@@ -603,6 +676,7 @@ class Leading:
     def signalled(self, number: signal.Signals) -> None:
         ending = self._plan.ending
         self._signal = self._signal or number
+        self._changed.set()
         grace = 0.0 if number == signal.SIGKILL else ending.grace
         if self._leader is not None:
             stop = messages.Stop(signal=number, reason=f"{number.name} received at node 0", grace=grace, ends=True)
@@ -651,7 +725,11 @@ class Leading:
         """With whoever is here, as soon as they are enough."""
         leader, patience = self._own(), self._gathering.join_timeout
         until = time.monotonic() + patience
-        while not leader.roster.enough:
+        while not leader.roster.enough or self._trouble is not None:
+            if self._signal is not None:
+                return Verdict(128 + self._signal)
+            if self._trouble is not None:
+                return self._trouble
             here = f"{len(leader.roster.members)} of at least {self._least} {self._gathering.noun}s are here"
             if time.monotonic() >= until:
                 return Verdict(1, f"{here}, and no other has come in {patience:.0f} s (--join-timeout)")
@@ -661,7 +739,7 @@ class Leading:
                 await asyncio.wait_for(self._changed.wait(), 1.0)
         if self._supervised is not None:
             self._supervised.waiting(None)
-        return self._begin(attempt, self._plan.master_addr)
+        return self._begin(attempt, self._listen() if self._store is None else self._plan.master_addr)
 
     def _deaths(self, report: Report) -> tuple[list[cause.Death], dict[int, str]]:
         """The first of every node, by our own clock; and what their nodes tell about them."""

@@ -32,7 +32,8 @@ class Recoveries:
 
     def decide(self, fall: Fall, *, able: bool) -> Way:
         now = time.monotonic()
-        fault = Fault(fall.place, now, fall.lived, fall.step)
+        together = bool(self._open) and 0 <= fall.generation < self.generation
+        fault = Fault(fall.place, now, fall.lived, fall.step, together)
         self._latest = decide(self._faults, fault, self._budget, able=able)
         self._faults.append(fault)
         self._folder.event(

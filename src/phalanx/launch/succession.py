@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.contract import line as words
-from phalanx.control.member import Endpoint
+from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
 from phalanx.control.messages import Roll
-from phalanx.errors import JoinError
+from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.attempt import Fall
 from phalanx.launch.company import Orders, Report, Supervised, Verdict
 from phalanx.launch.console import Console
@@ -26,8 +26,6 @@ from phalanx.launch.leading import Inheritance, Leading
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-
-_KNOCK = 3.0  # seconds for a machine to answer at all
 
 
 class Succession:
@@ -50,21 +48,30 @@ class Succession:
     # -- the leader is lost
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
-        if self._succeeding is None or self._succeeding.done():
-            self._succeeding = asyncio.get_running_loop().create_task(self._succeed(why, silent=silent))
+        before = self._succeeding  # one that took its place may be lost as soon as it has welcomed us
+        self._succeeding = asyncio.get_running_loop().create_task(self._succeed(why, before, silent=silent))
 
-    async def _succeed(self, why: str, *, silent: bool) -> None:
+    async def _succeed(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
+        if before is not None:
+            await before
         following = self._following
+        if self._role is not following:
+            return
         roll = following.roll
         if roll is None:
             following.give_up(why)
             return
         self._note(f"node {roll.leader} is lost: {why}")
+        if not silent and following.door is not None and await answers(following.door, steadily=STEADILY):
+            silent = True
+            self._note(f"node {roll.leader} still answers: it is this node that was given up")
         for peer in roll.peers:
             if peer.member == following.id:
+                if not following.running:  # it has nothing to go on with
+                    break
                 await self._lead(why, roll, silent=silent)
                 return
-            if await _answers(Endpoint(peer.address, peer.port)):
+            if await answers(Endpoint(peer.address, peer.port)):
                 try:
                     await following.follow(Endpoint(peer.address, peer.port), self._patience)
                 except JoinError:
@@ -83,25 +90,28 @@ class Succession:
             leading.meet(self._supervised)
         following.relay = None
         self._role = leading
-        await leading.take_over(
-            Inheritance(
-                leader=roll.leader,
-                why=why,
-                size=size,
-                attempt=following.attempt,
-                generation=following.generation,
-                ability=following.ability,
-                worked=frozenset(peer.member for peer in peers if peer.works),
-                others=others,
-                quorum=size // 2 + 1 if silent else 1,
-            ),
-            self._patience,
+        dropping = asyncio.get_running_loop().create_task(following.drop())  # a silent one does not answer
+        past = Inheritance(
+            leader=roll.leader,
+            why=why,
+            size=size,
+            attempt=following.ordered,
+            generation=following.generation,
+            ability=following.ability,
+            worked=frozenset(peer.member for peer in peers if peer.works),
+            others=others,
+            quorum=size // 2 + 1 if silent else 1,
         )
+        try:
+            await leading.take_over(past, self._patience)
+        except (OSError, PhalanxError) as error:
+            leading.fail(f"node {roll.leader} is lost, and this node cannot take its place: {error}")
+        await dropping
 
     @property
     def _patience(self) -> float:
         """Some notice later than others that the leader is gone."""
-        return self._gathering.lost_after + _KNOCK
+        return self._gathering.lost_after + KNOCK
 
     def _note(self, text: str) -> None:
         if self._supervised is not None:
@@ -166,13 +176,3 @@ class Succession:
         await self._role.close(code, text)
         for sock in self._door:
             sock.close()
-
-
-async def _answers(endpoint: Endpoint) -> bool:
-    """Whether somebody listens there: a process that has ended does not, and its machine says so at once."""
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), _KNOCK)
-    except OSError:
-        return False
-    writer.close()
-    return True

@@ -180,6 +180,10 @@ class Supervisor:
     def zygote(self) -> Zygote:
         return self._zygote
 
+    @property
+    def _ends(self) -> bool:
+        return self._signal is not None or self._failure is not None
+
     # -- the zygote
 
     async def _zygote_ready(self) -> bool:
@@ -257,7 +261,7 @@ class Supervisor:
     async def _another_zygote(self) -> bool:
         """In the place of one that was killed. False if it never comes to listen."""
         await self._clear()
-        if self._signal is not None or self._failure is not None:
+        if self._ends:
             return False
         self._lost_zygote = ""
         welcome = self._lesson.modules if self._lesson is not None else ()
@@ -270,7 +274,8 @@ class Supervisor:
         """A new zygote, and from it all workers of this node: they form the group's next generation."""
         self.note(f"the zygote was ended from outside: {self._lost_zygote}; another takes its place")
         try:
-            while self._lost_zygote and not attempt.over.is_set():  # another may be killed too
+            # Another may be killed too.
+            while self._lost_zygote and not attempt.over.is_set() and not self._ends:
                 if await self._another_zygote() and self._next is not None and not attempt.over.is_set():
                     attempt.transplant(self._zygote)
                     attempt.regroup(self._next)
@@ -401,7 +406,9 @@ class Supervisor:
             attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
-        if not attempt.living:
+        if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
+            self.regroup(self._next)
+        if not attempt.living and self._renewing is None:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
@@ -423,6 +430,7 @@ class Supervisor:
             self._attempt = None
             await self._swept()
         await attempt.output.drained(2.0)
+        self._next = None  # from here on it is about another attempt
         try:
             if self._failure is not None:
                 raise self._failure
@@ -509,7 +517,7 @@ class Supervisor:
 
     def regroup(self, to: Regrouping) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
-        attempt = self._attempt
+        attempt, self._next = self._attempt, to
         if attempt is None or attempt.over.is_set():
             return
         self._plan = to.plan
@@ -517,7 +525,6 @@ class Supervisor:
             if not attempt.living:
                 attempt.over.set()
         elif self._lost_zygote or self._renewing is not None:
-            self._next = to
             if self._renewing is None:
                 self._renewing = asyncio.get_running_loop().create_task(self._renew(attempt))
         else:

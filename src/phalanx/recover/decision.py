@@ -25,6 +25,7 @@ class Fault:
     time: float
     lived: float  # seconds since the rank was started
     step: int | None = None  # the newest one committed by then, where the script tells
+    together: bool = False  # with the one before: a rank of the same group, which was given up already
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Recovery:
 
 def decide(past: Sequence[Fault], fault: Fault, budget: Budget, *, able: bool) -> Recovery:
     """`able`: everybody who is left can regroup."""
-    recent = since_healthy([*past, fault], budget.window)
+    recent = [each for each in since_healthy([*past, fault], budget.window) if not each.together]
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
         return Recovery(Way.STOP)

@@ -1,11 +1,13 @@
 """elastic.py FOLDER [EPOCHS]: a training that goes on, epoch after epoch, until FOLDER/end is there; or for EPOCHS.
 
-Each rank writes which samples it takes for a step, and says when it enters a group.
+Each rank writes which samples it takes for a step, and says when it enters a group. With LAST in the environment a rank
+has something to do when the training is over.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -57,4 +59,8 @@ def train(run: phalanx.Run) -> None:
             break
 
 
+print("comes to main", flush=True)
 phalanx.main(train)
+if "LAST" in os.environ:
+    time.sleep(1)
+    (FOLDER / "last").touch()
