@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import socket
 import threading
 
 import pytest
 
+from phalanx.contract import line as words
+from phalanx.train.generations import Generations
 from phalanx.train.halting import Halting
 from tests.kit.cli import until
 
@@ -66,3 +70,28 @@ def test_one_that_waits_to_be_told_hears_of_a_new_group() -> None:
     halting.stir()
     waiting.join(60)
     assert found == [False]
+
+
+def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until there are enough; the thread that would tell it of that must not wait as well."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    name = f"phalanx-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(f"\0{name}")
+        server.listen()
+        made: list[Generations] = []
+        worker = threading.Thread(target=lambda: made.append(Generations(name, {})))
+        worker.start()
+        line, _ = server.accept()
+        with line:
+            line.settimeout(10)
+            line.send(words.encode(words.Wait()))
+            line.send(words.encode(words.Halt()))
+            while not isinstance(said := words.from_worker(line.recv(words.LARGEST)), words.Standing):
+                pass
+            assert said == words.Standing(0, -1)
+            worker.join(10)
+            made[0].close()
+            for thread in threading.enumerate():
+                if thread.name == "phalanx-line":
+                    thread.join(10)

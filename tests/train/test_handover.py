@@ -22,8 +22,8 @@ from phalanx.train.parcel import Opened, Parcel
 CPU = torch.device("cpu")
 
 
-def word(step: int) -> str:
-    return Past(step, 0, {}).word
+def word(step: int, epoch: int = 0) -> str:
+    return Past(step, epoch, {}).word
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,11 @@ def test_the_newest_wins(steps: list[int | None], holders: tuple[int, ...], lack
     assert (deal.holders, deal.lacking) == (holders, lacking)
 
 
+def test_who_is_in_the_next_epoch_is_further_than_who_ends_this_one() -> None:
+    deal = Deal.of([word(5, 0), word(5, 1), word(4, 1)], [range(3)])
+    assert (deal.holders, deal.lacking) == ((1,), (0, 2))
+
+
 def test_givers_are_near_where_that_can_be() -> None:
     deal = Deal.of([word(5), word(5), "", word(5), "", ""], [(0, 1, 2), (3,), (4, 5)])
     assert [deal.near(rank) for rank in deal.lacking] == [(0, 1), (), ()]
@@ -50,11 +55,11 @@ def test_givers_are_near_where_that_can_be() -> None:
 @pytest.mark.parametrize(
     ("words", "whole"),
     [
-        (["[5,[0,2],0]", "[5,[1,2],0]"], True),
-        (["[5,[0,2],0]", "[4,[1,2],0]"], False),
-        (["[5,[0,2],0]", ""], False),
-        (["[5,[1,2],0]", "[5,[0,2],0]"], False),
-        (["[5,[0,3],0]", "[5,[1,3],0]"], False),
+        (["[5,1,[0,2],0]", "[5,0,[1,2],0]"], True),
+        (["[5,0,[0,2],0]", "[4,0,[1,2],0]"], False),
+        (["[5,0,[0,2],0]", ""], False),
+        (["[5,0,[1,2],0]", "[5,0,[0,2],0]"], False),
+        (["[5,0,[0,3],0]", "[5,0,[1,3],0]"], False),
     ],
 )
 def test_of_shards_none_may_be_lost(words: list[str], whole: bool) -> None:

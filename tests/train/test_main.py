@@ -220,3 +220,13 @@ def test_ctrl_c_ends_a_training_and_its_bar(words: tuple[str, ...], code: int, b
     # The bar's last row is whole, and what Python says comes below it.
     assert re.search(r" left(\x1b\[K)?\s*\n[^\n]*Traceback", job.out), job.out[-3000:]
     assert "KeyboardInterrupt" in job.out
+
+
+def test_one_training_may_follow_another(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import phalanx\nfor _ in range(2):\n    phalanx.main(lambda run: run.print('sum', run.sum(1)))\n"
+    )
+    done = command("run", "-g", "2", "--cpu", str(script))
+    assert done.code == 0, done.err
+    assert done.out.count("2.0") == 2

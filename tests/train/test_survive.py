@@ -147,6 +147,29 @@ def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_pa
     assert len(made) >= 3 + len(faults)
 
 
+def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -> None:
+    done = trained(tmp_path, 2, [8, 1, "kill", "end"])
+    assert done.code == 0, done.err
+    assert ended(tmp_path, 2) == (undisturbed(2), 1)
+
+
+def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> None:
+    """By rank 0, which is new; nor is the learning rate, where the scheduler alone is made again."""
+    done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
+    assert done.code == 0, done.err
+    end, generation = ended(tmp_path, 2)
+    assert generation == 1
+    assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in undisturbed(2).items()}
+
+
+def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) -> None:
+    """The only survivor was between two updates of a step."""
+    faults = json.dumps([[5, 1, "kill", "half"]])
+    done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), faults, "once", "halves")
+    assert done.code == 0, done.err
+    assert ended(tmp_path, 2) == (undisturbed(2), 1)
+
+
 def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "regroup.py")
     done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)

@@ -55,6 +55,12 @@ class Line:
                 raise LaunchError("the supervisor of this run is gone, and this worker was a spare")
             return self._world
 
+    @property
+    def generation(self) -> int:
+        """Of where it stands, at once; -1: nowhere yet."""
+        world = self._world
+        return -1 if world is None else world.generation
+
     def newer(self, than: words.World) -> words.World | None:
         """The world of a later generation than this one, as soon as there is one. None: nobody tells of any."""
         with self._changed:
@@ -75,8 +81,11 @@ class Line:
             self._send(message)
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # a fork has no thread to end
-            os.write(self._end, b".")
+        if os.getpid() != self._pid:  # a fork has no thread to end
+            return
+        with self._changed:
+            if not self._gone:
+                os.write(self._end, b".")
 
     def _send(self, message: words.FromWorker) -> None:
         self._sock.send(words.encode(message))
@@ -112,6 +121,8 @@ class Line:
             self._gone = True
             self._changed.notify_all()
         self._sock.close()
+        os.close(self._ending)
+        os.close(self._end)
 
 
 def _called(name: str) -> tuple[socket.socket, words.World | words.Wait]:

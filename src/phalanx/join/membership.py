@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -28,6 +29,7 @@ LONGEST = 1e9  # seconds: what torch can count
 
 _files: dict[str, Any] = {}  # stores, by their paths
 _formed = 0  # so that a second formation in the same process does not read what the first has left in the store
+_generations: Counter[int] = Counter()  # the same: one training may follow another with nobody lost in between
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,11 @@ def _meet(
     from torch.distributed import PrefixStore
 
     _formed += 1
+    which = str(_formed)
     # One that has taken the place of another has formed fewer groups than those that it meets.
-    which = str(_formed) if identity.generation is None else f"generation {identity.generation}"
+    if identity.generation is not None:
+        _generations[identity.generation] += 1
+        which = f"generation {identity.generation}.{_generations[identity.generation]}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
     me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"), word=word)
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"

@@ -118,9 +118,15 @@ class Generations:
             self._destroy()
             return
         self._past = None if run.torn else run.standing()
+        if self._past is None:
+            self._once.forget()
         self._severing.cut()
-        run.abandon()
+        run.abandon(self._left, held=self._past is not None and not self._past.sharded)
         self._severing.forget()
+
+    def _left(self) -> None:
+        """Out of the old group: what may take longer from here on, as a disk does, is no reason to be replaced."""
+        self._line.tell(words.Entering(self._line.generation, self._past is not None))
 
     def _destroy(self) -> None:
         """A group that was half formed."""
@@ -145,18 +151,18 @@ class Generations:
         elif message.step is not None:
             self._halting.settle(message.step)
         else:
-            self._stand(self._line.world.generation)
+            self._stand(self._line.generation)
 
     def _stand(self, generation: int) -> None:
         self._line.tell(words.Standing(self._halting.ask(), generation, self._stuck))
 
     def _elsewhere(self) -> bool:
         """The group forms anew, and this rank has not left it yet."""
-        return self._run is not None and self._line.world.generation > self._run.generation
+        return self._run is not None and self._line.generation > self._run.generation
 
     def _reached(self, step: int) -> bool:
         if self._halting.reached(step, self._elsewhere):
-            self._line.tell(words.Standing(step, self._line.world.generation))
+            self._line.tell(words.Standing(step, self._line.generation))
             return True
         if self._elsewhere():
             raise RuntimeError("the group forms anew")
@@ -187,4 +193,6 @@ class Generations:
 
 def _may_be_a_death(error: Exception) -> bool:
     """torch tells of a lost peer in many words, but always by these kinds."""
-    return isinstance(error, RuntimeError | OSError | JoinError)
+    import torch
+
+    return isinstance(error, RuntimeError | OSError | JoinError) and not isinstance(error, torch.OutOfMemoryError)

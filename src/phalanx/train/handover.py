@@ -27,7 +27,9 @@ from phalanx.train import pieces
 from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape, State
+from phalanx.train.loader import Loader
 from phalanx.train.parcel import Opened, Parcel
+from phalanx.train.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,26 @@ class Past:
     layouts: list[Layout] = field(default_factory=list)
     rank: int = 0
     world_size: int = 1
+    settings: Settings | None = field(default=None, repr=False)
 
     @property
     def word(self) -> str:
         """For all to know when they meet again."""
-        whose = [self.rank, self.world_size] if self._is_sharded() else None
+        whose = [self.rank, self.world_size] if self.sharded else None
         laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
-        return msgspec.json.encode([self.step, whose, laid_out]).decode()
+        return msgspec.json.encode([self.step, self._epoch(), whose, laid_out]).decode()
 
-    def _is_sharded(self) -> bool:
+    def _epoch(self) -> int:
+        """After the last step of an epoch, some ranks may be in the next one already."""
+        return max([self.epoch, *(thing.epoch for thing in self.kept.values() if isinstance(thing, Loader))])
+
+    def put_back(self) -> None:
+        """What a script that is entered again has set in objects which it did not make again."""
+        if self.settings is not None:
+            self.settings.put_back()
+
+    @property
+    def sharded(self) -> bool:
         return any(
             isinstance(parameter, DTensor)
             for thing in self.kept.values()
@@ -57,7 +70,7 @@ class Past:
         )
 
 
-Offer = tuple[int, list[int] | None, int]  # the step, whose shard it is, how DDP was laid out
+Offer = tuple[int, int, list[int] | None, int]  # the step, the epoch, whose shard it is, how DDP was laid out
 _offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 
@@ -80,15 +93,17 @@ class Deal:
     @classmethod
     def of(cls, words: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
         """No holders: nobody has any state, or a part of it is lost for good."""
-        offers = [_offer.decode(word) if word else (-1, None, 0) for word in words]
-        newest = max(step for step, _, _ in offers)
-        holders = tuple(rank for rank, (step, _, _) in enumerate(offers) if step == newest)
-        lacking = tuple(rank for rank, (step, _, _) in enumerate(offers) if step != newest)
-        sharded = any(whose for _, whose, _ in offers)
-        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, whose, _) in enumerate(offers))
-        if newest < 0 or (sharded and not whole):
+        offers = [_offer.decode(word) if word else (-1, 0, None, 0) for word in words]
+        sharded = any(whose for _, _, whose, _ in offers)
+        # Of shards none can be left out: that its rank was slower through the end of an epoch has to do.
+        places = [(step, 0 if sharded else epoch) for step, epoch, _, _ in offers]
+        newest = max(places)
+        holders = tuple(rank for rank, place in enumerate(places) if place == newest)
+        lacking = tuple(rank for rank, place in enumerate(places) if place != newest)
+        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, _, whose, _) in enumerate(offers))
+        if newest[0] < 0 or (sharded and not whole):
             return cls()
-        return cls(holders, lacking, nodes, len({offers[rank][2] for rank in holders}) == 1)
+        return cls(holders, lacking, nodes, len({offers[rank][3] for rank in holders}) == 1)
 
     def near(self, rank: int) -> tuple[int, ...]:
         """Holders on its node."""
@@ -112,11 +127,17 @@ class Handover:
         self._parcel: Parcel | None = None
         self.spoilt = False  # the objects of the past are being written over
 
+    @property
+    def awaited(self) -> bool:
+        """Somebody has the state that all go on from."""
+        return bool(self._deal.holders)
+
     def prepare(self) -> None:
         """Lay out this rank's part of what others of its node will come for."""
         deal, rank, past = self._deal, self._group.rank, self._past
         if past is None or rank not in deal.holders or not self._takers():
             return
+        past.put_back()
         held = state.taken(past.kept)
         near = {name: tensor for name, tensor in held.tensors.items() if not tensor.is_cuda}
         givers = deal.near(rank)
@@ -131,6 +152,7 @@ class Handover:
         if not deal.holders:
             return None
         if rank in deal.holders and past is not None:
+            past.put_back()
             self._send(past)
             _keep_on(kept, past, self._group.device)
             return Received(past.step, past.epoch, past.layouts if deal.alike else [])

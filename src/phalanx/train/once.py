@@ -37,6 +37,10 @@ class Once:
         if any(_is_sharded(part) for made in self._made for part in _parts(made.thing)):
             self._made.clear()
 
+    def forget(self) -> None:
+        """What was made belongs to no step: who begins again begins with new ones, as all others do."""
+        self._made.clear()
+
     def get(self, make: Callable[[], T], device: Any) -> T:
         name, place = _name(make), self._asked
         if place < len(self._made):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from phalanx.errors import LaunchError
+from phalanx.errors import JoinError
 from phalanx.join import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
@@ -57,7 +57,7 @@ class Opened:
         try:
             self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise LaunchError(
+            raise JoinError(
                 f"the state that process {pid} holds ready cannot be read: {error.strerror}",
                 details=["it has ended, or /proc does not show it to other processes of its user"],
             ) from None
@@ -95,7 +95,7 @@ class Opened:
             while view:
                 count = os.preadv(self._fd, [view], place)
                 if not count:
-                    raise LaunchError(f"the state that was held ready ends in the middle of {name}")
+                    raise JoinError(f"the state that was held ready ends in the middle of {name}")
                 view, place = view[count:], place + count
             if near is not target:
                 target.copy_(near)

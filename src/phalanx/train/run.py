@@ -42,6 +42,7 @@ from phalanx.train.loader import Loader
 from phalanx.train.metrics import Metrics, held, read
 from phalanx.train.order import count_steps
 from phalanx.train.progress import Progress
+from phalanx.train.settings import Settings
 from phalanx.train.stepping import Stepper, Update
 from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
@@ -111,6 +112,8 @@ class Run(Group):
         self._random: dict[str, Any] | None = None
         self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
         self._wraps = 0
+        self._unequal: list[Any] = []  # models that were wrapped before the state came that they may be part of
+        self._ended: tuple[int, Loader, Any, Settings] | None = None  # at the end of an epoch: steps, data, its place
         self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
 
@@ -148,14 +151,17 @@ class Run(Group):
         Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
         a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model), **options)
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model, how), **options)
         self._adopt()
         if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
 
-    def _equal(self, model: Any) -> list[list[int]] | None:
+    def _equal(self, model: Any, how: str) -> list[list[int]] | None:
         """What a living rank has handed over is the same everywhere."""
+        if how == "ddp" and self.handover is not None and self.handover.awaited and not self._ready:
+            self._unequal.append(model)  # that of rank 0 may be new, and another what all will go on from
+            return []
         from phalanx.train.checkpoint.state import unwrapped
 
         kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
@@ -264,6 +270,8 @@ class Run(Group):
                 yield batch if here else moved(batch, self.device)
                 if trained:
                     self._pause()  # before the next is drawn, and after all that the script does in a step
+            if trained and self.regroups:
+                self._ended = self.steps, data, data.position, Settings(self._kept)
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
@@ -275,7 +283,9 @@ class Run(Group):
         fresh = self._stepper.fresh
         while True:
             epoch, consumed = data.taken
-            fresh.begin(chance.number(self.seed, self.rank, epoch, consumed), self.device)
+            number = chance.number(self.seed, self.rank, epoch, consumed)
+            fresh.begin(number, self.device)
+            self.generator.manual_seed(number + 1)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -444,6 +454,7 @@ class Run(Group):
         self._kept = dict(objects)
         self._adopt()
         info = self._restored(folder, every, keep_last=last, keep_best=best, best=metric, mode=mode)
+        self._make_equal()
         before = self._stepper.ranks_before
         if self._resized is not None and before not in (None, self.world_size):
             self._resized(before, self.world_size)
@@ -455,6 +466,16 @@ class Run(Group):
             self._saved = self.broadcast(0 if newest is None else newest.step)
             self.halt()
         return info
+
+    def _make_equal(self) -> None:
+        """Models that are wrapped and not kept are those of rank 0, as DDP would have made them."""
+        import torch.distributed as dist
+
+        kept = {id(getattr(thing, "module", thing)) for thing in self._kept.values()}
+        for model in self._unequal if self.world_size > 1 else ():
+            for tensor in (*model.parameters(), *model.buffers()) if id(model) not in kept else ():
+                dist.broadcast(tensor.detach(), 0)
+        self._unequal = []
 
     def on_resize(self, hook: Callable[[int, int], object]) -> None:
         """Called by `keep` with the number of ranks before and now, where it is another one than what is kept has seen:
@@ -575,6 +596,13 @@ class Run(Group):
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past
+        if self._ended is not None:
+            steps, data, position, settings = self._ended
+            if (steps, position) == (
+                self.steps,
+                data.position,
+            ):  # that epoch is entered again, for what comes at its end
+                settings.put_back()
         for kept in self._kept.values():  # a step that came to nothing leaves nothing
             for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
                 if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
@@ -583,15 +611,20 @@ class Run(Group):
                 kept.zero_grad(set_to_none=True)
         # DDP lays out its buckets anew after a step: one that came to nothing does not count.
         layouts = self._stepper.layouts if self.steps > self._began else self._layouts
-        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size)
+        settings = Settings(self._kept)
+        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
 
-    def abandon(self) -> None:
+    def abandon(self, left: Callable[[], None] | None = None, *, held: bool = False) -> None:
+        """`left` is called when the group is no more: what was to be saved may take longer to write. `held`: living
+        ranks have it, so that it is not waited for."""
         with contextlib.ExitStack() as stack:
-            stack.callback(super().abandon)
             if self.handover is not None:
                 stack.callback(self.handover.close)
             if self._checkpoints is not None:
-                stack.callback(self._checkpoints.close, broken=True, patience=0.0)
+                stack.callback(self._checkpoints.close, broken=True, patience=0.0, needless=held)
+            if left is not None:
+                stack.callback(left)
+            stack.callback(super().abandon)
             if self._snapshots is not None:
                 stack.callback(self._snapshots.close, LAST_WORDS)
             if self._metrics is not None:

@@ -1,7 +1,7 @@
 """preempt.py FOLDER [WORD …]: 40 steps, of which those after the 6th wait until FOLDER has a file "go on".
 
 hang       rank 1 waits in a collective that the others do not do, after step 6
-stuck      rank 1 does nothing at all there
+stuck      rank 1 computes there, and comes to no end
 slow       a checkpoint takes a while to write, and FOLDER has a file "saving" meanwhile
 workers    data is loaded by other processes
 raw        data is read without phalanx
@@ -70,7 +70,7 @@ def train(run: phalanx.Run) -> None:
                 if "hang" in WORDS and once("hung"):
                     run.barrier()
                 while "stuck" in WORDS:
-                    time.sleep(1)
+                    torch.rand(1000)
             if run.steps >= 6 and not (FOLDER / "go on").exists():
                 time.sleep(0.05)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}

@@ -1,7 +1,11 @@
-"""survive.py FOLDER FAULTS [once]: a training whose ranks die as FAULTS says, each once: [[step, rank, how], …].
+"""survive.py FOLDER FAULTS [WORD …]: a training whose ranks die as FAULTS says, each once: [[step, rank, how], …].
 
 At the end each rank writes its parameters, and which samples were committed in which step, to FOLDER. Some steps draw
-random numbers of Python's and NumPy's. `once`: model and optimizer are made once in a process; which, is told too.
+random numbers of Python's and NumPy's.
+
+once       model and optimizer are made once in a process; which, is told too
+early      the model is wrapped before it is kept
+halves     a step has two updates, between which ranks wait for each other
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import phalanx
 
 FOLDER, FAULTS = Path(sys.argv[1]), [tuple(fault) for fault in json.loads(sys.argv[2])]
 SAMPLES, EPOCHS = 96, 3
-ONCE = "once" in sys.argv
+ONCE, EARLY, HALVES = (word in sys.argv for word in ("once", "early", "halves"))
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
@@ -90,8 +94,11 @@ def train(run: phalanx.Run) -> None:
     pair = dist.new_group([0, 1]) if ONCE else None
     if run.generation:
         faulty(run, "handover")
-    run.keep(model=model, opt=opt, data=data)
-    ddp = run.wrap(model)
+    rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: (1 + epoch) / EPOCHS)
+    ddp = run.wrap(model) if EARLY else None
+    run.keep(model=model, opt=opt, rate=rate, data=data)
+    ddp = ddp or run.wrap(model)
+    idle = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
             with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it anew
@@ -99,10 +106,18 @@ def train(run: phalanx.Run) -> None:
             faulty(run, "step")
             if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
                 dist.barrier(pair)
-            noise = 0.01 * (random.random() + float(numpy.random.random()))
+            own = torch.rand(1, generator=run.generator).item()
+            noise = 0.01 * (random.random() + float(numpy.random.random()) + own)
             run.backward(nn.functional.mse_loss(ddp(x) + noise, y))
             faulty(run, "backward")
-            run.step(opt)
+            run.step(opt, commit=not HALVES)
+            if HALVES:
+                faulty(run, "half")
+                run.barrier()
+                run.step(idle)
+        rate.step()
+        faulty(run, "end")
+        run.barrier()  # as those do who evaluate together
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.generation, end]))
 

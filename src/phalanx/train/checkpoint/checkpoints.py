@@ -174,10 +174,11 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def close(self, *, broken: bool = False, patience: float = _LAST_WORDS) -> None:
+    def close(self, *, broken: bool = False, patience: float = _LAST_WORDS, needless: bool = False) -> None:
         """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer.
 
-        `patience` is for what they have yet to write: none, where one of them is known to be dead.
+        `patience` is for what they have yet to write: none, where one of them is known to be dead. `needless`: nor is
+        what this rank has yet to write worth a wait.
         """
         if os.getpid() != self._pid:
             return  # in a fork there is no writer
@@ -186,6 +187,8 @@ class Checkpoints:
                 self.wait()
         finally:
             limit = time.monotonic() + patience
+            for save in self._saves if needless else ():
+                save.needless.set()
             for save in self._saves:
                 save.written.wait()
                 save.join(max(0.0, limit - time.monotonic()))

@@ -65,6 +65,7 @@ class Save:
         self.buffer = buffer
         self.written = threading.Event()
         self.give_up = threading.Event()
+        self.needless = threading.Event()  # what is not on the disk by now need not get there
         self.failure = ""  # this rank's own
         self.outcome = ""  # rank 0's: why there is no checkpoint
         self._placed = placed
@@ -89,7 +90,7 @@ class Save:
     def _write(self) -> None:
         order = self.order
         try:
-            _write_share(order, self.buffer, self._placed)
+            _write_share(order, self.buffer, self._placed, self.needless)
         except Exception as error:
             self.failure = _reason(error)
             # Its own bytes go first, to make room for the word that it failed.
@@ -116,7 +117,11 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None:
+def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed], needless: threading.Event) -> None:
+    def look() -> None:
+        if needless.is_set():
+            raise CheckpointError("it was given up: the group forms anew, and has the state in memory")
+
     buffer.ready()
     os.makedirs(order.staging, exist_ok=True)
     file = tensor_file(order.rank)
@@ -130,10 +135,12 @@ def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None
     try:
         seal.write_all(fd, memoryview(header))
         for item in placed:
+            look()
             data = buffer.view(item.begin, item.end)
             begin, end = end, end + len(data)
             pieces.append(piece_of(item.chunk, begin, end, seal.checksum(data)))
             seal.write_all(fd, data)
+        look()
         os.fsync(fd)
     finally:
         os.close(fd)
