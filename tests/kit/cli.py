@@ -35,6 +35,7 @@ __all__ = [
     "phalanx",
     "python",
     "run",
+    "stage",
     "start",
     "terminal",
     "torchrun",
@@ -160,6 +161,17 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
         yield result
     finally:
         phalanx(*STOP_WARM, env=env, cwd=cwd)
+
+
+@contextlib.contextmanager
+def stage(*preload: str) -> Iterator[Env]:
+    """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there."""
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:
+        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
+        with warm(*(("--preload", ",".join(preload)) if preload else ()), env=env):
+            yield env
+        left = [name for name in os.listdir(root) if name != "home" and not name.startswith("torchinductor_")]
+        assert not left, f"leaked temporary files: {left}"
 
 
 def environment(changes: Env | None = None) -> dict[str, str]:
