@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from phalanx.contract import vault as words
 from phalanx.errors import LaunchError
 from phalanx.join import vault as worker
 from phalanx.launch import memory
@@ -94,6 +97,23 @@ def test_a_stranger_gets_nothing() -> None:
             worker.Vault(name).names()
 
     visit(call, known=False)
+
+
+def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PATIENCE", 0.1)
+    name = f"phalanx-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        vault = worker.Vault(name)
+        slow, _ = listener.accept()
+        with slow:
+            with pytest.raises(LaunchError, match="timed out"):
+                vault.names()
+            with contextlib.suppress(OSError):
+                slow.send(words.encode(words.Answer(names=["/a"])))
+            with pytest.raises(LaunchError, match="cannot be reached"):
+                vault.names()
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_by_the_clock(pace: float, looks: int) -> None:
     assert run.asked <= 3 * looks
 
 
+def test_what_was_waited_for_before_counts() -> None:
+    run = Run()
+    first = Interval("1m", clock=lambda: run.now)
+    assert run.due(first, 40, 1.0) == []
+    again = Interval("1m", clock=lambda: run.now, waited=first.waited)
+    assert run.due(again, 40, 1.0) == [60.0]
+    assert again.waited == 20.0
+
+
 def test_steps_that_become_slow() -> None:
     """A look is not so far ahead that a checkpoint would be much too late."""
     run = Run()

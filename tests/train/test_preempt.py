@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.contract import events
-from tests.kit.cli import Handle, descendants, free_port, phalanx, python, start, until
+from tests.kit import proc
+from tests.kit.cli import Env, Handle, descendants, free_port, phalanx, python, stage, start, until
 
 pytestmark = pytest.mark.xdist_group("preempt")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "preempt.py")
@@ -50,28 +51,51 @@ def preempted(folder: Path, job: Handle) -> int:
     return int(told)
 
 
-def to_its_end(folder: Path, step: int, *words: str, ranks: int = 2) -> None:
-    """The same command goes on after that step, and comes to where an undisturbed run comes."""
-    (folder / "go on").touch()
-    done = phalanx(*command(folder, *words, ranks=ranks))
-    assert done.code == 0, done.err
-    assert f"resumed at step {step}, " in done.out
-    assert done.out.count("after the training") == ranks
-    assert [(folder / f"end.{rank}").read_text() for rank in range(ranks)] == undisturbed(ranks)
+class Play:
+    """Runs of the script, and undisturbed ones to compare them with."""
 
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self._ends: dict[int, list[str]] = {}
 
-@functools.cache
-def undisturbed(ranks: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    def start(self, folder: Path, *words: str, ranks: int = 2, options: tuple[str, ...] = ()) -> Handle:
+        return start(*command(folder, *words, ranks=ranks, options=options), env=self.env)
+
+    def to_its_end(self, folder: Path, step: int, *words: str, ranks: int = 2) -> None:
+        """The same command goes on after that step, and comes to where an undisturbed run comes."""
         (folder / "go on").touch()
-        done = phalanx(*command(folder, ranks=ranks))
+        done = phalanx(*command(folder, *words, ranks=ranks), env=self.env)
         assert done.code == 0, done.err
-        return [(folder / f"end.{rank}").read_text() for rank in range(ranks)]
+        assert f"resumed at step {step}, " in done.out
+        assert done.out.count("after the training") == ranks
+        assert [(folder / f"end.{rank}").read_text() for rank in range(ranks)] == self.undisturbed(ranks)
+
+    def undisturbed(self, ranks: int) -> list[str]:
+        if ranks not in self._ends:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                (folder / "go on").touch()
+                done = phalanx(*command(folder, ranks=ranks), env=self.env)
+                assert done.code == 0, done.err
+                self._ends[ranks] = [(folder / f"end.{rank}").read_text() for rank in range(ranks)]
+        return self._ends[ranks]
 
 
-def test_what_was_trained_is_gone_on_with(tmp_path: Path) -> None:
-    job = start(*command(tmp_path))
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    with stage("torch.distributed.checkpoint") as env:
+        yield Play(env)
+
+
+def everybody(folder: Path, job: Handle) -> list[int]:
+    """All processes of a run: its supervisor, its zygote and all below that."""
+    worker = proc.read(int((folder / "steps.0").read_text().split()[-1]))
+    assert worker is not None
+    return [job.pid, worker.parent, *descendants(worker.parent)]
+
+
+def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
+    job = play.start(tmp_path)
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     step = preempted(tmp_path, job)
@@ -82,36 +106,39 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path) -> None:
     (event,) = [event for event in told if isinstance(event, events.Preempted)]
     assert event.step == step
     assert not [event for event in told if isinstance(event, events.Fault)]
-    to_its_end(tmp_path, step)
+    play.to_its_end(tmp_path, step)
     for rank in range(2):
         assert steps(tmp_path, rank) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize(("name", "words", "ranks"), [("TERM", ("workers",), 2), ("USR1", ("raw",), 1)])
-def test_a_scheduler_may_signal_every_process(tmp_path: Path, name: str, words: tuple[str, ...], ranks: int) -> None:
+def test_a_scheduler_may_signal_every_process(
+    tmp_path: Path, name: str, words: tuple[str, ...], ranks: int, play: Play
+) -> None:
     options = ("--preempt-signal", name)
     # Those who load data die of it, and leave what they had in there.
-    job = start(*command(tmp_path, *words, ranks=ranks, options=options), env={"TMPDIR": str(tmp_path)})
+    env = {"TMPDIR": str(tmp_path)} if words == ("workers",) else {**play.env, "OMP_NUM_THREADS": "1"}
+    job = start(*command(tmp_path, *words, ranks=ranks, options=options), env=env)
     in_its_midst(tmp_path, job)
-    for pid in (job.pid, *descendants(job.pid)):
+    for pid in everybody(tmp_path, job):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[f"SIG{name}"])
     step = preempted(tmp_path, job)
     assert step >= max(steps(tmp_path))
     if words == ("workers",):
-        to_its_end(tmp_path, step, *words, ranks=ranks)
+        play.to_its_end(tmp_path, step, *words, ranks=ranks)
 
 
-def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "hang", options=("--grace", "12s")))
+def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, play: Play) -> None:
+    job = play.start(tmp_path, "hang", options=("--grace", "12s"))
     in_its_midst(tmp_path, job)
     until(lambda: (tmp_path / "hung").exists(), 60, "rank 1 to hang")
     job.signal(signal.SIGTERM)
-    to_its_end(tmp_path, preempted(tmp_path, job), "hang")
+    play.to_its_end(tmp_path, preempted(tmp_path, job), "hang")
 
 
-def test_a_death_while_the_checkpoint_is_written(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "slow"))
+def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
+    job = play.start(tmp_path, "slow")
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     until(lambda: (tmp_path / "saving").exists(), 60, "the checkpoint to be written")
@@ -119,16 +146,17 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path) -> None:
     assert preempted(tmp_path, job) == max(steps(tmp_path))
 
 
-def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path) -> None:
-    job = start(*command(tmp_path, "slow", "often"))
+def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path, play: Play) -> None:
+    """Nor is it one that all ranks end badly, once it is written."""
+    job = play.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
     until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
     job.signal(signal.SIGTERM)
     assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
 
 
 @pytest.mark.parametrize("how", ["twice", "late"])
-def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str) -> None:
-    job = start(*command(tmp_path, "stuck", options=("--grace", "2s" if how == "late" else "10m")))
+def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, play: Play) -> None:
+    job = play.start(tmp_path, "stuck", options=("--grace", "2s" if how == "late" else "10m"))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     job.wait_for("a checkpoint at the next step")
@@ -142,8 +170,8 @@ def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str) -> No
     assert checkpoints(tmp_path) == []
 
 
-def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path) -> None:
-    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
+def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path, play: Play) -> None:
+    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), env=play.env)
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     assert job.wait() == 143, job.both
@@ -160,10 +188,10 @@ def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
     assert "checkpoint" not in job.err
 
 
-def test_whichever_node_is_told(tmp_path: Path) -> None:
+def test_whichever_node_is_told(tmp_path: Path, play: Play) -> None:
     port = free_port()
     same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
-    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path)) for node in range(2)]
+    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path), env=play.env) for node in range(2)]
     in_its_midst(tmp_path, first)
     second.signal(signal.SIGTERM)
     step = preempted(tmp_path, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,18 +10,25 @@ import random
 import re
 import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from phalanx.join.topology import Topology
+from phalanx.join.vault import Vault
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.snapshot import part
+from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
 from phalanx.train.snapshot.found import Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
-from tests.kit.cli import Result, descendants, free_port, phalanx, python, start, until
+from phalanx.train.snapshot.snapshots import Snapshots
+from tests.kit.cli import Env, Result, descendants, free_port, phalanx, python, stage, start, until
+from tests.launch.test_vault import visit
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -50,7 +58,7 @@ def write(writer: Writer, step: int, size: int = 1000) -> None:
 
 def test_killed_at_any_moment_one_of_the_two_is_whole() -> None:
     chance = random.Random(3)
-    for _ in range(12):
+    for _ in range(8):
         fds = memories()
         pid = os.fork()
         if pid == 0:
@@ -101,6 +109,80 @@ def test_what_is_being_written_has_no_seal_and_what_was_changed_is_noticed() -> 
         os.close(fd)
 
 
+class Memories:
+    """A vault in this process, which lends nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        self.open = threading.Event()
+
+    def lend(self, name: str, size: int) -> int:
+        assert is_counter(name) or self.open.wait(20)
+        fd = self.held.setdefault(name, -1)
+        self.held[name] = fd = os.memfd_create("test") if fd < 0 else fd
+        os.truncate(fd, max(size, os.fstat(fd).st_size))
+        return os.dup(fd)
+
+    def drop(self, name: str) -> None:
+        with contextlib.suppress(KeyError):
+            os.close(self.held.pop(name))
+
+    def names(self) -> list[str]:
+        return list(self.held)
+
+    def close(self) -> None:
+        pass
+
+
+class Two:
+    """Rank 0 of two, of which the other has no room."""
+
+    rank, world_size, node_rank, is_main = 0, 2, 0, True
+    topology = Topology(((0, 1),), 0)
+
+    def broadcast(self, text: str) -> str:
+        return text
+
+    def gather(self, mine: Any, **_: object) -> list[Any]:
+        return [mine, [True, "no room"]] if isinstance(mine, list) else [mine]
+
+
+def test_off_while_memory_is_being_made() -> None:
+    """It is not taken away from the thread that makes it, and not one byte is held in the end."""
+    vault, said = Memories(), list[str]()
+    snapshots = Snapshots(Two(), vault, say=said.append)  # type: ignore[arg-type]
+    assert not snapshots.save(1, {"model": torch.nn.Linear(600, 600)}, {})
+    assert snapshots.off
+    assert "without snapshots in memory: rank 1: no room" in said[0]
+    vault.open.set()
+    snapshots.close()
+    assert list(vault.held) == ["steps.0"]
+    vault.drop("steps.0")
+
+
+def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
+    """Were each group to begin anew, with a death every few seconds there would never be one."""
+
+    def call(name: str) -> None:
+        vault = Vault(name)
+        first = Counter(vault, 0)
+        first.set(7)
+        first.close()
+        time.sleep(0.05)
+        again, new = Counter(vault, 0), Counter(vault, 1)
+        assert waited(vault) >= 0.05
+        assert reached(vault) == 7
+        for counter in (again, new):
+            counter.begin(8)
+        assert waited(vault) < 0.05
+        assert reached(vault) == 8
+        for counter in (again, new):
+            counter.close()
+        vault.close()
+
+    visit(call)
+
+
 # -- which snapshot is the newest
 
 
@@ -148,14 +230,41 @@ def test_nodes_and_ranks_go_and_come() -> None:
         "another number of ranks, and no shards",
         "a flipped byte is noticed",
         "without shards each node has all",
+        "a supervisor for each rank",
         "no room is told once",
     ]
 
 
-def trained(folder: Path, how: str, *faults: list[int], options: tuple[str, ...] = EVERY) -> Result:
-    done = phalanx("run", "-g", "2", "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults), timeout=120)
-    assert done.code == 0, done.err
-    return done
+@pytest.fixture(scope="module")
+def env() -> Iterator[Env]:
+    with stage("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
+        yield env
+
+
+class Play:
+    """Trainings of two ranks, and undisturbed ones to compare them with."""
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self._ends: dict[str, Any] = {}
+
+    def trained(self, folder: Path, how: str, *faults: list[int], options: tuple[str, ...] = EVERY) -> Result:
+        words = ("run", "-g", "2", "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults))
+        done = phalanx(*words, env=self.env, timeout=120)
+        assert done.code == 0, done.err
+        return done
+
+    def undisturbed(self, how: str) -> Any:
+        if how not in self._ends:
+            with tempfile.TemporaryDirectory() as folder:
+                self.trained(Path(folder), how, options=())
+                self._ends[how] = ended(Path(folder))[1]
+        return self._ends[how]
+
+
+@pytest.fixture(scope="module")
+def play(env: Env) -> Play:
+    return Play(env)
 
 
 def ended(folder: Path) -> tuple[list[str], Any]:
@@ -166,54 +275,49 @@ def ended(folder: Path) -> tuple[list[str], Any]:
     return begun[0].split(), json.loads(ends[0])
 
 
-@functools.cache
-def undisturbed(how: str) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        trained(Path(folder), how, options=())
-        return ended(Path(folder))[1]
-
-
-def test_a_lost_shard_comes_from_memory(tmp_path: Path) -> None:
-    done = trained(tmp_path, "fsdp", [7, 1])
-    assert ended(tmp_path) == (["0", "5"], undisturbed("fsdp"))
+def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
+    done = play.trained(tmp_path, "fsdp", [7, 1])
+    assert ended(tmp_path) == (["0", "5"], play.undisturbed("fsdp"))
     told = r"rank 1 failed: SIGKILL[^;]*; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again"
     assert re.search(told, done.err)
 
 
-def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path) -> None:
+def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Play) -> None:
     """The rest goes on with fewer ranks; then one of them dies too."""
     where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
     what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
-    with start("run", *where, "-i", "0", *what) as first, start("run", *where, "-i", "1", *what) as second:
-        assert [job.wait(120) for job in (first, second)] == [0, -signal.SIGKILL], f"{first.both}\n{second.both}"
+    jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
+    until(lambda: (tmp_path / "fault 0").exists(), 60, "step 7")
+    jobs[1].signal(signal.SIGKILL)
+    assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
     begun, (steps, end) = ended(tmp_path)
     assert begun == ["0", "5", "10"]
-    theirs = undisturbed("fsdp")
+    theirs = play.undisturbed("fsdp")
     assert steps == theirs[0]
     assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in theirs[1].items()}
 
 
-def test_all_ranks_die_at_once_and_again(tmp_path: Path) -> None:
-    done = trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
-    assert ended(tmp_path) == (["0", "5", "10"], undisturbed("ddp"))
+def test_all_ranks_die_at_once_and_again(tmp_path: Path, play: Play) -> None:
+    done = play.trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
+    assert ended(tmp_path) == (["0", "5", "10"], play.undisturbed("ddp"))
     assert done.err.count("2 steps done again") == 2
 
 
-def test_the_disk_may_have_a_newer_one(tmp_path: Path) -> None:
+def test_the_disk_may_have_a_newer_one(tmp_path: Path, play: Play) -> None:
     kept = str(tmp_path / "kept")
     options = (*EVERY, "--checkpoints", kept, "--checkpoint-every", "6")
-    done = trained(tmp_path, "saved", [7, 0], [7, 1], [11, 0], [11, 1], options=options)
-    assert ended(tmp_path) == (["0", "6", "10"], undisturbed("ddp"))
+    done = play.trained(tmp_path, "saved", [7, 0], [7, 1], [11, 0], [11, 1], options=options)
+    assert ended(tmp_path) == (["0", "6", "10"], play.undisturbed("ddp"))
     assert "resumed at step 6" in done.out
 
 
-def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path) -> None:
-    trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
-    assert ended(tmp_path) == (["0", "5"], undisturbed("ddp"))
+def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path, play: Play) -> None:
+    play.trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
+    assert ended(tmp_path) == (["0", "5"], play.undisturbed("ddp"))
 
 
-def test_off_is_off_and_nothing_is_left_by_a_supervisor_that_was_killed(tmp_path: Path) -> None:
-    trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
+def test_off_is_off_and_nothing_is_left_by_a_supervisor_that_was_killed(tmp_path: Path, play: Play) -> None:
+    play.trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
     assert ended(tmp_path)[0] == ["0", "0"]
     (tmp_path / "long").mkdir()
     with start("run", "-g", "2", "--cpu", *EVERY, SCRIPT, str(tmp_path / "long"), "long", "[]") as job:

@@ -334,7 +334,10 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     parts = chosen("--only", options.only, PARTS)
     names = _names(options.contenders)
     before = machine.machine()
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        if options.quick:  # nothing can be told from its times, so torch is imported once for all runs
+            for name in ("phalanx", "restart"):
+                stack.enter_context(contenders.kept_warm(SURVIVORS[name].contender, inherited, folder))
         bench = Bench(options, inherited, folder)
         for part in parts:
             bench.measure(part, names)

@@ -52,6 +52,12 @@ class Severing:
         return end
 
     def cut(self) -> None:
+        if os.getpid() == self._pid:
+            self.disconnect()
+            _abort()
+
+    def disconnect(self) -> None:
+        """What was watched alone: NCCL knows nothing of that, and is left alone."""
         if os.getpid() != self._pid:
             return
         for name, fd in self._all().items():
@@ -62,7 +68,6 @@ class Severing:
                         _end(copy)
                 finally:
                     os.close(copy)
-        _abort()
 
     def _all(self) -> dict[str, int]:
         found = dict(self._found)

@@ -66,4 +66,5 @@ class Vault:
                 packet, fds, _, _ = socket.recv_fds(self._sock, words.LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
             return words.answer(packet), fds[0] if fds else None
         except (OSError, msgspec.MsgspecError) as error:
+            self._sock.close()  # an answer that comes late would be taken for that to the next question
             raise LaunchError(f"the memory that the supervisor of this run holds cannot be reached: {error}") from error

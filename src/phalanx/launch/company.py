@@ -61,6 +61,7 @@ class Supervised(Protocol):
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
     def regroup(self, to: Regrouping) -> None: ...
     def hold(self, why: str) -> None: ...
+    def leave(self) -> None: ...
     def halt(self, step: int | None) -> None: ...
     def end(self, number: signal.Signals, reason: str) -> None: ...
     def note(self, text: str) -> None: ...
@@ -144,23 +145,28 @@ class Alone:
         pass
 
     def last(self, *, failed: bool) -> bool:
-        return not failed or self._recoveries.way is not Way.RESTART
+        return not failed or not self._restarts
+
+    @property
+    def _restarts(self) -> bool:
+        """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
+        return self._recoveries.way is Way.RESTART and not self._preemption.begun
 
     async def concluded(self, report: Report) -> Orders | Verdict:
         self._preemption.over()
-        if report.trouble and self._recoveries.way is Way.RESTART:
+        if self._preemption.halted:
+            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
+        if report.trouble and self._restarts:
             return self._once_more(report.attempt, report.trouble)
         if report.trouble:
             return Verdict(128 + signal.SIGKILL, self._recoveries.last_words(report.trouble))
-        if self._preemption.halted:
-            return Verdict(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
         if not report.deaths:
             return Verdict(0, self._recoveries.summary())
         death = cause.first_cause(report.deaths)
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        if self._recoveries.way is not Way.RESTART:
+        if not self._restarts:
             return Verdict(death.exit_code, self._recoveries.last_words(report.block))
         return self._once_more(report.attempt, report.block)
 
@@ -170,7 +176,10 @@ class Alone:
         return Orders(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
     def failing(self, fall: Fall) -> None:
-        if self._supervised is None or self._preemption.halted:
+        if self._supervised is None:
+            return
+        if self._preemption.halted:  # nothing is lost by it
+            self._supervised.leave()
             return
         if self._recoveries.decide(fall, able=self._able) is Way.REGROUP:
             self._supervised.regroup(self._anew(fall.reason, halt=self._preemption.begun))

@@ -171,6 +171,7 @@ class Leading:
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
         self.note(f"this node leads now; others join at {where}")
         called, ended = self._ability()
+        self._preemption.able(called, ended)  # what workers can do, they have told the leader before
         text = f"node {past.leader} is lost: {past.why}"
         fall = Fall(0, text, "", time.time(), 0.0, None)
         self._recoveries.moved(fall, Way.REGROUP if called and not ended else Way.RESTART)
@@ -310,7 +311,7 @@ class Leading:
                     if member not in self._seats:  # nobody stands by there any more
                         self._preparing.discard(member)
                         self._ready.discard(member)
-                    elif message.trouble and self._recoveries.way is not Way.RESTART:
+                    elif message.trouble and not self._restarts:
                         self._give_up(Verdict(128 + signal.SIGKILL, f"{self._name(member)}: {message.trouble}"))
                     self._count()
             case messages.Note():
@@ -597,7 +598,12 @@ class Leading:
         if self._moving and self._trouble is None:
             return False
         failed = failed or any(over.failed or over.trouble for over in self._overs.values())
-        return not failed or self._trouble is not None or self._recoveries.way is not Way.RESTART
+        return not failed or self._trouble is not None or not self._restarts
+
+    @property
+    def _restarts(self) -> bool:
+        """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
+        return self._recoveries.way is Way.RESTART and not self._preemption.begun
 
     def failing(self, fall: Fall) -> None:
         self._fell(fall)
@@ -612,7 +618,14 @@ class Leading:
         self._fell(fall, beside=member)
 
     def _fell(self, fall: Fall, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None or self._preemption.halted:
+        if self._stopping or self._supervised is None:
+            return
+        if self._preemption.halted:  # nothing is lost by it; but it may have been the last of its node
+            if beside is None:
+                self._supervised.leave()
+            else:
+                stop = messages.Stop(signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.ending.failure_grace)
+                self._own().send(beside, stop)
             return
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
             return
@@ -691,7 +704,7 @@ class Leading:
         self._preemption.over()
         troubles = [report.trouble, *(over.trouble for over in self._overs.values())]
         trouble = next(filter(None, troubles), "")
-        if trouble and self._recoveries.way is Way.RESTART and self._trouble is None:
+        if trouble and self._restarts and self._trouble is None:
             self._moving = True
             self.note(trouble)
         elif report.trouble and self._trouble is None:
@@ -716,7 +729,7 @@ class Leading:
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
-        if self._recoveries.way is not Way.RESTART or self._trouble is not None or absent:
+        if not self._restarts or self._trouble is not None or absent:
             return Verdict(death.exit_code, self._recoveries.last_words(blocks[death.rank]))
         self.note(f"{blocks[death.rank]}\nphalanx: {self._recoveries.again()}")
         return await self._again(report.attempt + 1)

@@ -101,7 +101,7 @@ class Supervisor:
         if self._outside is not None:
             self._outside.begin(self)
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
-        if every not in OFF:
+        if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
         code, text = 1, ""
         with self._signals.taken(
@@ -150,6 +150,12 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(self._joining, imports, return_exceptions=True)
             self._console.waiting(None)
+
+    @property
+    def _goes_on(self) -> bool:
+        """There may be somebody after a death, for whom it is worth to remember anything."""
+        gathering = self._plan.gathering
+        return self._plan.budget.most != 0 or (gathering is not None and gathering.elastic)
 
     def _knows(self, pid: int) -> bool:
         return self._attempt is not None and self._attempt.knows(pid)
@@ -534,6 +540,11 @@ class Supervisor:
         """Too few nodes are left: workers wait for others."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.hold(why)
+
+    def leave(self) -> None:
+        """A worker has died, and nobody takes its place: it may have been the last."""
+        if self._attempt is not None and not self._attempt.living:
+            self._attempt.over.set()
 
     def halt(self, step: int | None) -> None:
         """Workers say which step they have committed; later, at which one they end."""

@@ -34,6 +34,7 @@ class Generations:
         self._run: Run | None = None
         self._past: Past | None = None
         self._once = Once()
+        self._waited = 0.0  # since a checkpoint was due
         self._unwatched = self._severing.watch_groups()
         self._halting = Halting(self._steps)
         self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
@@ -83,6 +84,7 @@ class Generations:
         run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
         run.halting = self._reached
         run.training, run.regroups = self._training, True
+        run.waited = self._waited
         run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
@@ -117,6 +119,7 @@ class Generations:
         if run is None:  # it never came to be
             self._destroy()
             return
+        self._waited = run.waiting
         self._past = None if run.torn else run.standing()
         if self._past is None:
             self._once.forget()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class Interval:
     """`Interval(100)` steps, `Interval("10m")`, "30s", "2h"; None: never."""
 
-    def __init__(self, text: str | int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, text: str | int | None, clock: Callable[[], float] = time.monotonic, *, waited: float = 0.0
+    ) -> None:
         self.steps: int | None = None
         self.seconds: float | None = None
         found = re.fullmatch(r"(\d+)\s*([smh]?)", str(text).strip()) if text is not None else None
@@ -30,9 +32,15 @@ class Interval:
             self.seconds = int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
         elif found is not None:
             self.steps = int(found[1])
-        self._last = self._seen = clock()  # when a checkpoint was due, and when the clock was looked at
+        self._seen = clock()  # when the clock was looked at
+        self._last = self._seen - waited  # when a checkpoint was due
         self._looked = self._next = 0  # steps: of the last look, and of the one to come
         self._clock = clock
+
+    @property
+    def waited(self) -> float:
+        """Seconds since one was due."""
+        return self._clock() - self._last
 
     def passed(self, run: Run) -> bool:
         """The same answer on every rank: a checkpoint is made by all of them or by none."""

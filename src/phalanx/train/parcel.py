@@ -63,7 +63,7 @@ class Opened:
             ) from None
         if os.readlink(f"/proc/self/fd/{self._fd}") != _LINK:  # whoever writes to the store might name any file of ours
             os.close(self._fd)
-            raise LaunchError(f"what process {pid} was said to hold ready is no state of a training")
+            raise JoinError(f"what process {pid} was said to hold ready is no state of a training")
         self.label = objects.decode(os.pread(self._fd, length, start))
         self._size = start
         self._memory: mmap.mmap | None = None

@@ -86,6 +86,7 @@ class Run(Group):
     training = 0  # how many there were before, in this process
     regroups = False  # somebody takes the place of a rank that has died
     before = 0  # the newest step that was committed before the last group was lost
+    waited = 0.0  # seconds since a checkpoint was due, in the group before
     committed: Callable[[int], None] | None = None  # told of the first step
     keeping: Callable[[str], None] | None = None  # told where checkpoints are
     halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
@@ -514,7 +515,8 @@ class Run(Group):
         from phalanx.train.checkpoint import state
         from phalanx.train.checkpoint.checkpoints import Checkpoints
 
-        self._due = Interval(every if every is not None else environ.get(CHECKPOINT_EVERY, EVERY))
+        often = every if every is not None else environ.get(CHECKPOINT_EVERY, EVERY)
+        self._due = Interval(often, waited=self.waited)
         self._checkpoints = Checkpoints(folder, self, generators=[self.generator], **options)
         state.taken(self._everything())  # what cannot be kept is told now, and not after the first hundred steps
         self._checkpoints.open()
@@ -540,13 +542,17 @@ class Run(Group):
 
             with contextlib.suppress(LaunchError):
                 snapshots = Snapshots(self, Vault(environ[MEMORY], str(self.training)), generators=[self.generator])
+        waited = snapshots.waited() if snapshots is not None else 0.0
         # Nodes may have been told different things.
-        offers: list[Any] = self.gather([snapshots is not None, told], all=True) or []
-        if snapshots is not None and not all(there for there, _ in offers):
+        mine = [snapshots is not None, told, waited, self.waited, environ.get(MEMORY, "")]
+        offers: list[Any] = self.gather(mine, all=True) or []
+        self.waited = max(offer[3] for offer in offers)  # whoever is new does not know
+        if snapshots is not None and not all(offer[0] for offer in offers):
             snapshots.close()
             snapshots = None
         if snapshots is not None:
-            self._snapshot_due = Interval(offers[0][1] or SNAPSHOTS)
+            snapshots.held_in([offer[4] for offer in offers])
+            self._snapshot_due = Interval(offers[0][1] or SNAPSHOTS, waited=max(offer[2] for offer in offers))
         return snapshots
 
     def _recall(self, checkpoints: Checkpoints | None = None) -> bool:
@@ -613,6 +619,11 @@ class Run(Group):
         layouts = self._stepper.layouts if self.steps > self._began else self._layouts
         settings = Settings(self._kept)
         return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
+
+    @property
+    def waiting(self) -> float:
+        """As `waited` of the next group: were each to begin anew, with many deaths no checkpoint would ever be due."""
+        return self._due.waited if self._ready else self.waited
 
     def abandon(self, left: Callable[[], None] | None = None, *, held: bool = False) -> None:
         """`left` is called when the group is no more: what was to be saved may take longer to write. `held`: living

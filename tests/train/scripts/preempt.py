@@ -6,10 +6,12 @@ slow       a checkpoint takes a while to write, and FOLDER has a file "saving" m
 workers    data is loaded by other processes
 raw        data is read without phalanx
 often      a checkpoint of every third step
+badly      whatever has happened before, the process ends with code 3
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -77,5 +79,7 @@ def train(run: phalanx.Run) -> None:
     (FOLDER / f"end.{run.rank}").write_text(repr(end))
 
 
+if "badly" in WORDS:
+    atexit.register(os._exit, 3)
 phalanx.main(train)
 print("after the training", flush=True)

@@ -1,5 +1,5 @@
 """snapshot.py FOLDER HOW FAULTS: a training whose ranks die: [[step, rank], …] as JSON, each once.
-[step, rank, "node"]: the whole node of that rank does.
+[step, rank, "node"]: somebody will kill its whole node.
 
 ddp    phalanx.main, and a wait after each step until the snapshot is there
 saved  the same, and until the checkpoint is
@@ -38,13 +38,9 @@ def die(run: phalanx.Run) -> None:
             at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
             while not all((FOLDER / f"fault {other}").exists() for other in at_once):  # nobody goes before the others
                 time.sleep(0.001)
-            os.kill(supervisor() if node else os.getpid(), signal.SIGKILL)
+            if not node:
+                os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
-
-
-def supervisor() -> int:
-    """The parent of the zygote, which is ours."""
-    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def train(run: phalanx.Run) -> None:

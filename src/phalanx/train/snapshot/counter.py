@@ -1,14 +1,16 @@
-"""How far a rank had come when it died: a number in memory that outlives it."""
+"""How far a rank had come when it died, and how long ago there was a snapshot: in memory that outlives it."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import struct
+import time
 
 from phalanx.join.vault import Vault
 
-_NUMBER = struct.Struct("<q")
+_STEP = struct.Struct("<q")
+_BOTH = struct.Struct("<qd")  # the second by a clock that all processes of a machine share
 _PREFIX = "steps."
 
 
@@ -17,9 +19,16 @@ class Counter:
         fd = vault.lend(counter_name(rank), mmap.PAGESIZE)
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         os.close(fd)
+        step, since = _BOTH.unpack_from(self._memory)
+        if not since:
+            _BOTH.pack_into(self._memory, 0, step, time.monotonic())
 
     def set(self, step: int) -> None:
-        _NUMBER.pack_into(self._memory, 0, step)
+        _STEP.pack_into(self._memory, 0, step)
+
+    def begin(self, step: int) -> None:
+        """A snapshot of this step."""
+        _BOTH.pack_into(self._memory, 0, step, time.monotonic())
 
     def close(self) -> None:
         self._memory.close()
@@ -35,9 +44,19 @@ def is_counter(name: str) -> bool:
 
 def reached(vault: Vault) -> int:
     """The newest step that any rank of this node had committed."""
-    steps = [0]
+    return max((step for step, _ in _told(vault)), default=0)
+
+
+def waited(vault: Vault) -> float:
+    """Seconds since the ranks of this node have last begun a snapshot, or since they came."""
+    return max((time.monotonic() - since for _, since in _told(vault)), default=0.0)
+
+
+def _told(vault: Vault) -> list[tuple[int, float]]:
+    found = []
     for name in filter(is_counter, vault.names()):
         fd = vault.show(name)
-        steps += _NUMBER.unpack(os.pread(fd, _NUMBER.size, 0))
+        step, since = _BOTH.unpack(os.pread(fd, _BOTH.size, 0))
         os.close(fd)
-    return max(steps)
+        found += [(step, since)] if since else []  # one that is just being made has neither
+    return found

@@ -47,11 +47,28 @@ class Exchange:
 
         One for which there is no room here is not sent, and raises LaunchError when the others have come.
         """
-        out = {tag: show(one.name) for tag, one in enumerate(transfers) if one.sender == self._rank}
-        seals = {tag: _numbers(part.read_seal(fd)) for tag, fd in out.items()}
+        memories: dict[int, int] = {}
+        try:
+            self._carry(transfers, show, lend, memories)
+        except BaseException:
+            for fd in memories.values():
+                os.close(fd)
+            raise
+        return list(memories.values())
+
+    def _carry(
+        self,
+        transfers: Sequence[Transfer],
+        show: Callable[[str], int],
+        lend: Callable[[str, int], int],
+        memories: dict[int, int],
+    ) -> None:
+        out = [tag for tag, one in enumerate(transfers) if one.sender == self._rank]
+        for tag in out:
+            memories[tag] = show(transfers[tag].name)
+        seals = {tag: _numbers(part.read_seal(fd)) for tag, fd in memories.items()}
         seals |= {tag: torch.zeros(3, dtype=torch.int64) for tag in self._coming(transfers)}
         self._pass(transfers, {tag: [seal] for tag, seal in seals.items()})
-        memories = dict(out)
         refusal: LaunchError | None = None
         taken = {tag: torch.zeros(1, dtype=torch.int64) for tag in seals}
         for tag in self._coming(transfers):
@@ -66,19 +83,17 @@ class Exchange:
         self._pass(transfers, {tag: [one] for tag, one in taken.items()}, back=True)
         agreed = [tag for tag in memories if int(taken[tag]) and _seal(seals[tag]).end]
         self._pass(transfers, {tag: part.body(memories[tag], _seal(seals[tag]).end).split(_CHUNK) for tag in agreed})
-        for tag, fd in out.items():
-            os.close(fd)
-            del memories[tag]
+        for tag in out:
+            os.close(memories.pop(tag))
         for tag, fd in memories.items():
             if tag in agreed:
                 part.make_seal(fd, _seal(seals[tag]))
         if refusal is not None:
             raise refusal
-        return list(memories.values())
 
     def close(self) -> None:
         """Whoever waits in it stops waiting."""
-        self._severing.cut()
+        self._severing.disconnect()
 
     def _coming(self, transfers: Sequence[Transfer]) -> list[int]:
         return [tag for tag, one in enumerate(transfers) if one.receiver == self._rank]

@@ -13,7 +13,7 @@ from phalanx.train.snapshot.exchange import Transfer
 class Held(msgspec.Struct, frozen=True):
     """A sealed part in the memory of a node."""
 
-    node: int
+    node: int  # or one of several on it, where each of its ranks has a supervisor of its own
     rank: int  # that wrote it
     turn: int
     step: int

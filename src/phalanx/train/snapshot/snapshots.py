@@ -12,6 +12,7 @@ that each node has all of it. With sharding each rank has a part of its own, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -33,7 +34,7 @@ from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import Values
 from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.shares import Chunk, share
-from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached
+from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import Found, Held, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
@@ -56,7 +57,7 @@ class Snapshots:
         self._group = group
         self._nodes = group.topology.nodes
         self._local = group.topology.local_ranks
-        self._place = self._local.index(group.rank)
+        self._settle(self._nodes)
         self._others = len(self._nodes) > 1
         self._vault = vault
         self._generators = generators
@@ -78,6 +79,19 @@ class Snapshots:
         self._cleared = False
         self.off = False
 
+    def held_in(self, vaults: Sequence[str]) -> None:
+        """By rank. As a rule there is one a node; but a scheduler may have started a supervisor for each rank of it."""
+        shared: dict[str, list[int]] = {}
+        for rank, name in enumerate(vaults):
+            shared.setdefault(name, []).append(rank)
+        self._settle(tuple(map(tuple, shared.values())))
+
+    def _settle(self, vaults: tuple[tuple[int, ...], ...]) -> None:
+        """The ranks that have each vault, and where among them this one is."""
+        self._vaults = vaults
+        self._here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
+        self._place = vaults[self._here].index(self._group.rank)
+
     # -- steps
 
     def committed(self, step: int) -> None:
@@ -87,6 +101,10 @@ class Snapshots:
     def reached(self) -> int:
         """The newest step that was committed by any rank that this node has ever had, until the training went back."""
         return 0 if self._place else reached(self._vault)
+
+    def waited(self) -> float:
+        """Seconds since the last one here. Were each group to begin anew, with many deaths none would ever be due."""
+        return 0.0 if self._place else waited(self._vault)
 
     # -- saving
 
@@ -127,6 +145,7 @@ class Snapshots:
             return False
         finish = partial(self._finish, self._writers[self._turn], part, placed, random, carried)
         self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
+        self._counter.begin(step)
         self._writing, self._pause = True, 1
         return True
 
@@ -142,9 +161,7 @@ class Snapshots:
     def close(self, patience: float = 0.0) -> None:
         """What is not finished is not there; the one before is. `patience`: seconds for one that is nearly there, where
         no living rank has all of the state."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
+        self._hang_up()
         wait([self._job] if self._job is not None else [], patience if self._sharded else 0.0)
         for writer in self._writers:
             writer.abandoned = True
@@ -207,35 +224,47 @@ class Snapshots:
 
     def _turn_off(self, why: str) -> None:
         self.off = True
-        for turn, writer in enumerate(self._writers):
-            if turn == self._turn or not writer.sealed:  # the other one may still be of use
-                writer.close()
-                self._vault.drop(f"{self._group.rank}.{turn}")
+        self._hang_up()  # nobody waits for one that has given up
+        for writer in self._writers:
+            writer.abandoned = True
+        if self._job is None or self._job.done():
+            self._let_go()
+        else:  # not while a thread of ours writes there: after it, and nobody waits for that
+            self._thread.submit(self._let_go)
         if self._group.is_main:
             self._say(
                 f"phalanx: the training goes on without snapshots in memory: {why}\n"
                 "  fix: more memory; or --snapshot-every off, which says no word"
             )
 
+    def _let_go(self) -> None:
+        with contextlib.suppress(LaunchError):
+            for turn, writer in enumerate(self._writers):
+                if turn == self._turn or not writer.sealed:  # the other one may still be of use
+                    writer.close()
+                    self._vault.drop(f"{self._group.rank}.{turn}")
+
     def _clear(self) -> None:
         """Of what others have left here, who stand elsewhere now."""
         if self._place:
             return
-        writers = {rank for rank, node in self._partners().items() if node == self._group.node_rank} | {*self._local}
-        used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, self._local)}
+        ranks = {*self._vaults[self._here]}
+        writers = {one.sender for one in self._to_partners() if one.receiver in ranks} | ranks
+        used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, ranks)}
         self._vault.keep_only(used)
 
     # -- the next node
-
-    def _partners(self) -> dict[int, int]:
-        """The node that has a copy of each rank's part."""
-        return {rank: (node + 1) % len(self._nodes) for node, ranks in enumerate(self._nodes) for rank in ranks}
 
     def _between(self) -> Exchange:
         """All ranks make it together, when they first need it."""
         if self._exchange is None:
             self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
         return self._exchange
+
+    def _hang_up(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def _carry(self, exchange: Exchange, planned: Sequence[Transfer], *, check: bool = False) -> None:
         for fd in exchange.carry(planned, self._vault.show, self._vault.lend):
@@ -268,14 +297,14 @@ class Snapshots:
     def load(self, found: Found, kept: Mapping[str, object]) -> dict[str, Any] | None:
         """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
         parts = self._parts(found)
-        whole = found.whole_for(self._group.node_rank)
+        whole = found.whole_for(self._here)
         first = parts[whole[0]]
         plain = first.plain or {}
         tables = [parts[rank].table("", 0) for rank in whole]
         targets = state.targets(kept, plain, loading.shapes(tables))
         needed = loading.needed(tables, targets)
         wanted = self._group.gather(needed, all=True) or []
-        planned = transfers(found, wanted, self._nodes)
+        planned = transfers(found, wanted, self._vaults)
         if planned and (problem := self._problem(partial(self._carry, self._between(), planned, check=True))):
             self._tell(found, problem)
             return None
@@ -316,22 +345,22 @@ class Snapshots:
                 os.close(fd)
 
     def _held(self) -> list[Held]:
-        """By all nodes; each is looked at by its first rank."""
+        """By all vaults; each is looked at by its first rank."""
         mine = []
         for name in self._vault.names() if not self._place else ():
             part = self._part(name) if not is_counter(name) else None
             if part is not None:
                 turn = int(name.partition(".")[2])
-                mine.append(Held(self._group.node_rank, part.rank, turn, part.step, part.era, part.together))
+                mine.append(Held(self._here, part.rank, turn, part.step, part.era, part.together))
         told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
         return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
 
     def _bad(self, found: Found) -> dict[tuple[int, int], str]:
         """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
-        node = self._group.node_rank
+        node = self._here
         here = [rank for rank, holders in found.holders.items() if node in holders]
         mine: list[Any] = []
-        for rank in here[self._place :: len(self._local)]:
+        for rank in here[self._place :: len(self._vaults[node])]:
             fd = self._vault.show(found.name(rank))
             try:
                 problems = differences(fd)
@@ -346,7 +375,7 @@ class Snapshots:
         """All that is known, on all ranks."""
         mine = []
         for rank, holders in found.holders.items():
-            if not self._place and holders[0] == self._group.node_rank:
+            if not self._place and holders[0] == self._here:
                 part = self._part(found.name(rank))
                 mine += [msgspec.json.encode(part).decode()] if part is not None else []
         told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]

@@ -1,0 +1,94 @@
+"""A run that is preempted, as the one who decides sees it: what ranks say, who dies meanwhile, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.contract import line as words
+from phalanx.launch.attempt import Fall
+from phalanx.launch.cause import Death
+from phalanx.launch.company import Alone, Report, Verdict
+from phalanx.recover.decision import Budget
+
+ENDING = SimpleNamespace(checkpoint_grace=60.0, failure_grace=1.0, signals=(signal.SIGTERM,))
+FALL = Fall(1, "rank 1 failed", "here", 0.0, 1.0, 7)
+DEAD = Report(0, [Death(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block")
+
+
+class Supervisor:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.told.append((name, *args)) if name not in ("note", "event") else None
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.told]
+
+
+def among(play: Callable[[Alone, Supervisor], Coroutine[Any, Any, None]], most: int | None = None) -> None:
+    async def main() -> None:
+        plan = SimpleNamespace(
+            ending=ENDING,
+            environ={"PHALANX_CHECKPOINTS": "/kept"},
+            budget=Budget(most),
+            placement=SimpleNamespace(world_size=2),
+        )
+        supervisor = Supervisor()
+        alone: Any = Alone(plan, supervisor, None)  # type: ignore[arg-type]
+        alone.meet(supervisor)
+        alone.able(True, False, True)
+        await play(alone, supervisor)
+
+    asyncio.run(main())
+
+
+def test_all_have_to_say_where_they_stand() -> None:
+    async def play(alone: Alone, supervisor: Supervisor) -> None:
+        assert alone.preempt(signal.SIGTERM)
+        alone.halting(0, words.Standing(7, 0))
+        alone.halting(0, words.Standing(7, 0))
+        assert supervisor.told == [("halt", None)]
+        alone.halting(1, words.Standing(8, 0))
+        assert supervisor.told == [("halt", None), ("halt", 9)]
+
+    among(play)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
+    """The last of them would be waited for, for as long as a checkpoint may take."""
+
+    async def play(alone: Alone, supervisor: Supervisor) -> None:
+        assert alone.preempt(signal.SIGTERM)
+        alone.halting(0, words.Halted(9))
+        alone.failing(FALL)
+        assert supervisor.names() == ["halt", "leave"]
+        trouble = "" if last else "the zygote was ended from outside"
+        found = await alone.concluded(Report(0, DEAD.deaths, "block", trouble))
+        assert isinstance(found, Verdict)
+        assert found.code == os.EX_TEMPFAIL
+
+    among(play)
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
+    async def play(alone: Alone, supervisor: Supervisor) -> None:
+        assert not preempted or alone.preempt(signal.SIGTERM)
+        alone.able(True, True, True)  # one is through with its work: no group can form any more
+        alone.failing(FALL)
+        assert supervisor.names()[-1] == "stop"
+        assert alone.last(failed=True) is preempted
+        assert isinstance(await alone.concluded(DEAD), Verdict) is preempted
+
+    among(play, most=3)
