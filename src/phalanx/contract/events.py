@@ -90,6 +90,12 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     redone: int = 0  # steps that had been committed, and were lost
 
 
+class Restarted(Event, frozen=True, kw_only=True, tag="restarted"):
+    """All ranks were ended after a fault, and are started again."""
+
+    seconds: float  # since the fault
+
+
 class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
     """The run ends for now: this step is in a checkpoint."""
 
@@ -122,6 +128,7 @@ AnyEvent = (
     | WorkerFailed
     | Fault
     | Recovered
+    | Restarted
     | Preempted
     | StoreLost
     | Note

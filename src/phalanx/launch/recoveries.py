@@ -23,7 +23,8 @@ class Recoveries:
         self._open: list[Fall] = []  # those that the group has not got over yet
         self._since = 0.0  # the first of them
         self._began = time.monotonic()  # somebody may set the clock on the wall, which must not change anything here
-        self._lost = 0.0  # seconds from a fault to the next step
+        self._stopped = 0.0  # since when all ranks are being ended, to be started again
+        self._lost = 0.0  # seconds from a fault to the next step, or to the next start
 
     @property
     def way(self) -> Way:
@@ -39,9 +40,14 @@ class Recoveries:
         self._folder.event(
             events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
         )
+        self._note(fall)
+        return self._latest.way
+
+    def _note(self, fall: Fall) -> None:
         if self._latest.way is Way.REGROUP:
             self._begin_anew(fall)
-        return self._latest.way
+        elif self._latest.way is Way.RESTART and not self._stopped:
+            self._stopped = time.monotonic()
 
     def _begin_anew(self, fall: Fall) -> None:
         self.generation += 1
@@ -52,8 +58,7 @@ class Recoveries:
         """A node has come or gone, as it may: it costs nothing of the budget."""
         self._latest = Recovery(way)
         self._folder.event(events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))
-        if way is Way.REGROUP:
-            self._begin_anew(fall)
+        self._note(fall)
         self._moves += 1
 
     def anew(self) -> None:
@@ -82,10 +87,15 @@ class Recoveries:
         return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
     def again(self) -> str:
+        """A line, when all ranks have ended, and are about to be started again."""
+        took = time.monotonic() - self._stopped if self._stopped else 0.0
+        self._stopped = 0.0
+        self._lost += took
+        self._folder.event(events.Restarted(time=time.time(), seconds=round(took, 4)))
         if not self._latest.used:
-            return "starting all ranks again"
+            return f"starting all ranks again, {took:.2f} s later"
         most = f" of {self._budget.most}" if self._budget.most is not None else ""
-        return f"starting all ranks again: restart {self._latest.used}{most}"
+        return f"starting all ranks again: restart {self._latest.used}{most}, {took:.2f} s later"
 
     def last_words(self, block: str) -> str:
         return f"{block}\n  {self._latest.why}" if self._latest.why else block
@@ -98,8 +108,8 @@ class Recoveries:
         count, moves = len(self._faults), self._moves
         happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
         happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
-        if not self.generation:
-            return f"{', '.join(happened)}: all ranks were started again"
+        if not self.generation:  # what they had done since they last saved it, only they know
+            return f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s until all ranks were started again"
         return (
             f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost: "
             f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
