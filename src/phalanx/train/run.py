@@ -117,6 +117,8 @@ class Run(Group):
         self._ended: tuple[int, Loader, Any, Settings] | None = None  # at the end of an epoch: steps, data, its place
         self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
+        self._own = super().generator
+        self._number = self._seeded = 0  # what `generator` begins with in this batch; what it has begun with
 
     # -- model
 
@@ -286,12 +288,20 @@ class Run(Group):
             epoch, consumed = data.taken
             number = chance.number(self.seed, self.rank, epoch, consumed)
             fresh.begin(number, self.device)
-            self.generator.manual_seed(number + 1)
+            self._number = number + 1
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             yield batch
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A stream of this rank's own, begun anew with every batch, as all others are; where it is asked for."""
+        if self._seeded != self._number:
+            self._seeded = self._number
+            self._own.manual_seed(self._number)
+        return self._own
 
     def _turn_to(self, reading: Reading | None) -> None:
         self._reading = reading

@@ -1,4 +1,4 @@
-"""elastic.py FOLDER: a training that goes on, epoch after epoch, until FOLDER/end is there.
+"""elastic.py FOLDER [EPOCHS]: a training that goes on, epoch after epoch, until FOLDER/end is there; or for EPOCHS.
 
 Each rank writes which samples it takes for a step, and says when it enters a group. With LAST in the environment a rank
 has something to do when the training is over.
@@ -50,11 +50,13 @@ def train(run: phalanx.Run) -> None:
             run.backward(nn.functional.mse_loss(ddp(x), y))
             run.step(opt)
             time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
-        if EPOCHS is None and run.broadcast((FOLDER / "end").exists()):
+        end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+        if EPOCHS is not None:
+            (FOLDER / f"result.{run.epoch + 1}").write_text(json.dumps(end))
+        elif run.broadcast((FOLDER / "end").exists()):
+            if run.is_main:
+                (FOLDER / "result").write_text(json.dumps([run.epoch + 1, run.steps, end]))
             break
-    end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-    if run.is_main:
-        (FOLDER / "result").write_text(json.dumps([run.epoch + (EPOCHS is None), run.steps, end]))
 
 
 print("comes to main", flush=True)

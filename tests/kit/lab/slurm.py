@@ -37,7 +37,7 @@ MpiDefault=none
 ReturnToService=2
 # more cores than the machine really has
 SlurmdParameters=config_overrides
-SlurmdTimeout=30
+SlurmdTimeout=300
 InactiveLimit=0
 KillWait=5
 MinJobAge=300
