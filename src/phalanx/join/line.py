@@ -61,10 +61,10 @@ class Line:
         world = self._world
         return -1 if world is None else world.generation
 
-    def newer(self, than: words.World) -> words.World | None:
+    def newer(self, than: words.World, patience: float) -> words.World | None:
         """The world of a later generation than this one, as soon as there is one. None: nobody tells of any."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._later(than), than.patience)
+            self._changed.wait_for(lambda: self._waiting or self._later(than), patience)
             if self._waiting:
                 self._changed.wait_for(lambda: self._gone or self._later(than))
             return self._world if self._later(than) else None

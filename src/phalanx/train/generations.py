@@ -23,6 +23,8 @@ from phalanx.train.once import Once
 from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")
+_OF_PEERS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
+_OF_OTHERS = 1.0  # seconds
 
 
 class Generations:
@@ -64,8 +66,8 @@ class Generations:
                 moved = self._line.has_moved(world)
                 if self._halting.asked and not moved:
                     self._stand(world.generation)
-                patient = moved or self._halting.asked or _may_be_a_death(error)
-                if not patient or self._line.newer(world) is None:
+                patience = world.patience if moved or self._halting.asked else _patience(error, world.patience)
+                if not patience or self._line.newer(world, patience) is None:
                     raise
                 self._stuck = False
             self._leave()
@@ -194,8 +196,14 @@ class Generations:
         self._ignoring.end()
 
 
-def _may_be_a_death(error: Exception) -> bool:
-    """torch tells of a lost peer in many words, but always by these kinds."""
+def _patience(error: Exception, whole: float) -> float:
+    """Seconds to wait for word of a death that may be behind it. torch tells of a lost peer in many words, but always by
+    these kinds; most other errors of these kinds are the script's own, and are not held back for long."""
     import torch
+    import torch.distributed as dist
 
-    return isinstance(error, RuntimeError | OSError | JoinError) and not isinstance(error, torch.OutOfMemoryError)
+    if not isinstance(error, RuntimeError | OSError | JoinError) or isinstance(error, torch.OutOfMemoryError):
+        return 0.0
+    told = str(error).lower()
+    lost = isinstance(error, OSError | JoinError | dist.DistError) or any(word in told for word in _OF_PEERS)
+    return whole if lost else min(_OF_OTHERS, whole)
