@@ -197,8 +197,8 @@ class Generations:
 
 
 def _patience(error: Exception, whole: float) -> float:
-    """Seconds to wait for word of a death that may be behind it. torch tells of a lost peer in many words, but always by
-    these kinds; most other errors of these kinds are the script's own, and are not held back for long."""
+    """Seconds to wait for word of a death that may be behind it. torch tells of a lost peer in many words, but always
+    by these kinds; most other errors of these kinds are the script's own, and are not held back for long."""
     import torch
     import torch.distributed as dist
 
