@@ -87,7 +87,7 @@ def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
 
 
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
-    done = trained(tmp_path, 3, [5, 0, "kill"], [5, 1, "stuck"])
+    done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
     assert ended(tmp_path, 3)[0] == undisturbed(3)
     assert "rank 1 cannot leave the group: SIGKILL" in done.err

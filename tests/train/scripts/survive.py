@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -60,6 +61,9 @@ def die(how: str) -> None:
         os._exit(7)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "then":  # when the fault before it has happened
+        while not (FOLDER / "fault 0").exists():
+            time.sleep(0.005)
     if how == "stuck":  # as a thread of gloo's that nobody wakes
         lock = threading.Lock()
         with lock:
