@@ -1,0 +1,1 @@
+"""What is wrong: evidence from all ranks -> Verdict. Pure."""

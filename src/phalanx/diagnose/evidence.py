@@ -1,0 +1,136 @@
+"""What is known about a run that does not go on: of every node, every rank, its stacks and its collectives.
+
+It travels between nodes, and lies in the run folder afterwards: typed, as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal["import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"]
+
+
+class Frame(msgspec.Struct, frozen=True):
+    file: str
+    line: int
+    function: str
+
+
+class Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """Frames as Python shows them in a dump: the innermost first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    main: bool = False
+    holds_gil: bool = False  # it had Python's lock when the dump was made
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective or a message between two ranks, as torch's flight recorder or the stack shows it."""
+
+    group: str  # its name
+    seq: int  # collectives of a group are numbered; 0: nobody has counted it
+    op: str  # all_reduce, broadcast, send ...
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()  # their shapes
+    done: bool = False
+    age: float = 0.0  # seconds since it was called
+    site: tuple[Frame, ...] = ()  # where: the innermost first, where that is known
+    peer: int | None = None  # of send and recv: the other rank
+    tag: int | None = None
+    reduction: str = ""  # SUM ...; empty: not known
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one rank is in one group."""
+
+    name: str
+    backend: str
+    ranks: tuple[int, ...]  # global ones, in their order
+    enqueued: int = -1  # the newest collective that was called; -1: not known
+    completed: int = -1
+    description: str = ""
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel says."""
+
+    pid: int
+    state: str  # R runs, S sleeps, D waits for a device, T stopped, t traced, Z dead
+    cpu: float = 0.0  # cores in use, since the look before
+    resident: int = 0  # bytes
+    swapped: int = 0  # bytes
+    major_faults: float = 0.0  # pages read from disk, per second
+    threads: int = 0
+    sockets: int = 0  # TCP connections that stand
+    unsent: int = 0  # bytes in them that no peer has taken
+    wchan: str = ""  # where in the kernel it sleeps, where that may be read
+    children: tuple[str, ...] = ()  # of its own making: "pid state command"
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    use: float  # 0 to 1
+    memory: int = 0
+    throttled: str = ""  # why it is slowed down: thermal, power; empty: it is not, or nobody says
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    node: int
+    device: str = ""
+    step: int = -1  # the newest that it has finished; -1: none that could be seen
+    usual: float = 0.0  # seconds of a step, the median of the last; 0: not known
+    phase: Phase = "idle"
+    since: float = 0.0  # seconds without any progress of this rank
+    silent: float = 0.0  # seconds since it last published anything: Python's lock is held, or it is stopped
+    busy: bool = False  # its main thread computes, and is seen at ever other places: slow, and not stuck
+    threads: tuple[Thread, ...] = ()
+    groups: tuple[Group, ...] = ()
+    calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; the last one is what it waits in, if not done
+    process: Process | None = None
+    gpu: Gpu | None = None
+    ended: int | None = None  # exit code, or minus the signal
+    note: str = ""  # what could not be had, and why
+    debugged: bool = False  # somebody has a debugger open in it
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    node: int
+    host: str
+    silent: float = 0.0  # seconds since its supervisor was last heard
+    lost: bool = False  # its connection has ended
+    memory: int = 0  # bytes
+    available: int = 0
+    swapping: float = 0.0  # pages in and out, per second
+    finding: str = ""  # what the doctor says about the way to it
+    out_of_memory: str = ""  # the kernel's last word about a process that it has killed
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    time: float
+    waited: float  # seconds since anybody made progress
+    ranks: tuple[Rank, ...]
+    nodes: tuple[Node, ...] = ()
+    world_size: int = 0
+    finding: str = ""  # of the doctor, about the network between nodes
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Evidence] = msgspec.json.Decoder(Evidence)
+_ranks: msgspec.json.Decoder[Rank] = msgspec.json.Decoder(Rank)
+
+
+def encode(evidence: Evidence | Rank) -> bytes:
+    return _encoder.encode(evidence)
+
+
+def decode(text: bytes) -> Evidence:
+    return _decoder.decode(text)
+
+
+def decode_rank(text: bytes) -> Rank:
+    return _ranks.decode(text)
