@@ -25,6 +25,7 @@ from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.stuck import Stuck
+from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
@@ -51,6 +52,7 @@ class Worker:
     entered: int = -1  # the last generation that it has come to
     holds: bool = False  # with what was trained before
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
+    witness: Witness | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Stage:
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
+    board: Board | None = None  # where workers publish what they are at
 
 
 class Attempt:
@@ -233,13 +236,34 @@ class Attempt:
             order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
-        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare)
+        witness = self._witness(name)
+        if witness is not None:
+            order["witness"] = witness.slot
+        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
-            self._zygote.order(order, [stdin, out, err])
+            self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
         except OSError:
-            del self.workers[name]  # the zygote is gone: its reader says so
+            self._forget(name)  # the zygote is gone: its reader says so
+        else:
+            if witness is not None:
+                witness.handed_over()
         os.close(stdin)
         self.output.handed_over(seat.rank)
+
+    def _forget(self, name: str) -> None:
+        witness = self.workers.pop(name).witness
+        if witness is not None:
+            witness.close()
+
+    def _witness(self, name: str) -> Witness | None:
+        board = self._stage.board
+        slot = board.take() if board is not None else None
+        if board is None or slot is None:
+            return None
+        return Witness(board, slot, lambda message, fds: self._witnessed(name, message, fds))
+
+    def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
+        """What a worker's witness says unasked."""
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
@@ -308,7 +332,7 @@ class Attempt:
         if worker.stopped or self.stopping:
             return
         self._spares_lost += 1
-        del self.workers[name]
+        self._forget(name)
         told = f"a spare worker ended ({cause.in_words(code)}); see {worker.folder}"
         if self._spares_lost >= _MOST_SPARES:
             self._stage.note(f"{told}. It is the third, so that there are no more")
@@ -402,6 +426,9 @@ class Attempt:
         if self._escalation is not None:
             self._escalation.cancel()
         self._line.close()
+        for worker in self.workers.values():
+            if worker.witness is not None:
+                worker.witness.close()
         for task in (self._listening, self._missing):
             if task is not None:
                 task.cancel()
@@ -451,7 +478,7 @@ class Attempt:
             dead = [name for name, worker in self.workers.items() if worker.code is not None]
             for gone in dead:
                 if self.workers[gone].seat.local_rank == seat.local_rank:
-                    del self.workers[gone]
+                    self._forget(gone)
             if name is None:
                 self.start_worker(seat, spare=self._stage.plan.spare)
                 return

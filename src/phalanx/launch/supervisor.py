@@ -16,17 +16,21 @@ from typing import Protocol
 
 from phalanx.contract import events
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
+from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
+from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
+from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.signals import SAME, Signals
 from phalanx.launch.vault import Vault
+from phalanx.launch.witnesses import Board
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
@@ -93,6 +97,9 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._signals = Signals(plan)
         self._vault: Vault | None = None  # what workers leave for those who come after them
+        self._board: Board | None = None  # where workers publish what they are at
+        self._desk: Desk | None = None  # where others ask about it
+        self.post = Post(company)
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
@@ -103,6 +110,7 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
+        self._board, self._desk = Board(), Desk()
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -122,8 +130,9 @@ class Supervisor:
                 raise LaunchError(text) from error
             finally:
                 await self._close()
-                if self._vault is not None:
-                    self._vault.close()
+                for held in (self._vault, self._desk, self._board):
+                    if held is not None:
+                        held.close()
                 self._showing_rest = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
@@ -159,6 +168,9 @@ class Supervisor:
 
     def _knows(self, pid: int) -> bool:
         return self._attempt is not None and self._attempt.knows(pid)
+
+    def letter(self, who: int | None, letter: messages.Letter) -> None:
+        self.post.heard(who, letter)
 
     def note(self, text: str) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet."""
@@ -403,6 +415,7 @@ class Supervisor:
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
+            board=self._board,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import birth, imports, kernel, store, wire
 from .leftovers import Leftovers
+from .witness import witness
 
 
 class Nursery:
@@ -128,9 +129,12 @@ class Nursery:
             for fd in fds[:3]:
                 os.close(fd)
             birth.execute(order)
-        for fd in fds:
+        for fd in fds[:3]:
             os.close(fd)
         birth.dress(order)
+        if order.get("witness") is not None:
+            board, channel, stacks = fds[3:]
+            witness.begin(board, order["witness"], channel, stacks)
         if order.get("lesson"):
             imports.note_lesson(order["lesson"])
         return True
