@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import faulthandler
 import mmap
 import os
@@ -11,10 +12,11 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import wire  # noqa: TID252 - it is loaded by path, under another name
-from . import page, recorder, sampler, steps
+from . import debugger, page, patience, recorder, sampler, steps
 
 EVERY = 0.1  # seconds between two looks
 SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
@@ -30,6 +32,7 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     os.register_at_fork(after_in_child=witness.leave)
     atexit.register(witness.end)
     steps.count(own)
+    debugger.lay(witness.say)
     _thread.start_new_thread(witness.run, ())
 
 
@@ -37,6 +40,7 @@ class Witness:
     def __init__(self, own: page.Page, channel: socket.socket) -> None:
         self._page = own
         self._channel = channel
+        self._speaks = _thread.allocate_lock()  # one message after the other
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
         self._wake, self._end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -70,15 +74,39 @@ class Witness:
     def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
         match order["do"]:
             case "tell":
-                wire.send(self._channel, {"is": "told", "id": order["id"], **recorder.everything()})
+                self.say({"is": "told", "id": order["id"], **recorder.everything()})
+            case "attach":
+                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+            case "interrupt":
+                self._beside(order, debugger.interrupt)
+            case "listen":
+                self._beside(order, debugger.listen, order["port"])
+            case "suspend":
+                patience.suspend()
+            case "resume":
+                patience.resume()
             case _:
                 for fd in fds:
                     os.close(fd)
+
+    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        with self._speaks:
+            wire.send(self._channel, message, fds)
+
+    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """What takes its time, in a thread of its own, which answers."""
+
+        def answer(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order["id"], **message})
+
+        _thread.start_new_thread(act, (*args, answer))
 
     def leave(self) -> None:
         """In a child of the worker, which has this page and this channel too, and no thread."""
         self._channel.close()
         steps.forget()
+        debugger.forget()
 
     def end(self) -> None:
         """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
