@@ -24,7 +24,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import Stuck
+from phalanx.launch.stuck import LAST, PATIENCE, Stuck
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
@@ -458,14 +458,28 @@ class Attempt:
 
     async def _look_for_missing(self) -> None:
         """One that cannot leave the old group keeps all from forming the next."""
-        stuck = Stuck()
+        stuck, asked = Stuck(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
-            for pid in stuck.among(list(missing), safe=safe):
+            for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
+                asked.add(pid)
+                self._line.send(pid, words.Rescue())
+            for pid in stuck.among(missing, PATIENCE if safe else LAST):
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self.tell(missing[pid], signal.SIGKILL)
                 stuck = Stuck()
             await asyncio.sleep(_LOOK)
+
+    def _rescued(self, worker: Worker, told: words.Rescued) -> None:
+        """It may have come loose meanwhile; then it has no need of that."""
+        if not self._is_missing(worker):
+            return
+        who = f"rank {worker.seat.rank} cannot leave the group"
+        if told.step is None:
+            self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+            return
+        self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
+        self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
 
     def _is_missing(self, worker: Worker) -> bool:
         if self._held or self.stopping:  # nobody is to come
@@ -586,6 +600,8 @@ class Attempt:
             case words.Standing():
                 worker.step = message.step
                 self._stage.halting(worker.seat.rank, message)
+            case words.Rescued():
+                self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
 
