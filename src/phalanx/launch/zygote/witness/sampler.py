@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +21,12 @@ class Sampler:
         self._moves = 0
         self._phases = [0] * len(page.PHASES)
         self._before: tuple[CodeType, int] | None = None
+        self._moved = 0
+
+    @property
+    def still(self) -> float:
+        """Seconds that the main thread has been where it is."""
+        return max(0.0, (time.monotonic_ns() - self._moved) / 1e9) if self._moved else 0.0
 
     def publish(self, now: int) -> None:
         frame = sys._current_frames().get(self._main or 0)
@@ -32,7 +39,9 @@ class Sampler:
         self._phases[page.PHASES.index(phase)] += 1
         if frame is not None:
             here = (frame.f_code, frame.f_lasti)
-            self._moves += here != self._before
+            if here != self._before:
+                self._moves += 1
+                self._moved = now
             self._before = here
         self._page.look(now, self._looks, self._moves, self._phases)
         self._page.write({"phase": phase, "place": place, "groups": groups})

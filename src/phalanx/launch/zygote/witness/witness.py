@@ -64,13 +64,13 @@ class Witness:
                 received = wire.receive(self._channel)
                 if received is None:  # the supervisor is gone, and so will we be
                     return
-                self._answer(*received)
+                self._answer(*received, still=look.still)
             look.publish(time.monotonic_ns())
 
-    def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
+    def _answer(self, order: dict[str, Any], fds: list[int], still: float) -> None:
         match order["do"]:
             case "tell":
-                wire.send(self._channel, {"is": "told", "id": order["id"], **recorder.everything()})
+                wire.send(self._channel, {"is": "told", "id": order["id"], **recorder.everything(still)})
             case _:
                 for fd in fds:
                     os.close(fd)
