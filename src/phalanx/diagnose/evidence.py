@@ -9,9 +9,7 @@ from typing import Literal
 
 import msgspec
 
-Phase = Literal[
-    "import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"
-]
+Phase = Literal["import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"]
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -92,9 +90,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool = False  # its main thread computes, and is seen at ever other places: slow, and not stuck
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
-    calls: tuple[
-        Call, ...
-    ] = ()  # the newest of each group, oldest first; the last one is what it waits in, if not done
+    calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; the last one is what it waits in, if not done
     process: Process | None = None
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal

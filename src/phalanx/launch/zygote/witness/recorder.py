@@ -15,6 +15,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
 from . import stacks
 
 LARGEST = 256 * 1024  # bytes of an answer
@@ -73,6 +74,7 @@ def groups() -> list[dict[str, Any]]:
                 {
                     "id": number,
                     "name": _known.get((recorder, number), ""),
+                    "nccl": recorder == "nccl",
                     "enqueued": int(one.get("last_enqueued_collective", -1)),
                     "completed": int(one.get("last_completed_collective", -1)),
                 }
@@ -100,8 +102,7 @@ def everything(still: float = 0.0) -> dict[str, Any]:
     calls.sort(key=lambda one: one[0])
     found["groups"] = _groups(status)
     found["calls"] = [call for _, call in calls]
-    with contextlib.suppress(Exception):  # it moves on while we look
-        _present(found["calls"], still)
+    _present(found["calls"], still)
     return _bounded(found)
 
 
@@ -109,10 +110,21 @@ def present(frame: FrameType | None) -> dict[str, Any]:
     """The operation of torch.distributed that this thread is in, from its own variables; empty: none."""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith(_FILE) and code.co_name in _WAITING:
-            return {"op": code.co_name, **_variables(frame)}
+        if code.co_name in _WAITING and code.co_filename.endswith(_FILE):
+            with contextlib.suppress(Exception):  # it moves on while we look
+                return {"op": code.co_name, **_variables(frame)}
         frame = frame.f_back
     return {}
+
+
+def pending() -> dict[str, Any]:
+    """The newest collective that is not over, of those that anybody but NCCL does; empty: none."""
+    entries = _ask("fr", collectives=True).get("entries", [])
+    entry = next((entry for entry in reversed(entries) if not entry.get("retired")), None)
+    if entry is None:
+        return {}
+    call = _call(entry, time.time_ns())
+    return {name: call[name] for name in ("op", "group", "seq", "dtypes", "shapes", "peer", "tag", "reduction")}
 
 
 # -- asking the recorders
@@ -138,8 +150,10 @@ def _entries(recorder: str) -> dict[str, Any]:
     dump = getattr(sys.modules.get(_C10D), f"_dump_{recorder}_trace", None)
     if dump is None:
         return {}
-    if recorder == "nccl" and not _stands():
-        return _ask(recorder, collectives=False)
+    if recorder == "nccl":
+        kernel.let_captures_be()
+        if not _stands():
+            return _ask(recorder, collectives=False)
     try:
         found = _Plain(io.BytesIO(dump(includeCollectives=True, includeStackTraces=True))).load()
     except Exception:
@@ -148,7 +162,7 @@ def _entries(recorder: str) -> dict[str, Any]:
 
 
 def _stands() -> bool:
-    """NCCL's recorder asks CUDA about events that its watchdog may take away meanwhile: safe while nothing completes."""
+    """NCCL's recorder asks CUDA about events that its watchdog may take away: safe while nothing completes."""
     before = _ask("nccl", collectives=False).get("pg_status")
     time.sleep(_QUIET)
     return before == _ask("nccl", collectives=False).get("pg_status")
@@ -220,7 +234,7 @@ def _groups(status: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
         return []
     found = []
     for group, name in list(world.pg_names.items()):
-        backend = list(world.pg_map.get(group, ("",)))[0]
+        backend = next(iter(world.pg_map.get(group, ("",))))
         enqueued, completed = status.get(str(name), (-1, -1))
         found.append(
             {
@@ -238,7 +252,7 @@ def _groups(status: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
 def _ranks(group: Any) -> list[int]:
     """Global ones, in the order of the group."""
     ranks = sys.modules[_WORLD]._world.pg_group_ranks.get(group, {})
-    return [int(rank) for rank, _ in sorted(list(ranks.items()), key=lambda one: one[1])]
+    return [int(rank) for rank, _ in sorted(ranks.items(), key=lambda one: one[1])]
 
 
 def _global(name: str, rank: int) -> int:
@@ -291,7 +305,9 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     world = sys.modules[_WORLD]
     group = names.get("group") or getattr(getattr(world, "GroupMember", None), "WORLD", None)
     whom = _UNRECORDED.get(frame.f_code.co_name, "")
-    tensor = next((names[name] for name in ("tensor", "input_tensor", "input") if names.get(name) is not None), None)
+    tensor: Any = next(
+        (names[name] for name in ("tensor", "input_tensor", "input") if hasattr(names.get(name), "dtype")), None
+    )
     peer = names.get(whom)
     if peer is not None:
         ranks = _ranks(group)
@@ -302,8 +318,8 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     reduction = getattr(names.get("op"), "op", names.get("op"))
     return {
         "group": str(world._world.pg_names.get(group, "")) if group is not None else "",
-        "dtypes": [str(tensor.dtype).removeprefix("torch.")] if hasattr(tensor, "dtype") else [],
-        "shapes": [[int(size) for size in tensor.shape]] if hasattr(tensor, "shape") else [],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.")] if tensor is not None else [],
+        "shapes": [[int(size) for size in tensor.shape]] if tensor is not None else [],
         "peer": peer if isinstance(peer, int) else None,
         "tag": tag if isinstance(tag, int) else None,
         "reduction": str(getattr(reduction, "name", "") or ""),
