@@ -14,13 +14,13 @@ import time
 from typing import Any
 
 from .. import wire  # noqa: TID252 - it is loaded by path, under another name
-from . import page, recorder, sampler, steps
+from . import checker, ledger, page, recorder, sampler, steps
 
 EVERY = 0.1  # seconds between two looks
 SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
 
 
-def begin(board: int, slot: int, channel: int, stacks: int) -> None:
+def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
     """In a worker that is about to run its script."""
     memory = mmap.mmap(board, 0)
     os.close(board)
@@ -30,6 +30,8 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     os.register_at_fork(after_in_child=witness.leave)
     atexit.register(witness.end)
     steps.count(own)
+    if check:
+        checker.begin(ledger.Ledger(memory, slot), slot)
     _thread.start_new_thread(witness.run, ())
 
 
