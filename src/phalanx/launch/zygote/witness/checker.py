@@ -27,8 +27,7 @@ from .mismatch import Side
 WAIT = 5.0  # seconds for a rank that does not come: then it is a stall, which is for others to tell
 _REST = 0.5  # the same, once two differ
 _HOLD = 1.0  # for the one rank that tells it to end the run
-_SPIN = 0.0002
-_LONGEST_NAP = 0.001
+_SPIN = 0.00002
 _KEPT = 128  # newest keys in the store that are not deleted yet
 _MOST = 4096  # of what is remembered
 
@@ -200,7 +199,7 @@ def _agree(store: Any, size: int) -> int | None:
     while not store.check([key]):
         if time.monotonic() > end:
             return None
-        time.sleep(_LONGEST_NAP)
+        time.sleep(0.001)
     return int(store.get(key))
 
 
@@ -230,11 +229,11 @@ class Nearby:
             if now - began > (_REST if differ else WAIT):
                 self._late.update(awaited)
                 break
-            if now - began < _SPIN:
-                os.sched_yield()
-            else:
-                time.sleep(min((now - began) / 4, _LONGEST_NAP))
+            slot = self._peers[awaited[0]]
+            bell = self._ledger.bell(slot)
             missing = self._look(missing, number, marks)
+            if awaited[0] in missing and now - began > _SPIN:
+                self._ledger.sleep(slot, bell, WAIT)
             now = time.monotonic()
             if not differ and len(set(marks.values())) > 1:
                 differ, began = True, now

@@ -6,8 +6,11 @@ is the supervisor's to write.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
 import struct
+import time
 
 from . import page
 
@@ -16,11 +19,23 @@ DEPTH = 32  # collectives that it may be ahead of the others and still be compar
 
 _SEAT = struct.Struct("<Q")  # its rank and one more; 0: nobody lives here
 _LANES = struct.Struct(f"<{LANES}Q")  # which group each lane is for; 0: none
+_BELL_AT = _SEAT.size + _LANES.size  # changes with every record, and wakes who waits for one
 _HEAD = struct.Struct("<QQQH")  # number and fingerprint of the call, both and the group mixed; how long the text is
 _RECORD = 512
 _ROOM = _RECORD - _HEAD.size
 _RECORDS_AT = 512
 REGION = 4096 * -(-(_RECORDS_AT + LANES * DEPTH * _RECORD) // 4096)
+
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 0x7FFFFFFF
+_LONGEST_NAP = 0.1  # who died, and signals, are looked for in between
+_libc = ctypes.CDLL(None)  # calls let go of Python's lock
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def size(slots: int) -> int:
@@ -51,6 +66,8 @@ class Ledger:
         self._slots = len(memory) // (page.SIZE + REGION)
         self._own = _base(memory, slot)
         self._next = 0
+        self._bell = self._bell_of(slot)
+        self._bells: dict[int, ctypes.c_uint32] = {}
 
     def seats(self) -> dict[int, int]:
         """Rank -> slot, of all who live on this node."""
@@ -82,6 +99,26 @@ class Ledger:
         self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         # Half of it, or one of another group, does not fit together, and counts as not yet there.
         _HEAD.pack_into(self._memory, at, number, fingerprint, number ^ fingerprint ^ group, len(text))
+        self._bell.value += 1
+        if _FUTEX is not None:
+            _libc.syscall(_FUTEX, ctypes.byref(self._bell), _WAKE, _EVERYBODY, None, None, 0)
+
+    def bell(self, slot: int) -> int:
+        if slot not in self._bells:
+            self._bells[slot] = self._bell_of(slot)
+        return self._bells[slot].value
+
+    def sleep(self, slot: int, bell: int, limit: float) -> None:
+        """Until that rank writes something, if its bell is still as it was."""
+        limit = min(limit, _LONGEST_NAP)
+        if _FUTEX is None:
+            time.sleep(min(limit, 0.0005))
+            return
+        timeout = _Timespec(0, max(int(limit * 1e9), 1))
+        _libc.syscall(_FUTEX, ctypes.byref(self._bells[slot]), _WAIT, ctypes.c_uint32(bell), ctypes.byref(timeout), None, 0)
+
+    def _bell_of(self, slot: int) -> ctypes.c_uint32:
+        return ctypes.c_uint32.from_buffer(self._memory, _base(self._memory, slot) + _BELL_AT)
 
     def read(self, slot: int, lane: int, group: int, number: int) -> tuple[int, int] | None:
         """The number and fingerprint where this one would be; a later number: it is overwritten. None: not there."""
