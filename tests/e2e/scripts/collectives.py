@@ -80,7 +80,9 @@ def everything(name, group):
 
 def train():
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3))), bucket_cap_mb=0.01)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3))), bucket_cap_mb=0.01
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(torch.full((2, 40), dist.get_rank() + 1.0)).square().mean().backward()

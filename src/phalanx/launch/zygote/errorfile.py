@@ -19,7 +19,7 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         text = f"{kind.__name__}: {value}"
         story = "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is of no interest
-            story, frames = text, []
+            story, frames = text, traceback.StackSummary()
         record = {
             "message": {
                 "message": text,

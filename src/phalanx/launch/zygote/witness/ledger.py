@@ -1,7 +1,7 @@
 """What the ranks of a node are about to call, in the shared memory behind their pages: compared before it is called.
 
-A rank has a lane for each group and a record for each of the last collectives there. Only it writes them; who sits where
-is the supervisor's to write.
+A rank has a lane for each group and a record for each of the last collectives there. Only it writes them; who sits
+where is the supervisor's to write.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from . import page
 
 LANES = 32  # groups that one rank has in use at a time
 DEPTH = 32  # collectives that it may be ahead of the others and still be compared with
+
+Memory = mmap.mmap | memoryview
 
 _SEAT = struct.Struct("<Q")  # its rank and one more; 0: nobody lives here
 _LANES = struct.Struct(f"<{LANES}Q")  # which group each lane is for; 0: none
@@ -43,16 +45,16 @@ def size(slots: int) -> int:
     return slots * (page.SIZE + REGION)
 
 
-def _base(memory: mmap.mmap, slot: int) -> int:
+def _base(memory: Memory, slot: int) -> int:
     return len(memory) // (page.SIZE + REGION) * page.SIZE + slot * REGION
 
 
-def seat(memory: mmap.mmap, slot: int, rank: int | None) -> None:
+def seat(memory: Memory, slot: int, rank: int | None) -> None:
     """By the supervisor: who sits there from now on; None: nobody that one could wait for."""
     _SEAT.pack_into(memory, _base(memory, slot), 0 if rank is None else rank + 1)
 
 
-def clear(memory: mmap.mmap, slot: int) -> None:
+def clear(memory: Memory, slot: int) -> None:
     """Records of an earlier worker are of no group that anybody asks for."""
     base = _base(memory, slot)
     memory[base : base + _RECORDS_AT] = bytes(_RECORDS_AT)
@@ -61,7 +63,7 @@ def clear(memory: mmap.mmap, slot: int) -> None:
 class Ledger:
     """One rank's view: its own lanes, and everybody's."""
 
-    def __init__(self, memory: mmap.mmap, slot: int) -> None:
+    def __init__(self, memory: Memory, slot: int) -> None:
         self._memory = memory
         self._slots = len(memory) // (page.SIZE + REGION)
         self._own = _base(memory, slot)
@@ -115,7 +117,9 @@ class Ledger:
             time.sleep(min(limit, 0.0005))
             return
         timeout = _Timespec(0, max(int(limit * 1e9), 1))
-        _libc.syscall(_FUTEX, ctypes.byref(self._bells[slot]), _WAIT, ctypes.c_uint32(bell), ctypes.byref(timeout), None, 0)
+        _libc.syscall(
+            _FUTEX, ctypes.byref(self._bells[slot]), _WAIT, ctypes.c_uint32(bell), ctypes.byref(timeout), None, 0
+        )
 
     def _bell_of(self, slot: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_buffer(self._memory, _base(self._memory, slot) + _BELL_AT)

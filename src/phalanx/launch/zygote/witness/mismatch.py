@@ -6,11 +6,11 @@ import os
 from typing import NamedTuple
 
 
-class CollectiveMismatch(RuntimeError):
+class CollectiveMismatchError(RuntimeError):
     in_words = True  # its text names the places that matter: the one that it was raised at does not
 
 
-CollectiveMismatch.__module__ = "phalanx"  # under which a traceback names it
+CollectiveMismatchError.__module__ = "phalanx"  # under which a traceback names it
 
 
 class Side(NamedTuple):
