@@ -239,6 +239,8 @@ class Attempt:
         witness = self._witness(name)
         if witness is not None:
             order["witness"] = witness.slot
+            order["check"] = witness.checks
+            witness.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
             self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
@@ -299,6 +301,8 @@ class Attempt:
         worker = self.workers[message["name"]]
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
+        if worker.witness is not None:
+            worker.witness.seat(None)
         self._stage.folder.event(
             events.WorkerExited(
                 time=worker.ended,
@@ -506,6 +510,8 @@ class Attempt:
         was, worker.seat = worker.seat.rank, seat
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
+            if worker.witness is not None:
+                worker.witness.seat(None if spare else seat.rank)
             self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
         return {was: seat.rank}
 

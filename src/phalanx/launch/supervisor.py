@@ -110,7 +110,7 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
-        self._board, self._desk = Board(), Desk()
+        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized

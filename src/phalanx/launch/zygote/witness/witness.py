@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import page, recorder, sampler
+from . import checker, ledger, page, recorder, sampler
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -25,7 +25,7 @@ SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is
 _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 
 
-def begin(board: int, slot: int, channel: int, stacks: int) -> None:
+def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
     """In a worker that is about to run its script."""
     memory = kernel.shared(board)
     os.close(board)
@@ -34,6 +34,8 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     witness = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
+    if check:
+        checker.begin(ledger.Ledger(memory, slot), slot)
     witness.start()
 
 
