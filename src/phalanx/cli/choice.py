@@ -30,9 +30,7 @@ def any_run(name: str | None, *, verb: str) -> RunRecord:
         return _named(name, runs, "is known here")
     living = [run for run in runs if run.alive]
     if len(living) > 1:
-        raise UsageError(
-            "which run?", details=[run.id for run in living], fix=f"phalanx {verb} {living[-1].id}"
-        )
+        raise UsageError("which run?", details=[run.id for run in living], fix=f"phalanx {verb} {living[-1].id}")
     if not runs:
         raise UsageError("no runs yet", fix="phalanx run train.py")
     return (living or runs)[-1]

@@ -15,6 +15,7 @@ VERBS = {
     "doctor": "check this machine, or several and the network between them",
     "explain": "show what `run` would do: ranks, devices, cores, environment",
     "chaos": "run a script, and kill its workers now and then: does it go on?",
+    "attach": "a debugger in one rank of a run",
     "ps": "list runs",
     "stop": "end a run",
     "warm": "keep torch imported for the next run",

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
         epilog="exit code: 0 if nothing is wrong, 1 if something is",
     )
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it; default: the last")
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
     outside = parser.add_mutually_exclusive_group()
     outside.add_argument(
         "--pid", type=int, nargs="+", metavar="PID", help="a job that phalanx did not start: its launcher, or its ranks"

@@ -97,6 +97,7 @@ class Stage:
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: Board | None = None  # where workers publish what they are at
+    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
 
 
 class Attempt:
@@ -105,6 +106,7 @@ class Attempt:
         self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
+        self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
@@ -134,6 +136,10 @@ class Attempt:
     def full(self) -> bool:
         """Every seat is taken, by a worker that is alive."""
         return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+
+    @property
+    def world_size(self) -> int:
+        return self._stage.plan.placement.world_size
 
     @property
     def silence(self) -> float:
@@ -266,6 +272,11 @@ class Attempt:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's witness says unasked."""
+        if self._stage.witnessed is not None:
+            self._stage.witnessed(name, message, fds)
+        else:
+            for fd in fds:
+                os.close(fd)
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
@@ -303,6 +314,7 @@ class Attempt:
         worker.code, worker.ended = code, time.time()
         if worker.witness is not None:
             worker.witness.seat(None)
+        self._witnessed(message["name"], {"is": "gone"}, [])
         self._stage.folder.event(
             events.WorkerExited(
                 time=worker.ended,
@@ -383,8 +395,9 @@ class Attempt:
 
     def lost(self) -> None:
         """The zygote is gone, and its workers with it."""
-        for _, worker in self.living:
+        for name, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+            self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
     def transplant(self, zygote: Zygote) -> None:
@@ -486,7 +499,7 @@ class Attempt:
         self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
 
     def _is_missing(self, worker: Worker) -> bool:
-        if self._held or self.stopping:  # nobody is to come
+        if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
             return False
         return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
 
@@ -617,6 +630,8 @@ class Attempt:
             await asyncio.sleep(1.0)
             limit = self._stage.plan.silence
             for name, worker in self.living:
+                if worker.seat.rank in self.debugged:
+                    worker.heard = worker.heard and time.monotonic()
                 silent = time.monotonic() - worker.heard
                 if worker.heard and not worker.done and silent > limit:
                     worker.heard = 0.0

@@ -71,6 +71,12 @@ def _text(path: str) -> str:
     return ""
 
 
+def first(remains: Remains) -> str:
+    """The first cause in one line; empty: there is none, or nobody knows."""
+    death = cause.first_cause(remains.deaths)
+    return cause.summary(death) if death is not None else ""
+
+
 def report(remains: Remains) -> str:
     """For a terminal."""
     record = remains.record
@@ -99,7 +105,11 @@ def _head(record: RunRecord) -> str:
     if record.ended is None:
         return f"{record.id}: it runs on {record.host}, if it runs"
     lasted = record.ended - record.started
-    return f"{record.id}: {record.state} after {lasted:.0f} s, at {time.strftime('%H:%M:%S', time.localtime(record.ended))}"
+    return f"{record.id}: {record.state} after {lasted:.0f} s, at {_clock(record.ended)}"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def _last_attempt(remains: Remains) -> int:
@@ -119,9 +129,8 @@ def _unfinished(remains: Remains) -> list[str]:
     ranks = ", ".join(map(str, sorted(alive.values())))
     lines = [f"rank{'s' if len(alive) > 1 else ''} {ranks} ran by then" if alive else "no rank ran by then"]
     if remains.happened:
-        last = time.strftime("%H:%M:%S", time.localtime(remains.happened[-1].time))
-        lines.append(f"the last thing that it wrote down was at {last}")
-    lines.append("who kills a supervisor: kill -9, a scheduler at its time limit, the kernel when memory is short (dmesg)")
+        lines.append(f"the last thing that it wrote down was at {_clock(remains.happened[-1].time)}")
+    lines.append("who does that: kill -9, a scheduler at its time limit, the kernel when memory is short (dmesg)")
     return lines
 
 
@@ -130,5 +139,5 @@ def _survived(remains: Remains) -> list[str]:
     if not faults:
         return []
     lines = [f"it had survived {len(faults)} fault{'s' if len(faults) > 1 else ''}:"]
-    shown = [f"  {time.strftime('%H:%M:%S', time.localtime(f.time))} rank {f.rank}: {f.reason}" for f in faults]
+    shown = [f"  {_clock(fault.time)} rank {fault.rank}: {fault.reason}" for fault in faults]
     return [*lines, *(shown if len(shown) <= 8 else [*shown[:4], f"  … {len(shown) - 8} more", *shown[-4:]])]

@@ -22,6 +22,7 @@ from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
+from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
@@ -99,6 +100,7 @@ class Supervisor:
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
+        self._debugging: Debugging | None = None
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -111,6 +113,8 @@ class Supervisor:
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
         self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
+        self._debugging = Debugging(self, self._company, self._console, self._folder)
+        self._desk.answers("attach", self._debugging.attach)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -130,7 +134,7 @@ class Supervisor:
                 raise LaunchError(text) from error
             finally:
                 await self._close()
-                for held in (self._vault, self._desk, self._board):
+                for held in (self._vault, self._debugging, self._desk, self._board):
                     if held is not None:
                         held.close()
                 self._showing_rest = True
@@ -416,6 +420,7 @@ class Supervisor:
             echo=company.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
             board=self._board,
+            witnessed=self._debugging.heard if self._debugging is not None else None,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
@@ -483,6 +488,9 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        ends = self._signal is not None or self._preempting is not None
+        if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
+            return
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
             self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:

@@ -13,10 +13,11 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import checker, ledger, page, recorder, sampler
+from . import checker, debugger, ledger, page, patience, recorder, sampler
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -36,6 +37,7 @@ def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = Fal
     atexit.register(witness.end)
     if check:
         checker.begin(ledger.Ledger(memory, slot), slot)
+    debugger.lay(witness.say)
     witness.start()
 
 
@@ -62,6 +64,7 @@ class Witness:
         self._ended = _thread.allocate_lock()  # held while the thread runs
         self._asked = False  # to end
         self._over = False  # for good
+        self._speaks = _thread.allocate_lock()  # one message after the other
         self._steps.lay()
 
     # -- by the script's threads
@@ -88,6 +91,7 @@ class Witness:
         """In a child of the worker: it is no worker."""
         self._over = True
         self._steps.forget()
+        debugger.forget()
         faulthandler.unregister(SIGNAL)
         self._close()
 
@@ -146,7 +150,17 @@ class Witness:
         match order["do"]:
             case "tell":
                 told = recorder.everything(self._sampler.still)
-                wire.send(self._channel, {"is": "told", "id": order["id"], **told})
+                self.say({"is": "told", "id": order["id"], **told})
+            case "attach":
+                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+            case "interrupt":
+                self._beside(order, debugger.interrupt)
+            case "listen":
+                self._beside(order, debugger.listen, order["port"])
+            case "suspend":
+                patience.suspend()
+            case "resume":
+                patience.resume()
             case _:
                 for fd in fds:
                     os.close(fd)
@@ -160,3 +174,16 @@ class Witness:
         for fd in (self._stacks, self._wake):
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        with self._speaks:
+            wire.send(self._channel, message, fds)
+
+    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """What takes its time, in a thread of its own, which answers."""
+
+        def answer(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order["id"], **message})
+
+        _thread.start_new_thread(act, (*args, answer))
