@@ -37,7 +37,8 @@ def node(
 
 
 def entered(job: Handle, generation: int | str, size: int, timeout: float = 60) -> None:
-    """A rank that this node shows is in a group of so many."""
+    """A rank that this node shows is in a group of so many. Of which generation, is not sure: each survivor that gloo
+    does not let go makes one more."""
     job.wait_for(re.compile(rf"generation {generation}: rank \d of {size}\b"), timeout=timeout)
 
 
@@ -70,14 +71,14 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     jobs = [node(lab, place, tmp_path) for place in range(3)]
     entered(jobs[0], 0, 3)
     jobs[1].process.kill()
-    entered(jobs[0], 1, 2)
+    entered(jobs[0], "[12]", 2)
     told = re.compile(r"node 1 \(node2\) is lost: its connection closed.*; regrouped, and step \d+ was")
     jobs[0].wait_for(told, timeout=20)
     jobs[0].wait_for("resized from 3 to 2", timeout=5)
     jobs[1] = node(lab, 1, tmp_path)
-    entered(jobs[0], 2, 3)
+    entered(jobs[0], "[23]", 3)
     jobs[0].wait_for("resized from 2 to 3", timeout=5)
-    entered(jobs[1], 2, 3)
+    entered(jobs[1], "[23]", 3)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     assert "2 changes of nodes" in jobs[0].err
@@ -89,11 +90,11 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path) for place in range(3)]
     entered(jobs[1], 0, 3)
     jobs[0].process.kill()
-    entered(jobs[1], 1, 2)
+    entered(jobs[1], "[12]", 2)
     jobs[1].wait_for("this node leads now; others join at", timeout=5)
     jobs[2].wait_for("node 1 (node2) leads now", timeout=5)
     back = node(lab, 0, tmp_path, master=1)
-    entered(back, 2, 3)
+    entered(back, "[23]", 3)
     (tmp_path / "end").touch()
     assert codes([back, *jobs[1:]]) == [0, 0, 0], texts([back, *jobs])
     learnt(tmp_path)
@@ -105,7 +106,7 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
     entered(jobs[1], 0, 3)
     lab[0].link(False)
-    entered(jobs[1], 1, 2)
+    entered(jobs[1], "[12]", 2)
     assert jobs[0].wait(30) == 1
     assert "cut off from most of the others" in jobs[0].err
     (tmp_path / "end").touch()
@@ -118,7 +119,7 @@ def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: 
     jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
     entered(jobs[1], 0, 3)
     jobs[0].signal(signal.SIGSTOP)
-    entered(jobs[1], 1, 2)
+    entered(jobs[1], "[12]", 2)
     jobs[0].signal(signal.SIGCONT)
     assert jobs[0].wait(30) == 1
     assert "cut off from most of the others" in jobs[0].err
@@ -187,7 +188,7 @@ def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) 
     jobs = [node(lab, place, tmp_path, *SHORT, nodes="1:2") for place in range(2)]
     entered(jobs[0], 0, 2)
     lab[1].link(False)
-    entered(jobs[0], 1, 1)
+    entered(jobs[0], "[12]", 1)
     assert jobs[1].wait(40) == 1
     assert "node 0 is silent, and 1 of 2 nodes are here" in jobs[1].err
     (tmp_path / "end").touch()

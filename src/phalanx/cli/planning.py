@@ -80,6 +80,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         notes=tuple(notes),
         topology=str(placement.world_size),
         gathering=gathering,
+        check_collectives=options.check_collectives,
         spares=options.spares if gathering is None else 0,
     )
 

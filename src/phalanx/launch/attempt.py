@@ -24,7 +24,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import Stuck
+from phalanx.launch.stuck import LAST, PATIENCE, Stuck
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
@@ -245,6 +245,8 @@ class Attempt:
         witness = self._witness(name)
         if witness is not None:
             order["witness"] = witness.slot
+            order["check"] = witness.checks
+            witness.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
             self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
@@ -310,6 +312,8 @@ class Attempt:
         worker = self.workers[message["name"]]
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
+        if worker.witness is not None:
+            worker.witness.seat(None)
         self._witnessed(message["name"], {"is": "gone"}, [])
         self._stage.folder.event(
             events.WorkerExited(
@@ -471,14 +475,28 @@ class Attempt:
 
     async def _look_for_missing(self) -> None:
         """One that cannot leave the old group keeps all from forming the next."""
-        stuck = Stuck()
+        stuck, asked = Stuck(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
-            for pid in stuck.among(list(missing), safe=safe):
+            for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
+                asked.add(pid)
+                self._line.send(pid, words.Rescue())
+            for pid in stuck.among(missing, PATIENCE if safe else LAST):
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self.tell(missing[pid], signal.SIGKILL)
                 stuck = Stuck()
             await asyncio.sleep(_LOOK)
+
+    def _rescued(self, worker: Worker, told: words.Rescued) -> None:
+        """It may have come loose meanwhile; then it has no need of that."""
+        if not self._is_missing(worker):
+            return
+        who = f"rank {worker.seat.rank} cannot leave the group"
+        if told.step is None:
+            self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+            return
+        self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
+        self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
 
     def _is_missing(self, worker: Worker) -> bool:
         if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
@@ -505,6 +523,8 @@ class Attempt:
         was, worker.seat = worker.seat.rank, seat
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
+            if worker.witness is not None:
+                worker.witness.seat(None if spare else seat.rank)
             self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
         return {was: seat.rank}
 
@@ -599,6 +619,8 @@ class Attempt:
             case words.Standing():
                 worker.step = message.step
                 self._stage.halting(worker.seat.rank, message)
+            case words.Rescued():
+                self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
 

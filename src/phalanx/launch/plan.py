@@ -101,6 +101,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     topology: str = ""
     gathering: Gathering | None = None  # None: one node, and nobody to meet
+    check_collectives: bool = False  # before they are started
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits
 

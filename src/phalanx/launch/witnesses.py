@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness import page
+from phalanx.launch.zygote.witness import ledger, page
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
 
@@ -23,10 +23,12 @@ _SLOTS = 256  # more workers than a node has; pages that nobody writes cost noth
 class Board:
     """Memory without a name (memfd): gone with the last process that uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks: bool = False) -> None:
+        self.checks = checks  # whether ranks compare their collectives in it
+        size = ledger.size(_SLOTS) if checks else _SLOTS * page.SIZE
         self.fd = os.memfd_create("phalanx-board", os.MFD_CLOEXEC)
-        os.truncate(self.fd, _SLOTS * page.SIZE)
-        self.memory = mmap.mmap(self.fd, _SLOTS * page.SIZE)
+        os.truncate(self.fd, size)
+        self.memory = mmap.mmap(self.fd, size)
         self._taken: set[int] = set()
 
     def take(self) -> int | None:
@@ -35,9 +37,17 @@ class Board:
         if slot is not None:
             self._taken.add(slot)
             page.clear(self.memory, slot)
+            if self.checks:
+                ledger.clear(self.memory, slot)
         return slot
 
+    def seat(self, slot: int, rank: int | None) -> None:
+        """Who sits there; None: nobody that others could wait for."""
+        if self.checks:
+            ledger.seat(self.memory, slot, rank)
+
     def leave(self, slot: int) -> None:
+        self.seat(slot, None)
         self._taken.discard(slot)
 
     def close(self) -> None:
@@ -63,6 +73,13 @@ class Witness:
     def fds(self) -> list[int]:
         """What the worker gets: board, channel, stacks."""
         return [self._board.fd, self._theirs.fileno(), self.stacks]
+
+    @property
+    def checks(self) -> bool:
+        return self._board.checks
+
+    def seat(self, rank: int | None) -> None:
+        self._board.seat(self.slot, rank)
 
     def handed_over(self) -> None:
         """The worker has them, or nobody will."""

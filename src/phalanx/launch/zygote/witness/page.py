@@ -26,20 +26,22 @@ class Reading(NamedTuple):
     stepped: float  # when; 0: never
     looked: float  # when the witness last published; 0: it has not begun
     looks: int
-    moves: int  # looks that found the main thread elsewhere than the one before
+    moves: int  # looks that found the main thread elsewhere than the one before, or further
     phases: dict[str, int]  # how many looks saw it there
-    text: dict[str, Any]  # phase, place, groups, call: see sampler.py
+    text: dict[str, Any]  # phase, place, groups, call, moved, places; ending: see sampler.py
 
 
 class Page:
     """The writer's."""
 
-    def __init__(self, memory: mmap.mmap, slot: int) -> None:
+    def __init__(self, memory: mmap.mmap | memoryview, slot: int) -> None:
         self._memory = memory
         self._base = slot * SIZE
         self._version = 0
+        self.steps = 0
 
     def step(self, count: int, now: int) -> None:
+        self.steps = count
         _STEP.pack_into(self._memory, self._base + _STEP_AT, count, now)
 
     def look(self, now: int, looks: int, moves: int, phases: list[int]) -> None:
@@ -56,11 +58,11 @@ class Page:
         _TEXT.pack_into(self._memory, at, self._version, len(body))
 
 
-def clear(memory: mmap.mmap, slot: int) -> None:
+def clear(memory: mmap.mmap | memoryview, slot: int) -> None:
     memory[slot * SIZE : (slot + 1) * SIZE] = bytes(SIZE)
 
 
-def read(memory: mmap.mmap, slot: int) -> Reading:
+def read(memory: mmap.mmap | memoryview, slot: int) -> Reading:
     base = slot * SIZE
     step, stepped = _STEP.unpack_from(memory, base + _STEP_AT)
     looked, looks, moves, *phases = _LOOK.unpack_from(memory, base + _LOOK_AT)
@@ -69,7 +71,7 @@ def read(memory: mmap.mmap, slot: int) -> Reading:
     )
 
 
-def _text(memory: mmap.mmap, base: int) -> dict[str, Any]:
+def _text(memory: mmap.mmap | memoryview, base: int) -> dict[str, Any]:
     """A writer that was stopped in the middle leaves nothing that could be read."""
     at = base + _TEXT_AT
     for _ in range(8):

@@ -6,8 +6,9 @@ import _thread
 import atexit
 import contextlib
 import faulthandler
-import mmap
+import fcntl
 import os
+import resource
 import select
 import signal
 import socket
@@ -15,38 +16,95 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import wire  # noqa: TID252 - it is loaded by path, under another name
-from . import debugger, page, patience, recorder, sampler, steps
+from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
+from . import checker, debugger, ledger, page, patience, recorder, sampler
+from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
 SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
 
+_PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 
-def begin(board: int, slot: int, channel: int, stacks: int) -> None:
+
+def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
     """In a worker that is about to run its script."""
-    memory = mmap.mmap(board, 0)
+    memory = kernel.shared(board)
     os.close(board)
+    channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-    own = page.Page(memory, slot)
-    witness = Witness(own, socket.socket(fileno=channel))
-    os.register_at_fork(after_in_child=witness.leave)
+    witness = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
-    steps.count(own)
+    if check:
+        checker.begin(ledger.Ledger(memory, slot), slot)
     debugger.lay(witness.say)
-    _thread.start_new_thread(witness.run, ())
+    witness.start()
+
+
+def _out_of_the_way(fd: int) -> int:
+    """A script gets the same numbers for its files as ever, and may close those above without looking."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = (4096 if soft == resource.RLIM_INFINITY else min(soft, 4096)) - 16
+    with contextlib.suppress(OSError):  # there is no room: then where it is
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(high, 3))
+        os.close(fd)
+        return moved
+    os.set_inheritable(fd, False)
+    return fd
 
 
 class Witness:
-    def __init__(self, own: page.Page, channel: socket.socket) -> None:
-        self._page = own
+    def __init__(self, own: page.Page, channel: socket.socket, stacks: int) -> None:
         self._channel = channel
+        self._known = os.fstat(channel.fileno()).st_ino
+        self._stacks = stacks
+        self._wake = _out_of_the_way(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._steps = Steps(own)
+        self._sampler = sampler.Sampler(own)
+        self._ended = _thread.allocate_lock()  # held while the thread runs
+        self._asked = False  # to end
+        self._over = False  # for good
         self._speaks = _thread.allocate_lock()  # one message after the other
-        self._ended = _thread.allocate_lock()
-        self._ended.acquire()
-        self._wake, self._end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._steps.lay()
 
-    def run(self) -> None:
+    # -- by the script's threads
+
+    def start(self) -> None:
         """Not a thread that Python knows of: a script that counts its threads finds its own."""
+        if self._over or not self._ended.acquire(blocking=False):
+            return
+        self._asked = False
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # no thread to be had
+            self._ended.release()
+
+    def stop(self) -> None:
+        """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
+        self._asked = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if self._ended.acquire(timeout=_PATIENCE):
+            self._ended.release()
+
+    def leave(self) -> None:
+        """In a child of the worker: it is no worker."""
+        self._over = True
+        self._steps.forget()
+        debugger.forget()
+        faulthandler.unregister(SIGNAL)
+        self._close()
+
+    def end(self) -> None:
+        """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
+        self._over = True
+        self.stop()
+        with contextlib.suppress(Exception):
+            self._sampler.end()
+
+    # -- in a thread of its own
+
+    def _run(self) -> None:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._watch()
@@ -57,24 +115,42 @@ class Witness:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        look = sampler.Sampler(self._page)
-        while True:
-            ready = [fd for fd, _ in poll.poll(EVERY * 1000)]
-            if self._wake in ready:
-                return
-            if self._channel.fileno() in ready:
-                received = wire.receive(self._channel)
-                if received is None:  # the supervisor is gone, and so will we be
-                    return
+        if self._hears:
+            poll.register(self._channel.fileno(), select.POLLIN)
+        while not self._asked:
+            ready = dict(poll.poll(EVERY * 1000))
+            if self._asked or self._wake in ready:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._wake)
+                continue
+            if ready:
+                received = wire.receive(self._channel) if self._hears else None
+                if received is None:  # the supervisor is gone, and so will we be; or somebody has closed it
+                    poll.unregister(self._channel.fileno())
+                    continue
                 self._answer(*received)
-            look.publish(time.monotonic_ns())
+            self._look()
+
+    @property
+    def _hears(self) -> bool:
+        """The number may be another file's by now: scripts close what they do not know."""
+        try:
+            return os.fstat(self._channel.fileno()).st_ino == self._known
+        except OSError:
+            return False
+
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
+            self._sampler.publish(time.monotonic_ns())
+            if self._sampler.phase not in ("import", "optimizer"):
+                self._steps.lay()
 
     def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
         match order["do"]:
             case "tell":
-                self.say({"is": "told", "id": order["id"], **recorder.everything()})
+                told = recorder.everything(self._sampler.still)
+                self.say({"is": "told", "id": order["id"], **told})
             case "attach":
                 self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
             case "interrupt":
@@ -89,6 +165,16 @@ class Witness:
                 for fd in fds:
                     os.close(fd)
 
+    def _close(self) -> None:
+        """Only what is still ours."""
+        if self._hears:
+            self._channel.close()
+        else:
+            self._channel.detach()
+        for fd in (self._stacks, self._wake):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
     def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
         with self._speaks:
             wire.send(self._channel, message, fds)
@@ -101,14 +187,3 @@ class Witness:
                 self.say({"is": "told", "id": order["id"], **message})
 
         _thread.start_new_thread(act, (*args, answer))
-
-    def leave(self) -> None:
-        """In a child of the worker, which has this page and this channel too, and no thread."""
-        self._channel.close()
-        steps.forget()
-        debugger.forget()
-
-    def end(self) -> None:
-        """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
-        os.write(self._end, b"x")
-        self._ended.acquire(timeout=1.0)
