@@ -106,15 +106,17 @@ def _announce(frame: FrameType | None) -> socket.socket | None:
 
 def place(frame: FrameType | None) -> str:
     """In the user's own code, where there is any of it."""
-    found = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        found = found or f"{name}:{frame.f_lineno}"
-        if "site-packages" not in name:
-            found = f"{name}:{frame.f_lineno}"
-            break
+    inner = frame
+    while frame is not None and not is_own(frame):
         frame = frame.f_back
-    return found.removeprefix(f"{os.getcwd()}/")
+    found = frame or inner
+    return f"{found.f_code.co_filename}:{found.f_lineno}".removeprefix(f"{os.getcwd()}/") if found is not None else ""
+
+
+def is_own(frame: FrameType) -> bool:
+    """Neither of an installed package nor of Python itself."""
+    name = frame.f_code.co_filename
+    return "site-packages" not in name and not name.startswith(("<frozen", f"{os.path.dirname(os.__file__)}/"))
 
 
 def _cmdloop() -> Any:

@@ -179,6 +179,16 @@ def _look(pdb: Any, sock: socket.socket, answer: Answer) -> None:
     """Beside a main thread that is in native code."""
 
     class Looking(pdb.Pdb):  # type: ignore[misc]
+        def setup(self, *args: Any) -> Any:
+            """In the user's own code, where there is any: nobody steps from here."""
+            found = super().setup(*args)
+            own = [at for at, (frame, _) in enumerate(self.stack) if breakpoints.is_own(frame)]
+            if own:
+                self.curindex = own[-1]
+                self.curframe = self.stack[self.curindex][0]
+                self.curframe_locals = self.curframe.f_locals
+            return found
+
         def do_quit(self, _: str) -> bool:
             """q(uit): leave the debugger."""
             return True
