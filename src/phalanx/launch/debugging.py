@@ -156,6 +156,7 @@ class Debugging:
         attempt = self._supervised.attempt
 
         def catch_up() -> None:
+            self._deaf = False
             if attempt is not None:
                 attempt.output.catch_up(rank)
 
@@ -172,7 +173,9 @@ class Debugging:
     async def _interrupt_by_hand(self, rank: int) -> None:
         if not await self.interrupt(rank):
             self._deaf = True
-            self._console.say(f"rank {rank} does not come to its debugger: it is in native code. Ctrl-C ends the run")
+            self._console.say(
+                f"rank {rank} is in native code, and does not come to its debugger; Ctrl-C again ends the run"
+            )
 
     # -- whoever attaches
 
