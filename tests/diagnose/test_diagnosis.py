@@ -203,7 +203,7 @@ DESYNC = {
         ),
         "roots differ",
         (2,),
-        ["rank 2 has rank 1, the other 3 have rank 0"],
+        ["rank 2 has root 1, the other 3 have root 0"],
     ),
     "left the loop for a barrier": (
         parted(
@@ -481,7 +481,12 @@ PROVEN = {
         (3,),
         ["rank 3 is stopped (SIGSTOP)", "the other 3 wait"],
     ),
-    "stopped in a collective": (beside(waiting(3, proc=process("T"))), "stopped", (3,), ["rank 3 is stopped"]),
+    "stopped in a collective": (
+        beside(waiting(3, proc=process("T"))),
+        "stopped",
+        (3,),
+        ["rank 3 is stopped", "the other 3 wait for it"],
+    ),
     "traced": (beside(behind(3, [HERE], proc=process("t"))), "traced", (3,), ["held by a tracer"]),
     "swapping": (
         beside(

@@ -209,7 +209,7 @@ def _differs(case: _Case) -> Verdict:
         text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
         return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
     if call.root != beside.root:
-        text = sentence("roots", f"rank {call.root}", f"rank {beside.root}")
+        text = sentence("roots", f"root {call.root}", f"root {beside.root}")
         return case.verdict("roots differ", text, "the same root on all ranks")
     text = sentence("reductions", call.reduction or "none", beside.reduction or "none")
     return case.verdict("reductions differ", text, "the same reduction on all ranks")
@@ -225,6 +225,5 @@ def _shapes(parting: Parting) -> str:
 
 
 def _what(standing: Standing, call: Call) -> str:
-    about = " ".join([words.shapes(call)] if call.shapes else [])
-    dtype = f" {call.dtypes[0]}" if call.dtypes else ""
-    return f"{words.numbered(call)} {about}".rstrip() + dtype + words.inside(site(standing, call))
+    about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
+    return " ".join(filter(None, about)) + words.inside(site(standing, call))

@@ -240,6 +240,8 @@ def members_of(standing: Standing, standings: dict[int, Standing]) -> frozenset[
 
 
 def _absent(standing: Standing, call: Call) -> bool:
+    if standing.stopped or standing.gone:  # what it has called, it cannot go on with
+        return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in standing.rank.calls)
     if call.seq > 0:
         reached = newest(standing.rank, call.group)
         if reached is not None:
