@@ -92,11 +92,10 @@ class Witness:
             self._ended.release()
 
     def leave(self) -> None:
-        """In a child of the worker: it is no worker."""
+        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
         self._steps.forget()
         debugger.forget()
-        faulthandler.unregister(SIGNAL)
         self._close()
 
     def end(self) -> None:
@@ -176,9 +175,8 @@ class Witness:
             self._channel.close()
         else:
             self._channel.detach()
-        for fd in (self._stacks, self._wake):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
 
     def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
         with self._speaks:
