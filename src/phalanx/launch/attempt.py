@@ -106,6 +106,7 @@ class Attempt:
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
         self.generation = generation
+        self.debugged: set[int] = set()  # ranks that somebody has a debugger open in: nobody is alarmed meanwhile
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
@@ -392,7 +393,7 @@ class Attempt:
         self._zygote = zygote
         self.prepare_store()
 
-    def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
+    def tell(self, name: str, number: int, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
             self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})

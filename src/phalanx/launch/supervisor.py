@@ -25,6 +25,7 @@ from phalanx.launch.console import Console
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.observer import Observer
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
@@ -99,6 +100,7 @@ class Supervisor:
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
+        self._observer: Observer | None = None  # looks whether they go on
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -111,6 +113,7 @@ class Supervisor:
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
         self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
+        self._observer = Observer(self, self._company, self.post, self._desk, self._folder)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -129,6 +132,7 @@ class Supervisor:
                 text = f"this node cannot go on: {error}"
                 raise LaunchError(text) from error
             finally:
+                await self._observer.end()
                 await self._close()
                 for held in (self._vault, self._desk, self._board):
                     if held is not None:
@@ -188,6 +192,16 @@ class Supervisor:
         if now - self._told_waiting > _SIGN_OF_LIFE:
             self._told_waiting = now
             self.note(text)
+
+    def say(self, text: str) -> None:
+        """The same, of what is an event of its own."""
+        if not self._plan.showing.quiet:
+            self._console.say(text)
+
+    @property
+    def plan(self) -> Plan:
+        """As it is now: seats may change."""
+        return self._plan
 
     @property
     def attempt(self) -> Attempt | None:
@@ -393,10 +407,15 @@ class Supervisor:
             next_ = await self._conclude(attempt)
         if self._failure is not None:
             raise self._failure
+        standing = self._observer.last_words if self._observer is not None else ""
         if self._signal is not None:
+            if standing:
+                self._console.say(standing)
             return 128 + self._signal, ""
         if next_.text:
             self._console.say(next_.text)
+        if standing and next_.code:
+            self._console.say(standing)
         return next_.code, next_.text
 
     async def _live(self, orders: Orders) -> Attempt:
