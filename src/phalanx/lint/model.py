@@ -56,26 +56,39 @@ class Model:
     @cached_property
     def joins(self) -> bool:
         """It becomes one of many ranks itself: by torch's own calls."""
-        return any(self.script.last(call.func) == "init_process_group" for call in self.script.calls) or any(
-            self.operations.is_wrap(call) for call in self.script.calls
-        )
+        starts = self.calls("init_process_group")
+        if any(_fake(call) for call in starts):
+            return False
+        return bool(starts) or any(self.operations.is_wrap(call) for call in self.script.calls)
 
     @cached_property
     def driven(self) -> bool:
-        """A library deals with devices, data and groups."""
-        makers = ("Accelerator", "PartialState", "Fabric", "Trainer", "LightningModule")
-        known = {self.script.last(call.func) for call in self.script.calls} | {
-            self.script.last(base)
-            for node in self.script.nodes
-            if isinstance(node, ast.ClassDef)
-            for base in node.bases
-        }
-        return bool(known & set(makers)) or {"phalanx.main", "phalanx.init"} & set(self._called) != set()
+        """A library makes it one, and deals with devices, data and groups."""
+        classes = [node for node in self.script.nodes if isinstance(node, ast.ClassDef)]
+        bases = {self.script.last(base) for node in classes for base in node.bases}
+        if bases & {"LightningModule", "LightningDataModule"}:
+            return True
+        if any(self.script.name(call.func) in ("phalanx.main", "phalanx.init") for call in self.script.calls):
+            return True
+        return any(not _single(call) for call in self.calls("Accelerator", "PartialState", "Fabric", "Trainer"))
 
-    @cached_property
-    def _called(self) -> frozenset[str]:
-        return frozenset(self.script.name(call.func) for call in self.script.calls)
+    @property
+    def many(self) -> bool:
+        """There may be more than one rank."""
+        return self.joins or self.driven
 
     def calls(self, *names: str) -> list[ast.Call]:
         """Calls by the last part of their name."""
         return [call for call in self.script.calls if self.script.last(call.func) in names]
+
+
+def _fake(call: ast.Call) -> bool:
+    """A group of one process that only acts as if there were others."""
+    words = [*call.args, *(word.value for word in call.keywords)]
+    return any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words)
+
+
+def _single(call: ast.Call) -> bool:
+    given = {word.arg: word.value for word in call.keywords}
+    devices = given.get("devices")
+    return isinstance(devices, ast.Constant) and devices.value == 1 and "num_nodes" not in given

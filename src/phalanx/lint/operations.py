@@ -33,7 +33,6 @@ _TORCH = {  # and where each takes the group, if it is not given by name
     "all_to_all_single": 4,
     "barrier": 0,
     "monitored_barrier": 0,
-    "init_process_group": 99,
 }
 _GROUPS = frozenset(["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "init_device_mesh"])
 _CHECKPOINT = frozenset(["save", "load", "async_save", "save_state_dict", "load_state_dict"])
@@ -140,6 +139,9 @@ class Operations:
             if last in _GROUPS:
                 local = any(word.arg == "use_local_synchronization" for word in call.keywords)
                 return Operation(call, last, "group", part=local)
+            if last == "init_process_group":
+                # With a size of its own it may be a world of some ranks.
+                return Operation(call, last, part=any(word.arg == "world_size" for word in call.keywords))
             if last in _TORCH:
                 return Operation(call, last, part=_in_part(call, last))
         if name.startswith("accelerate.utils.") and last in _ACCELERATE:
@@ -162,12 +164,22 @@ class Operations:
             return None
         if last == "state_dict" and self.wrapped(call.func.value, call) == "fsdp":
             return Operation(call, "state_dict", "model")
-        if last == "backward":
-            around = self.script.scope(call)
-            inner = self.script.inside(*around.body) if not isinstance(around, ast.Lambda) else ()
-            if any(isinstance(n, ast.Call) and n is not call and self.wrapped(n.func, n) for n in inner):
-                return Operation(call, "backward", "model")
+        if last == "backward" and self._follows(call.func.value, call, 4):
+            return Operation(call, "backward", "model")
         return None
+
+    def _follows(self, value: ast.AST, where: ast.AST, depth: int) -> bool:
+        """It is computed from what a wrapped model returns."""
+        for node in ast.walk(value):
+            if isinstance(node, ast.Call) and self.wrapped(node.func, node):
+                return True
+            if depth and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                before = [one for one in self.script.lookup(node) if one.line < getattr(where, "lineno", 0)]
+                latest = max(before, key=lambda one: one.line, default=None)
+                value_ = latest.value if latest is not None and latest.kind == "value" else None
+                if value_ is not None and self._follows(value_, value_, depth - 1):
+                    return True
+        return False
 
     def _by_function(self, call: ast.Call) -> Iterator[Operation]:
         function = self.script.called(call)

@@ -23,11 +23,14 @@ class Origin:
         source: Callable[[ast.expr], bool],
         names: frozenset[str] = frozenset(),
         settled: Callable[[ast.Compare], bool] = lambda _: False,
+        *,
+        always: bool = False,
     ) -> None:
         self.script = script
         self._source = source
         self._names = names  # what such a value is called, where nothing else is known about it
         self._settled = settled  # a comparison with which all ranks agree
+        self._always = always  # a name is such a value only if nothing else is ever bound to it
         self._known: dict[ast.AST, bool] = {}
         self._deep: dict[ast.AST, bool] = {}
 
@@ -72,7 +75,11 @@ class Origin:
 
     def _bound(self, node: ast.Name | ast.Attribute) -> bool:
         found = self.script.lookup(node)
-        if any(one.kind == "value" and one.value is not None and self._value(one.value, one.index) for one in found):
+        values = [(one.value, one.index) for one in found if one.kind == "value" and one.value is not None]
+        if self._always:
+            values = [value for value in values if not isinstance(value[0], ast.Constant)]
+            return bool(values) and all(self._value(*value) for value in values)
+        if any(self._value(*value) for value in values):
             return True
         if self.script.last(node) not in self._names:
             return False

@@ -53,38 +53,55 @@ class Partings:
                 return None
             body, other = _list(parent.body), _list(parent.orelse)
             there = child in body
-            if op and (self._does(other if there else body, op) or self._paired(parent, divides, op)):
+            others = [*(other if there else body), *self._before(parent, divides)]
+            if isinstance(parent, ast.If) and self._way(parent.body if there else parent.orelse):
+                others += self._later(parent)
+            if op and (self._does(others, op) or self._paired(parent, divides, op)):
                 return None
             text = ast.unparse(parent.test)
             return Parting(text if there else f"not ({text})", parent.lineno)
         if isinstance(parent, ast.BoolOp) and child in parent.values:
-            for value in parent.values[: parent.values.index(child)]:  # type: ignore[arg-type]
+            for value in parent.values[: parent.values.index(child)]:
                 if divides(value):
                     text = ast.unparse(value)
                     return Parting(text if isinstance(parent.op, ast.And) else f"not ({text})", value.lineno)
         return None
+
+    def _before(self, node: ast.AST, divides: Divides) -> Iterator[ast.stmt]:
+        """What the branches do that this one is an `elif` of."""
+        above = self.script.parents[node]
+        while isinstance(above, ast.If) and above.orelse == [node] and divides(above.test):
+            yield from above.body
+            node, above = above, self.script.parents[above]
+
+    def _later(self, node: ast.If) -> Iterator[ast.AST]:
+        """What those do who do not leave."""
+        scope = self.script.scope(node)
+        for other in self.script.inside(*scope.body) if not isinstance(scope, ast.Lambda) else ():
+            if isinstance(other, ast.stmt) and other.lineno > (node.end_lineno or node.lineno):
+                yield other
 
     def _does(self, nodes: Sequence[ast.AST], op: str) -> bool:
         return any(one.op == op for one in self.operations.below(*nodes))
 
     def _paired(self, node: ast.AST, divides: Divides, op: str) -> bool:
         """`if rank != 0: barrier()` … `if rank == 0: barrier()`: the first rank goes ahead, the others follow."""
-        if not isinstance(node, ast.If):
+        scope = self.script.scope(node)
+        if not isinstance(node, ast.If) or isinstance(scope, ast.Lambda):
             return False
-        for block in _blocks(self.script.parents[node]):
-            for other in block if node in block else ():
-                if isinstance(other, ast.If) and other is not node and divides(other.test):
-                    differs = ast.unparse(other.test) != ast.unparse(node.test)
-                    if differs and self._does([*other.body, *other.orelse], op):
-                        return True
-        return False
+        text = ast.unparse(node.test)
+        return any(
+            divides(other.test) and ast.unparse(other.test) != text and self._does([*other.body, *other.orelse], op)
+            for other in self.script.inside(*scope.body)
+            if isinstance(other, ast.If) and node not in ast.walk(other) and other not in ast.walk(node)
+        )
 
     # -- after some have left
 
     def _after(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Parting | None:
         for block in _blocks(parent):
             if child in block:
-                before = block[: block.index(child)]  # type: ignore[arg-type]
+                before = block[: block.index(child)]
                 near = isinstance(parent, Loop) or self._loop(parent) is not None
                 ways = ("return", "exit", "continue", "break") if near else ("return", "exit")
                 if found := self._leaving(before, divides, op, ways):

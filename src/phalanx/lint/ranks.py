@@ -115,6 +115,8 @@ def agreed(node: ast.Compare) -> bool:
     op, right = node.ops[0], node.comparators[0]
     if isinstance(op, ast.In | ast.NotIn):
         return False
+    if isinstance(right, ast.Attribute) and right.attr == "MAIN_PROCESS_RANK":
+        return True  # torch's own tests: -1, of the process that starts the ranks
     value: object
     try:
         value = ast.literal_eval(right)
@@ -149,7 +151,7 @@ def chance(script: Script) -> Origin:
         name = script.name(node.func)
         return name in _CLOCKS or (not seeded and name.startswith(_RANDOM) and script.last(node.func) not in _SEEDS)
 
-    return Origin(script, source)
+    return Origin(script, source, always=True)
 
 
 def first_parameters(script: Script) -> frozenset[tuple[ast.AST, str]]:

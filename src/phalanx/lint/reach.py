@@ -36,11 +36,17 @@ class Reach:
             return self.everywhere(scope)
         if scope in self.spawned:
             return True
-        return any(self.everywhere(place) for place in self._references.get(self._known_as(scope), ()))
+        return any(self.everywhere(place) for place in self._uses(scope))
 
-    def _known_as(self, function: Function) -> str:
+    def _uses(self, function: Function) -> list[ast.AST]:
+        """Where it is named: a method behind a dot, its class for `__init__`."""
         owner = self.script.parents[function]
-        return owner.name if function.name == "__init__" and isinstance(owner, ast.ClassDef) else function.name
+        if not isinstance(owner, ast.ClassDef):
+            return self._names.get(function.name, [])
+        if function.name in ("__init__", "__post_init__"):
+            parents = self.script.parents
+            return [n for n in self._names.get(owner.name, []) if getattr(parents[n], "func", None) is n]
+        return self._names.get(f".{function.name}", [])
 
     @cached_property
     def spawns(self) -> list[ast.Call]:
@@ -59,11 +65,11 @@ class Reach:
         return frozenset(found)
 
     @cached_property
-    def _references(self) -> dict[str, list[ast.AST]]:
+    def _names(self) -> dict[str, list[ast.AST]]:
         found: dict[str, list[ast.AST]] = {}
         for node in self.script.nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 found.setdefault(node.id, []).append(node)
             elif isinstance(node, ast.Attribute):
-                found.setdefault(node.attr, []).append(node)
+                found.setdefault(f".{node.attr}", []).append(node)
         return found

@@ -138,23 +138,29 @@ class Script:
 
     @cached_property
     def bindings(self) -> dict[ast.AST, dict[str, list[Binding]]]:
-        """By scope and name. `self.x` and `args.x` have the module as their scope."""
+        """By scope and name. The scope of `self.x` is its class, that of `args.x` the module."""
         found: dict[ast.AST, dict[str, list[Binding]]] = {}
+        scope: ast.AST
         for node in self.nodes:
             for target, binding in _bound(node):
                 for name, one in _parts(target, binding):
-                    scope = self.tree if "." in name else node if isinstance(node, Scope) else self.scope(node)
+                    scope = node if isinstance(node, Scope) else self.scope(node)
+                    if "." in name:
+                        scope = self._holder(name, node)
                     found.setdefault(scope, {}).setdefault(name, []).append(one)
         return found
 
     def lookup(self, node: ast.Name | ast.Attribute) -> list[Binding]:
         """How the name got its value: the bindings of the innermost scope that has any."""
         text = ast.unparse(node)
-        scopes = [self.tree] if isinstance(node, ast.Attribute) else [self.scope(node), *self.above(self.scope(node))]
-        for scope in scopes:
+        scopes: list[ast.AST] = [self.scope(node), *self.above(self.scope(node))]
+        for scope in scopes if isinstance(node, ast.Name) else [self._holder(text, node)]:
             if found := self.bindings.get(scope, {}).get(text):
                 return found
         return []
+
+    def _holder(self, name: str, node: ast.AST) -> ast.AST:
+        return (self.owner(node) if name.startswith("self.") else None) or self.tree
 
     # -- comments
 
@@ -185,7 +191,7 @@ def _bound(node: ast.AST) -> Iterator[tuple[ast.expr | str, Binding]]:
         yield node.target, Binding("loop", node.iter)
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield node.optional_vars, Binding("value", node.context_expr)
-    elif isinstance(node, (*Function.__args__, ast.Lambda)):
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         arguments = node.args
         plain = [*arguments.posonlyargs, *arguments.args]
         defaults = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)

@@ -51,7 +51,7 @@ def _set(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 def _given(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
     for call in model.calls("init_process_group"):
         given = {word.arg: word.value for word in call.keywords}
-        if not model.reach.everywhere(call) or _fake(call):
+        if not model.reach.everywhere(call):
             continue
         for name in ("rank", "world_size"):
             if isinstance(given.get(name), ast.Constant) and given[name].value not in (-1, None):  # type: ignore[attr-defined]
@@ -59,12 +59,6 @@ def _given(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
         method = given.get("init_method")
         if isinstance(method, ast.Constant) and str(method.value).startswith("tcp://"):
             yield call, "init_method"
-
-
-def _fake(call: ast.Call) -> bool:
-    """A group of one process that only acts as if."""
-    words = [*call.args, *(word.value for word in call.keywords)]
-    return any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words)
 
 
 def _always(model: Model, node: ast.AST) -> bool:

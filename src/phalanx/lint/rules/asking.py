@@ -12,7 +12,7 @@ NAME = "input"
 
 
 def check(model: Model) -> Iterator[Finding]:
-    if not model.joins and not model.driven:
+    if not model.many:
         return
     for call in model.script.calls:
         asks = isinstance(call.func, ast.Name) and call.func.id == "input" and not model.script.lookup(call.func)

@@ -12,7 +12,7 @@ NAME = "world-batch"
 
 
 def check(model: Model) -> Iterator[Finding]:
-    if not model.joins and not model.driven:
+    if not model.many:
         return
     if _scaled_rate(model):
         return
@@ -23,7 +23,7 @@ def check(model: Model) -> Iterator[Finding]:
                     word.value.lineno,
                     NAME,
                     "warning",
-                    f"batch_size is that of one rank: `{text}` makes the batch of all grow with the square of the world "
+                    f"batch_size is that of one rank: `{text}` lets the batch of all grow with the square of the world "
                     "size, and the learning rate stays as it is",
                     "batch_size=N for N samples a rank, or N // world_size to keep the batch of all as it is",
                     call.end_lineno or 0,

@@ -14,8 +14,8 @@ _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
 
 
 def check(model: Model) -> Iterator[Finding]:
+    told: set[int] = set()  # conditions
     for kind in _KINDS:
-        told: set[int] = set()
         for one, parting in lone(model, kind, model.chance.depends):
             if one.quiet or parting.line in told:
                 continue

@@ -28,6 +28,8 @@ def check(model: Model) -> Iterator[Finding]:
 
 def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Operation, Parting]]:
     """Operations of the whole world that ranks come to on different ways."""
+    if _smaller(model):
+        return
     seen: set[ast.Call] = set()
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
@@ -36,6 +38,14 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Operation
         if parting is not None:
             seen.add(one.node)
             yield one, parting
+
+
+def _smaller(model: Model) -> bool:
+    """The world is of some ranks only: which of them come where, cannot be seen."""
+    return any(
+        one.op == "init_process_group" and one.part and model.partings.find(one.node, model.ranks.depends, one.op)
+        for one in model.operations.all()
+    )
 
 
 def _expected(model: Model, node: ast.AST) -> bool:

@@ -13,9 +13,10 @@ _CHOOSES = ("set_device", "set_device_index", "set_device_idx")
 
 
 def check(model: Model) -> Iterator[Finding]:
-    if not model.joins and not model.driven:
+    if not model.many:
         return
-    chosen = model.driven or _chooses(model)
+    # Whoever joins elsewhere may choose the device there.
+    chosen = model.driven or _chooses(model) or not model.calls("init_process_group")
     found = [
         (call, where)
         for call in model.script.calls

@@ -14,7 +14,7 @@ _DOWNLOADS = ("urllib.request.urlretrieve", "wget.download", "gdown.download", "
 
 
 def check(model: Model) -> Iterator[Finding]:
-    if not model.joins and not model.driven:
+    if not model.many:
         return
     for call in model.script.calls:
         path = _folder(model, call)

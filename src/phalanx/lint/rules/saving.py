@@ -13,7 +13,7 @@ NAME = "save-everywhere"
 
 
 def check(model: Model) -> Iterator[Finding]:
-    if not model.joins and not model.driven:
+    if not model.many:
         return
     for call in model.script.calls:
         if model.script.name(call.func) != "torch.save":
