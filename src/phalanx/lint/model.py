@@ -57,7 +57,7 @@ class Model:
     def joins(self) -> bool:
         """It becomes one of many ranks itself: by torch's own calls."""
         starts = self.calls("init_process_group")
-        if any(_fake(call) for call in starts):
+        if any(map(_pretends, starts)):
             return False
         return bool(starts) or any(self.operations.is_wrap(call) for call in self.script.calls)
 
@@ -82,10 +82,14 @@ class Model:
         return [call for call in self.script.calls if self.script.last(call.func) in names]
 
 
-def _fake(call: ast.Call) -> bool:
-    """A group of one process that only acts as if there were others."""
-    words = [*call.args, *(word.value for word in call.keywords)]
-    return any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words)
+def _pretends(call: ast.Call) -> bool:
+    """A group of one process, for what needs some group; or one that only acts as if there were others."""
+    words = [*call.args, *(word.value for word in call.keywords if word.arg == "backend")]
+    if any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words):
+        return True
+    return any(
+        w.arg == "world_size" and isinstance(w.value, ast.Constant) and w.value.value == 1 for w in call.keywords
+    )
 
 
 def _single(call: ast.Call) -> bool:

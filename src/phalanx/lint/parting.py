@@ -10,7 +10,6 @@ from phalanx.lint.operations import Operations
 from phalanx.lint.script import Function, Loop, Script
 
 _ENDS = ("sys.exit", "exit", "quit", "os._exit")
-_SOME_RANKS = ("rank_zero_only", "on_main_process", "on_local_main_process", "rank_zero", "main_process_only")
 Divides = Callable[[ast.expr], bool]
 
 
@@ -36,12 +35,13 @@ class Partings:
         """The innermost one. With `op`: but for those whose other branch does the same."""
         child = node
         for parent in self.script.above(node):
-            if isinstance(parent, Function):
-                return _decorated(self.script, parent)
-            if isinstance(parent, ast.Lambda | ast.ClassDef):
-                return None
             if found := self._under(parent, child, divides, op) or self._after(parent, child, divides, op):
                 return found
+            if isinstance(parent, Function):
+                marks = [mark for mark in parent.decorator_list if divides(mark)]
+                return Parting(f"@{ast.unparse(marks[0])}", marks[0].lineno) if marks else None
+            if isinstance(parent, ast.Lambda | ast.ClassDef):
+                return None
             child = parent
         return None
 
@@ -102,7 +102,7 @@ class Partings:
         for block in _blocks(parent):
             if child in block:
                 before = block[: block.index(child)]
-                near = isinstance(parent, Loop) or self._loop(parent) is not None
+                near = isinstance(parent, Loop) or (not isinstance(parent, Function) and self._loop(parent) is not None)
                 ways = ("return", "exit", "continue", "break") if near else ("return", "exit")
                 if found := self._leaving(before, divides, op, ways):
                     return found
@@ -134,20 +134,14 @@ class Partings:
         return None
 
     def _way(self, branch: Sequence[ast.stmt]) -> str:
-        for statement in branch:
-            if isinstance(statement, ast.Return | ast.Continue | ast.Break):
-                return type(statement).__name__.lower()
-            value = statement.value if isinstance(statement, ast.Expr) else None
+        """How a rank may leave by it."""
+        for node, depth in _with_depth(branch):
+            if isinstance(node, ast.Return) or (isinstance(node, ast.Continue | ast.Break) and not depth):
+                return type(node).__name__.lower()
+            value = node.value if isinstance(node, ast.Expr) else None
             if isinstance(value, ast.Call) and self.script.name(value.func) in _ENDS:
                 return "exit"
         return ""
-
-
-def _decorated(script: Script, function: Function) -> Parting | None:
-    for mark in function.decorator_list:
-        if script.last(mark.func if isinstance(mark, ast.Call) else mark) in _SOME_RANKS:
-            return Parting(f"@{ast.unparse(mark)}", mark.lineno)
-    return None
 
 
 def _list(branch: object) -> list[ast.AST]:

@@ -43,6 +43,16 @@ _FIRST = frozenset(
         "main_process",
     ]
 )
+_DECORATORS = frozenset(  # of functions that do nothing on other ranks
+    [
+        "rank_zero_only",
+        "on_main_process",
+        "on_local_main_process",
+        "on_last_process",
+        "main_process_only",
+        "master_only",
+    ]
+)
 _WORLDS = frozenset(["world_size", "num_processes", "num_replicas", "WORLD_SIZE", "nranks", "n_ranks"])
 _RANK_CALLS = (
     frozenset(["get_rank", "get_local_rank", "get_global_rank_id", "get_node_local_rank", "get_group_rank"]) | _FIRST
@@ -87,6 +97,8 @@ def ranks(script: Script) -> Origin:
     world = worlds(script)
 
     def source(node: ast.expr) -> bool:
+        if script.last(node.func if isinstance(node, ast.Call) else node) in _DECORATORS:
+            return True
         if isinstance(node, ast.Call):
             return script.last(node.func) in _RANK_CALLS or _variable(script, node) in _RANK_VARIABLES
         if isinstance(node, ast.Attribute):

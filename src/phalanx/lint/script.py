@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -153,11 +153,32 @@ class Script:
     def lookup(self, node: ast.Name | ast.Attribute) -> list[Binding]:
         """How the name got its value: the bindings of the innermost scope that has any."""
         text = ast.unparse(node)
+        if (around := self._loop_around(node)) is not None:
+            return [around]
         scopes: list[ast.AST] = [self.scope(node), *self.above(self.scope(node))]
         for scope in scopes if isinstance(node, ast.Name) else [self._holder(text, node)]:
             if found := self.bindings.get(scope, {}).get(text):
                 return found
         return []
+
+    def _loop_around(self, node: ast.Name | ast.Attribute) -> Binding | None:
+        """Where it is the variable of a loop that it stands in."""
+        child: ast.AST = node
+        for above in self.above(node):
+            if isinstance(above, Scope):
+                return None
+            loops: Sequence[ast.For | ast.AsyncFor | ast.comprehension] = ()
+            if isinstance(above, ast.For | ast.AsyncFor) and child is not above.iter:
+                loops = [above]
+            elif isinstance(above, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+                loops = above.generators
+            for loop in loops:
+                if isinstance(node, ast.Name) and any(
+                    name == node.id for name, _ in _parts(loop.target, Binding("loop"))
+                ):
+                    return Binding("loop", loop.iter)
+            child = above
+        return None
 
     def _holder(self, name: str, node: ast.AST) -> ast.AST:
         return (self.owner(node) if name.startswith("self.") else None) or self.tree

@@ -43,7 +43,7 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Operation
 def _smaller(model: Model) -> bool:
     """The world is of some ranks only: which of them come where, cannot be seen."""
     return any(
-        one.op == "init_process_group" and one.part and model.partings.find(one.node, model.ranks.depends, one.op)
+        one.op == "init_process_group" and one.part and model.partings.find(one.node, model.ranks.depends)
         for one in model.operations.all()
     )
 
