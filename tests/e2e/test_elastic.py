@@ -29,11 +29,10 @@ zygotes: set[int] = set()
 def _warm(_lab: Lab) -> Iterator[None]:
     """torch is imported once on each node."""
     with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        warm_places.update(TMPDIR=f"{root}/tmp", PHALANX_HOME=f"{root}/home")
+        warm_places.update(TMPDIR=f"{root}/tmp", PHALANX_HOME=f"{root}/home", OMP_NUM_THREADS="1")
         os.mkdir(warm_places["TMPDIR"])
-        for each in _lab:
-            made = each.run("warm", "--preload", "phalanx.train.main", env=warm_places)
-            assert made.code == 0, made.err
+        made = [each.start("warm", "--preload", "phalanx.train.main", env=warm_places) for each in _lab]
+        assert codes(made) == [0, 0, 0], texts(made)
         zygotes.update(pid for each in _lab for pid, command in each.processes() if "standin.py" in command)
         yield
         for each in _lab:

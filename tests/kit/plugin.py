@@ -108,7 +108,7 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     # tidied up; and a patch of its own, because the shared `monkeypatch` would be undone after the search.
     tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
     places: Places = request.config.stash[_places]
-    if request.node.get_closest_marker("warmed"):
+    if warm := request.node.get_closest_marker("warmed") is not None:
         places = Warm(request.getfixturevalue("_zygote"))
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ:
@@ -117,6 +117,8 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         patch.setenv("TMPDIR", places.tmp)
         patch.setattr(tempfile, "tempdir", places.tmp)
         patch.setenv("PHALANX_HOME", places.home)
+        if warm:
+            patch.setenv("OMP_NUM_THREADS", "1")  # as the zygote has it: several ranks are told so anyway, one is not
         started = handle.mark()
         before = leaks.Before(places.tmp, lambda leak: leaks.allowed(request.node, leak))
         yield
