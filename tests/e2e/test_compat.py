@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -152,7 +151,7 @@ class Launchers:
 
     def __init__(self, torchrun: Torchrun, places: Env) -> None:
         self.torchrun = torchrun
-        self.places = places  # of the warm zygote
+        self.places = {name: place for name, place in places.items() if name not in ONE_THREAD}  # of the warm zygote
         self._observed: dict[str, Observed] = {}
 
     def observed(self, case: Case, folder: str) -> Observed:
@@ -164,10 +163,9 @@ class Launchers:
         return self._observed[case.name]
 
     def run(self, name: str, *args: str, module: str = TORCHRUN[-1]) -> Result:
-        if name != "torchrun":
-            return run((*PHALANX, "run", *WAYS[name], *args), cwd=SCRIPTS, env=self.env(name))
-        with tempfile.TemporaryDirectory() as tmp:  # where it leaves its log folders
-            return self.torchrun(*args, module=module, cwd=SCRIPTS, env={**ONE_THREAD, "TMPDIR": tmp})
+        if name == "torchrun":
+            return self.torchrun(*args, module=module, cwd=SCRIPTS, env=ONE_THREAD)
+        return run((*PHALANX, "run", *WAYS[name], *args), cwd=SCRIPTS, env=self.env(name))
 
     def start(self, name: str, *args: str) -> Handle:
         return start("run", *WAYS[name], *args, cwd=SCRIPTS, env=self.env(name))

@@ -167,7 +167,8 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 def stage(*preload: str) -> Iterator[Env]:
     """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there."""
     with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home"}
+        # One thread, as the zygote itself has it: several ranks are told so anyway, one is not.
+        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
         os.mkdir(env["TMPDIR"])
         with warm(*(("--preload", ",".join(preload)) if preload else ()), env=env):
             yield env

@@ -108,8 +108,10 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     # tidied up; and a patch of its own, because the shared `monkeypatch` would be undone after the search.
     tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
     places: Places = request.config.stash[_places]
-    if warm := request.node.get_closest_marker("warmed") is not None:
-        places = Warm(request.getfixturevalue("_zygote"))
+    warmth: cli.Env = {}
+    if request.node.get_closest_marker("warmed"):
+        warmth = request.getfixturevalue("_zygote")
+        places = Warm(warmth)
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ:
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
@@ -117,8 +119,8 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         patch.setenv("TMPDIR", places.tmp)
         patch.setattr(tempfile, "tempdir", places.tmp)
         patch.setenv("PHALANX_HOME", places.home)
-        if warm:
-            patch.setenv("OMP_NUM_THREADS", "1")  # as the zygote has it: several ranks are told so anyway, one is not
+        for name, value in warmth.items():
+            patch.setenv(name, value or "")
         started = handle.mark()
         before = leaks.Before(places.tmp, lambda leak: leaks.allowed(request.node, leak))
         yield

@@ -46,8 +46,14 @@ class Torchrun:
         from tests.kit.cli import Result, environment
 
         start = time.monotonic()
-        order = {"module": module, "args": args, "env": environment(env), "cwd": cwd or os.getcwd()}
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
+        with (
+            tempfile.TemporaryDirectory(prefix="torchrun-") as tmp,  # where it leaves log folders
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+            open(os.devnull) as nothing,
+        ):
+            changes = {"TMPDIR": tmp, **(env or {})}
+            order = {"module": module, "args": args, "env": environment(changes), "cwd": cwd or os.getcwd()}
             socket.send_fds(self._sock, [json.dumps(order).encode()], [nothing.fileno(), out.fileno(), err.fileno()])
             self._sock.settimeout(timeout)
             try:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.cli import Env, Result, phalanx, warm
+from tests.kit import cli
+from tests.kit.cli import Env, Result, phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
 LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
@@ -67,10 +67,8 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
-        with warm(env=env):
-            yield Stage(env)
+    with cli.stage() as env:
+        yield Stage(env)
 
 
 def finished(done: Result, folder: Path, name: str) -> dict[str, torch.Tensor]:
