@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit import cli
-from tests.kit.cli import Env, Result, phalanx
+from tests.kit.cli import Env, Result, phalanx, warm
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
 LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
@@ -67,8 +67,10 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with cli.stage() as env:
-        yield Stage(env)
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:  # a killed rank leaves what multiprocessing has made
+        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
+        with warm(env=env):
+            yield Stage(env)
 
 
 def finished(done: Result, folder: Path, name: str) -> dict[str, torch.Tensor]:
