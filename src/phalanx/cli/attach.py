@@ -17,7 +17,7 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import desk, runfolder
 from phalanx.launch.runfolder import RunRecord
 from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness.debugger import LEAVE
+from phalanx.launch.zygote.witness.terminal import LEAVE
 
 _PORT = 5678  # what IDEs ask for by themselves
 _PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")

@@ -17,10 +17,12 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx.launch import opening
 from phalanx.launch.attempt import Attempt, Worker
 from phalanx.launch.bridge import Bridge
 from phalanx.launch.console import Console
 from phalanx.launch.keyboard import Keyboard
+from phalanx.launch.opening import Opened, Refused
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.zygote import wire
@@ -32,22 +34,6 @@ _DEBUGPY = "debugpy"
 _LOOK = 1.0  # seconds between two looks whether the other end of a stream is there
 
 Way = tuple[int | None, int]  # to whom (None: node 0), and the number of the stream
-
-
-class Refused(Exception):  # noqa: N818 - it is an answer
-    def __init__(self, why: str, fix: str = "") -> None:
-        super().__init__(why)
-        self.why = why
-        self.fix = fix
-
-
-@dataclass(frozen=True)
-class Opened:
-    how: str  # breakpoint, stopped, looking, listens
-    place: str = ""
-    port: int = 0  # of debugpy, and on which machine
-    host: str = ""
-    sock: socket.socket | None = None
 
 
 @dataclass
@@ -135,23 +121,28 @@ class Debugging:
         if not self._company.leads:
             self._send((None, 0), b"w", {"rank": rank, "place": place})
             return
-        where = f"rank {rank} waits at a breakpoint, {place}"
         if not self._keyboard.there:
-            self._console.say(f"{where}: phalanx attach {rank} {self._folder.name}")
+            self._say_how(rank, place)
             return
-        if self._keyboard.rank is not None or self._waiting:
-            self._console.say(f"{where}, until the terminal is free")
+        if self._waiting:
+            self._console.say(f"rank {rank} waits at a breakpoint, {place}, until the terminal is free")
         self._waiting.append((rank, place))
         if len(self._waiting) == 1:
             self._start(self._serve())
+
+    def _say_how(self, rank: int, place: str) -> None:
+        self._console.say(f"rank {rank} waits at a breakpoint, {place}: phalanx attach {rank} {self._folder.name}")
 
     async def _serve(self) -> None:
         """One after the other."""
         while self._waiting:
             rank, place = self._waiting[0]
             try:
-                await self._lend(rank, place)
-            except Refused:  # somebody else has it, or it is gone
+                if self._keyboard.there:
+                    await self._lend(rank, place)
+                else:
+                    self._say_how(rank, place)
+            except (Refused, OSError):  # somebody else has it, or it is gone
                 pass
             finally:
                 self._waiting.pop(0)
@@ -209,7 +200,7 @@ class Debugging:
         Raises Refused."""
         attempt = self._supervised.attempt
         if attempt is None:
-            raise Refused("no rank is running at the moment", "phalanx ps")
+            raise Refused("no rank is running at this moment", "the same again, once ranks have begun")
         if not 0 <= rank < attempt.world_size:
             last = attempt.world_size - 1
             raise Refused(f"there is no rank {rank}", f"phalanx attach 0 … (ranks 0 to {last})" if last else "")
@@ -234,7 +225,7 @@ class Debugging:
             by = (known.by if known is not None else "") or "its breakpoint"
             raise Refused(f"rank {rank} is being debugged already, by {by}")
         if worker.witness is None:
-            raise Refused(*_no_python(rank))
+            raise Refused(*opening.no_python(rank))
         ours, theirs = socket.socketpair()
         self._here[name] = _Debugged(by if port is None else _DEBUGPY)
         try:
@@ -242,7 +233,7 @@ class Debugging:
                 answer = await worker.witness.ask("attach", timeout=_ANSWER, fds=[theirs.fileno()])
             else:
                 answer = await worker.witness.ask("listen", timeout=_LONGER, port=port)
-            opened = _opened(rank, answer, begun=worker.witness.page.looked > 0)
+            opened = opening.judge(rank, answer, begun=worker.witness.page.looked > 0)
         except BaseException:
             self._here.pop(name, None)
             ours.close()
@@ -382,24 +373,3 @@ class Debugging:
         for debugged in self._here.values():
             if debugged.sock is not None:
                 debugged.sock.close()
-
-
-def _opened(rank: int, answer: wire.Message | None, *, begun: bool) -> Opened:
-    if answer is None and not begun:
-        raise Refused(*_no_python(rank))
-    if answer is None:
-        raise Refused(
-            f"rank {rank} does not answer: Python's lock is held there, or it is stopped", "phalanx why shows its stack"
-        )
-    match answer.get("how"):
-        case "busy":
-            raise Refused(f"rank {rank} is at a debugger already")
-        case "missing":
-            raise Refused(f"debugpy is not installed in {answer['why']}", "pip install 'phalanx[debug]'")
-        case "failed":
-            raise Refused(f"rank {rank} cannot be debugged: {answer['why']}")
-    return Opened(str(answer["how"]), port=int(answer.get("port", 0)), host=socket.gethostname())
-
-
-def _no_python(rank: int) -> tuple[str, str]:
-    return f"rank {rank} is no Python that phalanx has started, or not yet", "leave out --no-python"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
-from phalanx.launch.zygote.witness.debugger import LEAVE
+from phalanx.launch.zygote.witness.terminal import LEAVE
 
 
 class Keyboard:

@@ -179,6 +179,8 @@ class Witness:
             os.close(self._wake)
 
     def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        if not self._hears:
+            raise BrokenPipeError("nobody listens")
         with self._speaks:
             wire.send(self._channel, message, fds)
 
