@@ -17,6 +17,7 @@ VERBS = {
     "lint": "read a script, and say what would hang or spoil it",
     "chaos": "run a script, and kill its workers now and then: does it go on?",
     "attach": "a debugger in one rank of a run",
+    "why": "say which rank is wrong, at which line and why: of a running job, or an ended one",
     "ps": "list runs",
     "stop": "end a run",
     "warm": "keep torch imported for the next run",
