@@ -121,7 +121,6 @@ class Supervisor:
         self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
         self._debugging = Debugging(self, self._company, self._console, self._folder)
         self._desk.answers("attach", self._debugging.attach)
-        self._observer = Observer(self, self._company, self.post, self._desk, self._folder)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
