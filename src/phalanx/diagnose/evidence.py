@@ -9,13 +9,18 @@ from typing import Literal
 
 import msgspec
 
-Phase = Literal["import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"]
+Phase = Literal[
+    "import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"
+]  # fmt: skip
 
 
 class Frame(msgspec.Struct, frozen=True):
     file: str
     line: int
     function: str
+    source: str = ""  # the line itself, where it could be read: source.py
+    guard: str = ""  # the condition around it that asks for the rank: "if rank == 0"
+    loop: int = 0  # the line at which the innermost loop around it begins; 0: none, or not known
 
 
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +47,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     peer: int | None = None  # of send and recv: the other rank
     tag: int | None = None
     reduction: str = ""  # SUM ...; empty: not known
+    root: int | None = None  # of broadcast, reduce, gather, scatter, where it is known
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +73,8 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     sockets: int = 0  # TCP connections that stand
     unsent: int = 0  # bytes in them that no peer has taken
+    read: float = 0.0  # bytes a second, of files and sockets
+    written: float = 0.0
     wchan: str = ""  # where in the kernel it sleeps, where that may be read
     children: tuple[str, ...] = ()  # of its own making: "pid state command"
 
@@ -75,6 +83,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     use: float  # 0 to 1
     memory: int = 0
+    lost: bool = False  # the driver does not find it any more, or says that it must be reset
     throttled: str = ""  # why it is slowed down: thermal, power; empty: it is not, or nobody says
 
 
@@ -90,7 +99,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     busy: bool = False  # its main thread computes, and is seen at ever other places: slow, and not stuck
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
-    calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; the last one is what it waits in, if not done
+    calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; it waits in the last one, if not done
     process: Process | None = None
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal
@@ -116,6 +125,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...]
     nodes: tuple[Node, ...] = ()
     world_size: int = 0
+    limit: float = 30.0  # seconds after which a run counts as standing still: --stall-after
     finding: str = ""  # of the doctor, about the network between nodes
 
 

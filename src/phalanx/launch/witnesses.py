@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness import page
+from phalanx.launch.zygote.witness import ledger, page
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
 
@@ -23,10 +23,12 @@ _SLOTS = 256  # more workers than a node has; pages that nobody writes cost noth
 class Board:
     """Memory without a name (memfd): gone with the last process that uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks: bool = False) -> None:
+        self.checks = checks  # whether ranks compare their collectives in it
+        size = ledger.size(_SLOTS) if checks else _SLOTS * page.SIZE
         self.fd = os.memfd_create("phalanx-board", os.MFD_CLOEXEC)
-        os.truncate(self.fd, _SLOTS * page.SIZE)
-        self.memory = mmap.mmap(self.fd, _SLOTS * page.SIZE)
+        os.truncate(self.fd, size)
+        self.memory = mmap.mmap(self.fd, size)
         self._taken: set[int] = set()
 
     def take(self) -> int | None:
@@ -35,9 +37,17 @@ class Board:
         if slot is not None:
             self._taken.add(slot)
             page.clear(self.memory, slot)
+            if self.checks:
+                ledger.clear(self.memory, slot)
         return slot
 
+    def seat(self, slot: int, rank: int | None) -> None:
+        """Who sits there; None: nobody that others could wait for."""
+        if self.checks:
+            ledger.seat(self.memory, slot, rank)
+
     def leave(self, slot: int) -> None:
+        self.seat(slot, None)
         self._taken.discard(slot)
 
     def close(self) -> None:
@@ -53,6 +63,8 @@ class Witness:
         self.slot = slot
         self._heard = heard  # what it says unasked
         self._channel, self._theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self._parcel = wire.Parcel()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
         self._questions: dict[int, asyncio.Future[wire.Message]] = {}
         self._numbers = itertools.count(1)
@@ -63,6 +75,13 @@ class Witness:
     def fds(self) -> list[int]:
         """What the worker gets: board, channel, stacks."""
         return [self._board.fd, self._theirs.fileno(), self.stacks]
+
+    @property
+    def checks(self) -> bool:
+        return self._board.checks
+
+    def seat(self, rank: int | None) -> None:
+        self._board.seat(self.slot, rank)
 
     def handed_over(self) -> None:
         """The worker has them, or nobody will."""
@@ -84,20 +103,27 @@ class Witness:
         finally:
             del self._questions[number]
 
+    def order(self, what: str) -> None:
+        """What needs no answer."""
+        with contextlib.suppress(OSError):
+            wire.send(self._channel, {"do": what, "id": 0})
+
     def _read(self) -> None:
-        received = None
-        with contextlib.suppress(OSError, ValueError):
-            received = wire.receive(self._channel)
-        if received is None:
-            self._loop.remove_reader(self._channel.fileno())
-            self._channel.close()
+        """What there is: a worker that is stopped in the middle of a sentence must not keep us."""
+        try:
+            while (received := self._parcel.receive(self._channel)) is not None:
+                message, fds = received
+                question = self._questions.get(message.get("id", 0))
+                if question is None:
+                    self._heard(message, fds)
+                elif not question.done():
+                    question.set_result(message)
+        except BlockingIOError:
             return
-        message, fds = received
-        question = self._questions.get(message.get("id", 0))
-        if question is None:
-            self._heard(message, fds)
-        elif not question.done():
-            question.set_result(message)
+        except (OSError, ValueError):
+            pass
+        self._loop.remove_reader(self._channel.fileno())
+        self._channel.close()
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:

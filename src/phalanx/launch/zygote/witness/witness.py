@@ -13,10 +13,11 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import page, recorder, sampler
+from . import checker, debugger, ledger, page, patience, recorder, sampler
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -27,16 +28,19 @@ _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 current: Witness | None = None  # of this process
 
 
-def begin(board: int, slot: int, channel: int, stacks: int) -> None:
+def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
     """In a worker that is about to run its script."""
     global current
     memory = kernel.shared(board)
     os.close(board)
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
+    if check:
+        checker.begin(ledger.Ledger(memory, slot), slot)
+    debugger.lay(witness.say)
     witness.start()
 
 
@@ -53,15 +57,15 @@ def _out_of_the_way(fd: int) -> int:
 
 
 class Witness:
-    def __init__(self, own: page.Page, channel: socket.socket, stacks: int) -> None:
+    def __init__(self, own: page.Page, channel: socket.socket) -> None:
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
-        self._stacks = stacks
         self._steps = Steps(own)
         self._sampler = sampler.Sampler(own)
         self._ended = _thread.allocate_lock()  # held while the thread runs
         self._bell = _thread.allocate_lock()  # held until the thread is to end
         self._over = False  # for good
+        self._speaks = _thread.allocate_lock()  # one message after the other
         self.thread = 0  # as the kernel knows it
         self._steps.lay()
 
@@ -85,10 +89,10 @@ class Witness:
             self._ended.release()
 
     def leave(self) -> None:
-        """In a child of the worker: it is no worker."""
+        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
         self._steps.forget()
-        faulthandler.unregister(SIGNAL)
+        debugger.forget()
         self._close()
 
     def end(self) -> None:
@@ -141,7 +145,17 @@ class Witness:
         match order["do"]:
             case "tell":
                 told = recorder.everything(self._sampler.still)
-                wire.send(self._channel, {"is": "told", "id": order["id"], **told})
+                self.say({"is": "told", "id": order["id"], **told})
+            case "attach":
+                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+            case "interrupt":
+                self._beside(order, debugger.interrupt)
+            case "listen":
+                self._beside(order, debugger.listen, order["port"])
+            case "suspend":
+                patience.suspend()
+            case "resume":
+                patience.resume()
             case _:
                 for fd in fds:
                     os.close(fd)
@@ -152,5 +166,18 @@ class Witness:
             self._channel.close()
         else:
             self._channel.detach()
-        with contextlib.suppress(OSError):
-            os.close(self._stacks)
+
+    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        if not self._hears:
+            raise BrokenPipeError("nobody listens")
+        with self._speaks:
+            wire.send(self._channel, message, fds)
+
+    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """What takes its time, in a thread of its own, which answers."""
+
+        def answer(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order["id"], **message})
+
+        _thread.start_new_thread(act, (*args, answer))

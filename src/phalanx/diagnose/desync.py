@@ -1,0 +1,229 @@
+"""What it means that ranks part: another operation, other contents, one collective too many or too few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.diagnose import frames, words
+from phalanx.diagnose.evidence import Call, Frame
+from phalanx.diagnose.parting import Parting, alike, expected, guard, past, ways
+from phalanx.diagnose.standing import Field, Standing, bucket, named, site, trail
+from phalanx.diagnose.verdict import Verdict
+
+SAME = "all ranks of a group have to call the same collectives in the same order"
+UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `with model.join():` around the loop"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Two calls with one number: of the first of the odd ones, and of the first of the others."""
+
+    field: Field
+    parting: Parting
+
+    @property
+    def standing(self) -> Standing:
+        return self.parting.odd[0][0]
+
+    @property
+    def call(self) -> Call:
+        return self.parting.odd[0][1]
+
+    @property
+    def other(self) -> Standing:
+        return self.parting.rest[0][0]
+
+    @property
+    def beside(self) -> Call:
+        return self.parting.rest[0][1]
+
+    @property
+    def here(self) -> Frame | None:
+        return site(self.standing, self.call)
+
+    @property
+    def there(self) -> Frame | None:
+        return site(self.other, self.beside)
+
+    @cached_property
+    def ways(self) -> tuple[Frame, Frame] | None:
+        return ways(trail(self.standing, self.call), trail(self.other, self.beside))
+
+    @cached_property
+    def guard(self) -> Frame | None:
+        return next((found for pair in self.parting.odd if (found := guard(*pair)) is not None), None)
+
+    @cached_property
+    def their_guard(self) -> Frame | None:
+        return next((found for pair in self.parting.rest if (found := guard(*pair)) is not None), None)
+
+    @cached_property
+    def strange(self) -> bool:
+        """By what the loop did before, the others are right."""
+        usual = expected(past(self.other, self.parting))
+        return usual is not None and alike(usual, self.beside) and not alike(usual, self.call)
+
+    @cached_property
+    def again(self) -> bool:
+        """It belongs to the loop: it was called before."""
+        return any(alike(each, self.call) for each in past(self.other, self.parting))
+
+    @property
+    def who(self) -> str:
+        return words.who(self.parting.ranks)
+
+    @property
+    def them(self) -> str:
+        return words.others(self.parting.others, self.field.evidence, self.parting.ranks)
+
+    @property
+    def they_are(self) -> str:
+        return f"{self.them} {words.verb(self.parting.others, 'is', 'are')}"
+
+    @property
+    def mine(self) -> str:
+        return f"{words.numbered(self.call)}{words.at(self.here)}"
+
+    @property
+    def theirs(self) -> str:
+        return f"{named(self.other, self.beside)}{words.at(self.there)}"
+
+    def verdict(self, kind: str, text: str, fix: str = SAME, place: Frame | None = None) -> Verdict:
+        pairs = (*self.parting.odd[:8], *self.parting.rest[:1])
+        details = [f"{words.who([standing.number])}: {_what(standing, call)}" for standing, call in pairs]
+        if self.ways is not None and self.ways != (self.here, self.there):
+            one, other = map(words.place, self.ways)
+            details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
+        place = place or self.here
+        return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
+
+
+def judge(field: Field, parting: Parting) -> Verdict:
+    case = _Case(field, parting)
+    same_place = case.here is not None and case.here == case.there
+    if case.call.op == case.beside.op and same_place:
+        return _differs(case)
+    found = _evaluation(case) or _uneven(case) or _unused(case) or _skipped(case) or _extra(case)
+    if found is not None:
+        return found
+    return _operation(case) if case.call.op != case.beside.op else _differs(case)
+
+
+def _evaluation(case: _Case) -> Verdict | None:
+    alone = frames.in_model(case.call.site or case.standing.frames)
+    if not alone or case.call.op != "broadcast" or frames.in_model(case.beside.site or case.other.frames):
+        return None
+    runs = words.verb(case.parting.ranks, "runs", "run")
+    return case.verdict(
+        "evaluation",
+        f"{case.who} alone {runs} the forward of a DDP model{words.inside(case.guard or case.here)}, which broadcasts "
+        f"its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
+        "evaluate with model.module(...), or on all ranks",
+    )
+
+
+def _uneven(case: _Case) -> Verdict | None:
+    asked = case.guard is not None or case.their_guard is not None
+    if asked or not (case.standing.leaving or _left_loop(case)):
+        return None
+    return case.verdict(
+        "uneven data",
+        f"{case.who} left the loop earlier than the others, to {case.mine}, while {case.they_are} still in "
+        f"{case.theirs}: uneven data",
+        UNEVEN,
+    )
+
+
+def _left_loop(case: _Case) -> bool:
+    """The others are in a loop, and it is behind that."""
+    if case.ways is None:
+        return False
+    mine, theirs = case.ways
+    if theirs.loop:
+        return mine.loop != theirs.loop and mine.line > theirs.line
+    return case.call.op == "barrier" and case.strange and mine.line > theirs.line and not mine.source
+
+
+def _unused(case: _Case) -> Verdict | None:
+    """The backward pass of the others goes on to a bucket, and its own was through."""
+    reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.standing.frames)
+    if not (reduces and case.strange and case.again):
+        return None
+    before = [call for call in past(case.standing, case.parting) if call.seq == case.parting.seq - 1]
+    if any(call.site and not bucket(call) for call in before):
+        return None
+    return case.verdict(
+        "unused parameters",
+        f"{case.who} did not reduce a DDP bucket that the others wait for in {case.theirs}: parameters got no gradient "
+        f"there; it went on to {case.mine}",
+        "DistributedDataParallel(..., find_unused_parameters=True), or the same branches of the model on all ranks",
+    )
+
+
+def _skipped(case: _Case) -> Verdict | None:
+    if case.guard is not None or not (case.their_guard is not None or (case.strange and case.again)):
+        return None
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} skipped a collective that {case.them} called{words.inside(case.their_guard or case.there)}: "
+        f"{named(case.other, case.beside)}; {case.who} went on to {case.mine}",
+    )
+
+
+def _extra(case: _Case) -> Verdict | None:
+    """Where both ask for the rank, each has its own branch, and the operation is what differs."""
+    if case.their_guard is not None:
+        return None
+    if case.guard is None and not (case.strange and case.call.op == case.beside.op):
+        return None
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} called one more collective than the others, {words.numbered(case.call)}"
+        f"{words.inside(case.guard or case.here)}; {case.they_are} in {case.theirs}",
+        place=case.guard,
+    )
+
+
+def _operation(case: _Case) -> Verdict:
+    return case.verdict(
+        "wrong operation",
+        f"{case.who} called {case.call.op}{words.at(case.here)} where {case.them} called {case.beside.op}"
+        f"{words.at(case.there)} (#{case.call.seq})",
+    )
+
+
+def _differs(case: _Case) -> Verdict:
+    """The same operation with other contents."""
+    call, beside = case.call, case.beside
+    where = f" in {words.numbered(call)}{words.at(case.here or case.there)}"
+    has, have = words.verb(case.parting.ranks, "has", "have"), words.verb(case.parting.others, "has", "have")
+
+    def sentence(what: str, mine: object, theirs: object) -> str:
+        return f"{what} differ{where}: {case.who} {has} {mine}, {case.them} {have} {theirs}"
+
+    if call.dtypes and beside.dtypes and call.dtypes[0] != beside.dtypes[0]:
+        text = sentence("dtypes", call.dtypes[0], beside.dtypes[0])
+        return case.verdict("dtypes differ", text, "cast to one dtype before the collective")
+    if words.elements(call.shapes) != words.elements(beside.shapes):
+        text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
+        return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
+    if call.root != beside.root:
+        text = sentence("roots", f"root {call.root}", f"root {beside.root}")
+        return case.verdict("roots differ", text, "the same root on all ranks")
+    text = sentence("reductions", call.reduction or "none", beside.reduction or "none")
+    return case.verdict("reductions differ", text, "the same reduction on all ranks")
+
+
+def _shapes(parting: Parting) -> str:
+    """rank 3 has [10]: one part for each shape that is not the others'"""
+    by_shape: dict[str, list[int]] = {}
+    for standing, call in parting.odd:
+        by_shape.setdefault(words.shapes(call), []).append(standing.number)
+    parts = [f"{words.who(ranks)} {words.verb(ranks, 'has', 'have')} {shape}" for shape, ranks in by_shape.items()]
+    return ", ".join(parts[:4]) + (" ..." if len(parts) > 4 else "")
+
+
+def _what(standing: Standing, call: Call) -> str:
+    about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
+    return " ".join(filter(None, about)) + words.inside(site(standing, call))

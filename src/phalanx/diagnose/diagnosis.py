@@ -1,0 +1,48 @@
+"""Evidence -> Verdicts: the most certain and most to blame first; none, where nothing can be said to be wrong."""
+
+from __future__ import annotations
+
+from phalanx.diagnose import circles, culprit, desync, network, process, words
+from phalanx.diagnose.evidence import Evidence
+from phalanx.diagnose.parting import partings
+from phalanx.diagnose.standing import Field, survey
+from phalanx.diagnose.verdict import Verdict
+
+
+def diagnose(evidence: Evidence) -> list[Verdict]:
+    """What is wrong. Nothing while somebody has a debugger open: then all that stands still does so on purpose."""
+    if any(rank.debugged for rank in evidence.ranks):
+        return []
+    field = survey(evidence)
+    proven = [*process.nodes(field), *process.verdicts(field)]
+    parted = partings(field)
+    found = [*proven, *(desync.judge(field, parting) for parting in parted), *circles.verdicts(field)]
+    accused = {rank for verdict in found for rank in verdict.ranks}
+    found += culprit.verdicts(field, accused)
+    if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock") for verdict in found):
+        found += network.verdicts(field, {parting.group for parting in parted})
+    if not found:
+        found += culprit.everybody(field)
+    return sorted(found, key=lambda verdict: not verdict.certain)
+
+
+def remarks(evidence: Evidence) -> list[str]:
+    """What stands still or takes long with good reason: no verdict, but worth a line."""
+    debugged = [rank.rank for rank in evidence.ranks if rank.debugged]
+    if debugged:
+        return [f"a debugger is open in {words.who(debugged)}: whatever waits now waits for it"]
+    field = survey(evidence)
+    return [_remark(field, rank) for rank in sorted(culprit.roots(field)) if _is_slow(field, rank)][:8]
+
+
+def _is_slow(field: Field, rank: int) -> bool:
+    standing = field.standings.get(rank)
+    return standing is not None and not standing.gone and culprit.slow(field, standing)
+
+
+def _remark(field: Field, rank: int) -> str:
+    standing = field.standings[rank]
+    doing = {"compile": "compiles", "checkpoint": "writes or reads a checkpoint", "import": "imports"}.get(
+        standing.long, "computes"
+    )
+    return f"rank {rank} {doing}{words.at(standing.place)}: slow, and not stuck{field.wait_for([rank])}"

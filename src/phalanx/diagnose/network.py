@@ -1,0 +1,112 @@
+"""Everybody has come, and it does not go on: then it is what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from phalanx.diagnose import words
+from phalanx.diagnose.standing import Field, Standing, described, members_of, newest
+from phalanx.diagnose.verdict import Verdict
+
+_DOCTOR = "phalanx doctor looks at the network between the nodes"
+
+
+def verdicts(field: Field, parted: Container[str]) -> Iterator[Verdict]:
+    """`parted`: groups whose ranks have not called the same."""
+    yield from _collectives(field, parted)
+    yield from _messages(field)
+    yield from _joining(field)
+
+
+def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
+    together: dict[tuple[str, int, str], list[Standing]] = {}
+    for standing in field.of(field.awaits):
+        call = standing.call
+        if call is not None and call.op not in ("send", "recv") and call.group not in parted:
+            together.setdefault((call.group, call.seq, call.op if call.seq <= 0 else ""), []).append(standing)
+    for (group, seq, _), waiting in together.items():
+        members = members_of(waiting[0], field.standings)
+        if len(members) < 2 or any(field.awaits[each.number] for each in waiting):
+            continue
+        if any(each.leaving or each.stopped or each.gone for each in field.of(members)):
+            continue
+        here = {each.number for each in waiting}
+        first = waiting[0]
+        if here == members:
+            yield _same(field, waiting)
+        elif seq > 0 and all((newest(field.standings[rank].rank, group) or 0) >= seq for rank in members - here):
+            ranks = tuple(sorted(here))
+            yield Verdict(
+                kind="network",
+                ranks=ranks,
+                text=f"{words.who(ranks)} {words.verb(ranks, 'is', 'are')} still in {described(first)}, which "
+                f"{words.who(members - here)} {words.verb(members - here, 'has', 'have')} left behind: "
+                f"{_cause(field, 'what they sent has not arrived')}",
+                place=first.place,
+                fix=_DOCTOR,
+                certain=False,
+            )
+
+
+def _same(field: Field, waiting: list[Standing]) -> Verdict:
+    first = waiting[0]
+    everybody = len(waiting) == len(field.standings)
+    who = f"all {len(waiting)} ranks" if everybody else words.who(each.number for each in waiting)
+    unsent = [each for each in waiting if each.rank.process is not None and each.rank.process.unsent > 0]
+    details = [
+        f"rank {each.number}: {words.quantity(each.rank.process.unsent)} sent that nobody has taken"
+        for each in unsent[:8]
+        if each.rank.process is not None
+    ]
+    return Verdict(
+        kind="network",
+        ranks=(),
+        text=f"{who} wait in the same collective, {described(first)}: the network{_finding(field)}",
+        details=tuple(details),
+        place=first.place,
+        fix=_DOCTOR,
+        certain=False,
+    )
+
+
+def _finding(field: Field) -> str:
+    found = field.evidence.finding or next((node.finding for node in field.evidence.nodes if node.finding), "")
+    return f" ({found})" if found else ""
+
+
+def _cause(field: Field, otherwise: str) -> str:
+    return f"the network{_finding(field)}" if _finding(field) else otherwise
+
+
+def _messages(field: Field) -> Iterator[Verdict]:
+    for standing in field.of(field.awaits):
+        call = standing.call
+        if call is None or call.op != "send" or field.awaits[standing.number]:
+            continue
+        peer = field.standings.get(call.peer) if call.peer is not None else None
+        if peer is not None and peer.stuck and peer.call is not None and peer.call.op == "recv":
+            yield Verdict(
+                kind="network",
+                ranks=tuple(sorted((standing.number, peer.number))),
+                text=f"rank {standing.number} sends, rank {peer.number} receives, and it does not go on "
+                f"({described(standing)}; {described(peer)}): the network{_finding(field)}",
+                place=standing.place,
+                fix=_DOCTOR,
+                certain=False,
+            )
+
+
+def _joining(field: Field) -> Iterator[Verdict]:
+    """All ranks are where they meet, and do not."""
+    waiting = [each for each in field.of(field.awaits) if each.call is None and not field.awaits[each.number]]
+    if len(waiting) < 2 or len(waiting) != len(field.standings):
+        return
+    yield Verdict(
+        kind="join",
+        ranks=(),
+        text=f"all {len(waiting)} ranks are in {described(waiting[0])} and do not meet: "
+        f"they do not reach each other{_finding(field)}",
+        place=waiting[0].place,
+        fix=_DOCTOR,
+        certain=False,
+    )

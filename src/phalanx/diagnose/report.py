@@ -1,0 +1,82 @@
+"""A diagnosis for people, and for programs: the verdicts, who stands where, how to see more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from phalanx.diagnose import words
+from phalanx.diagnose.diagnosis import remarks
+from phalanx.diagnose.evidence import Evidence, Frame
+from phalanx.diagnose.standing import Standing, described, stand
+from phalanx.diagnose.verdict import Verdict
+
+MORE = "phalanx why --json has all stacks; phalanx attach RANK opens a debugger in one"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Ranks that stand at the same place."""
+
+    ranks: tuple[int, ...]
+    what: str  # all_reduce #214 at train.py:52
+    place: Frame | None = None
+
+
+def places(evidence: Evidence) -> list[Place]:
+    """The smallest group first: who is alone somewhere is more interesting."""
+    together: dict[str, list[Standing]] = {}
+    for rank in evidence.ranks:
+        standing = stand(evidence, rank)
+        together.setdefault(_what(standing), []).append(standing)
+    found = [
+        Place(tuple(sorted(each.number for each in group)), what, group[0].place) for what, group in together.items()
+    ]
+    return sorted(found, key=lambda place: (len(place.ranks), place.ranks))
+
+
+def _what(standing: Standing) -> str:
+    rank, process = standing.rank, standing.rank.process
+    if rank.ended is not None:
+        return words.exit_text(rank.ended)
+    if standing.unseen:
+        return rank.note or "gives no sign of itself"
+    state = {"T": "stopped, ", "t": "held by a tracer, ", "Z": "dead, "}.get(process.state if process else "", "")
+    debugged = "in a debugger, " if rank.debugged else ""
+    blank = standing.call is None and not standing.act.words and standing.place is None
+    return f"{state}{debugged}{rank.phase if blank else described(standing)}"
+
+
+def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> str:
+    lines: list[str] = []
+    for verdict in verdicts:
+        lines.append(verdict.text if verdict.certain else f"probably: {verdict.text}")
+        lines += [f"  {detail}" for detail in verdict.details]
+        if verdict.fix:
+            lines.append(f"  fix: {verdict.fix}")
+    said = remarks(evidence)
+    if not verdicts:
+        lines.append(said[0] if said else "nothing can be seen to be wrong")
+        said = said[1:]
+    lines += said
+    still = f", {words.duration(evidence.waited)} without progress" if evidence.waited >= 1 else ""
+    lines += ["", f"where they stand{still}:"]
+    lines += [f"  {words.who(place.ranks)}: {place.what}" for place in places(evidence)]
+    lines += [
+        f"  rank {rank.rank}: {rank.note}" for rank in evidence.ranks if rank.note and (rank.threads or rank.calls)
+    ][:8]
+    if more:
+        lines += ["", more]
+    return "\n".join(lines)
+
+
+def as_json(evidence: Evidence, verdicts: Sequence[Verdict]) -> bytes:
+    """Everything: verdicts, remarks, places, and the evidence itself."""
+    content: dict[str, Any] = {
+        "verdicts": list(verdicts),
+        "remarks": remarks(evidence),
+        "places": places(evidence),
+        "evidence": evidence,
+    }
+    return msgspec.json.encode(content)

@@ -1,0 +1,72 @@
+"""What the text of a file says about a line: the line itself, the loop and the question for the rank around it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
+
+from phalanx.diagnose import frames
+from phalanx.diagnose.evidence import Frame, Rank
+
+_RANK = re.compile(r"rank|is_main|is_master|main_process|is_first|is_leader", re.IGNORECASE)
+_LONGEST = 60  # characters of a condition in a sentence
+
+
+def annotate(frame: Frame, text: str) -> Frame:
+    """The frame with what can be read in its file; as it was, where the file is not what ran."""
+    lines = text.splitlines()
+    if not 0 < frame.line <= len(lines):
+        return frame
+    guard, loop = _around(text, frame.line)
+    return msgspec.structs.replace(frame, source=lines[frame.line - 1].strip()[:200], guard=guard, loop=loop)
+
+
+def annotated(rank: Rank, read: Callable[[str], str | None]) -> Rank:
+    """The user's frames of its main thread, and of the calls that are not done, with what their files say.
+
+    `read` gives the text of a file of that node, None where it cannot be had.
+    """
+
+    def whole(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+        return tuple(annotate(frame, read(frame.file) or "") if frames.mine(frame) else frame for frame in stack)
+
+    threads = (msgspec.structs.replace(each, frames=whole(each.frames)) if each.main else each for each in rank.threads)
+    calls = (each if each.done else msgspec.structs.replace(each, site=whole(each.site)) for each in rank.calls)
+    return msgspec.structs.replace(rank, threads=tuple(threads), calls=tuple(calls))
+
+
+@lru_cache(256)
+def _around(text: str, line: int) -> tuple[str, int]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return "", 0
+    guard, loop = "", 0
+    for node in ast.walk(tree):  # from the outside in, so that the innermost has the last word
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _within(node, line):
+            guard, loop = "", 0
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While) and _within(node, line):
+            loop = node.lineno
+        elif isinstance(node, ast.If) and _within(node, line):
+            guard = _asks(node, line) or guard
+    return guard, loop
+
+
+def _asks(node: ast.If, line: int) -> str:
+    condition = ast.unparse(node.test)
+    if not _RANK.search(condition):
+        return ""
+    condition = condition if len(condition) <= _LONGEST else f"{condition[: _LONGEST - 1]}…"
+    if any(_within(each, line) for each in node.body):
+        return f"if {condition}"
+    if any(_within(each, line) for each in node.orelse):
+        return f"else of if {condition}"
+    return ""
+
+
+def _within(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)

@@ -1,0 +1,126 @@
+"""How ranks, places, sizes and collectives are written in a sentence."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterable
+
+from phalanx.diagnose.evidence import Call, Evidence, Frame, Rank
+
+_BYTES = {
+    "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
+    "ComplexFloat": 8, "ComplexDouble": 16,
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
+}  # fmt: skip
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """0, 1, 3-7"""
+    ordered = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    for index, rank in enumerate(ordered):
+        if index + 1 < len(ordered) and ordered[index + 1] == rank + 1:
+            continue
+        run = ordered[start : index + 1]
+        parts.extend([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))
+        start = index + 1
+    return ", ".join(parts)
+
+
+def who(ranks: Iterable[int]) -> str:
+    """rank 3; ranks 0, 1, 3-7"""
+    named = set(ranks)
+    return f"rank{'' if len(named) == 1 else 's'} {numbers(named)}"
+
+
+def verb(ranks: Iterable[int], one: str, several: str) -> str:
+    return one if len(set(ranks)) == 1 else several
+
+
+def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> str:
+    """the other 3; or their numbers, if those are not all"""
+    named, everybody = set(ranks), {rank.rank for rank in evidence.ranks}
+    if named and named == everybody - set(besides):
+        return f"the other {len(named)}" if len(named) > 1 else f"the other one ({who(named)})"
+    return who(named)
+
+
+def file(path: str) -> str:
+    parts = path.replace("\\", "/").split("/")
+    return "/".join(parts[-2:]) if parts[-1] in ("__init__.py", "__main__.py") else parts[-1]
+
+
+def place(frame: Frame | None) -> str:
+    """dataset.py:41 in __getitem__"""
+    if frame is None:
+        return ""
+    inside = "" if frame.function in ("", "<module>") else f" in {frame.function}"
+    return f"{file(frame.file)}:{frame.line}{inside}"
+
+
+def at(frame: Frame | None) -> str:
+    return f" at {place(frame)}" if frame is not None else ""
+
+
+def inside(frame: Frame | None) -> str:
+    """inside `if rank == 0` at train.py:88"""
+    if frame is None:
+        return ""
+    return f"{f' inside `{frame.guard}`' if frame.guard else ''} at {place(frame)}"
+
+
+def quantity(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def shapes(call: Call) -> str:
+    return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in call.shapes) or "nothing"
+
+
+def elements(shape: tuple[tuple[int, ...], ...]) -> int:
+    return sum(math.prod(each) for each in shape)
+
+
+def size(call: Call) -> int:
+    """Bytes; 0: not known."""
+    if not call.dtypes or not call.shapes:
+        return 0
+    return elements(call.shapes) * _BYTES.get(call.dtypes[0].removeprefix("torch."), 0)
+
+
+def numbered(call: Call) -> str:
+    return f"{call.op} #{call.seq}" if call.seq > 0 else call.op
+
+
+def exit_text(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def host(evidence: Evidence, node: int) -> str:
+    return next((each.host for each in evidence.nodes if each.node == node and each.host), str(node))
+
+
+def device(evidence: Evidence, rank: Rank) -> str:
+    """(node b, GPU 1)"""
+    parts = [f"node {host(evidence, rank.node)}"] if len({each.node for each in evidence.ranks}) > 1 else []
+    if rank.gpu is not None:
+        parts.append(f"GPU {rank.gpu.index}")
+    return f" ({', '.join(parts)})" if parts else ""
