@@ -213,7 +213,7 @@ def _without_warmth(report: Report) -> Report:
 
 
 def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's witness needs: a thread, a signal, and three descriptors out of everybody's way."""
+    """Without what a worker's witness needs: a thread, a signal, and two descriptors out of everybody's way."""
     high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - 16
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:

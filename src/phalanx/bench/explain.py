@@ -45,8 +45,8 @@ def cost(ranks: int, pairs: Sequence[tuple[float, float]], used: Sequence[float]
     # A median's standard error, twice; the quartiles stand for the spread, for outliers are many.
     error = 2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(ratios))
     alone = statistics.median(alone for _, alone in pairs) * 1000
-    numbers = (statistics.median(ratios) - 1, error, statistics.median(used))
-    return Cost(ranks, round(alone, 4), *(round(number, 5) for number in numbers))
+    part = statistics.median(ratios) - 1
+    return Cost(ranks, round(alone, 4), round(part, 5), round(error, 5), round(statistics.median(used), 5))
 
 
 def target(found: Cost) -> Target:
