@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,26 @@ from tests.kit.lab import Lab
 
 SHORT = ("--lost-after", "4s")
 STEPS = 8  # an epoch
+warm_places: dict[str, str] = {}  # of a warm zygote on each node, as long as there are any
+zygotes: set[int] = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(_lab: Lab) -> Iterator[None]:
+    """torch is imported once on each node."""
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:
+        warm_places.update(TMPDIR=f"{root}/tmp", PHALANX_HOME=f"{root}/home", OMP_NUM_THREADS="1")
+        os.mkdir(warm_places["TMPDIR"])
+        made = [each.start("warm", "--preload", "phalanx.train.main", env=warm_places) for each in _lab]
+        assert codes(made) == [0, 0, 0], texts(made)
+        zygotes.update(pid for each in _lab for pid, command in each.processes() if "standin.py" in command)
+        yield
+        for each in _lab:
+            each.run("warm", "--stop", env=warm_places)
+        left = [name for name in os.listdir(warm_places["TMPDIR"]) if not name.startswith("torchinductor_")]
+        assert not left, f"leaked temporary files: {left}"
+        warm_places.clear()
+        zygotes.clear()
 
 
 def node(
@@ -33,7 +54,7 @@ def node(
 ) -> Handle:
     where = ("-n", nodes, "-g", "1", "--cpu", "--master", lab[master].name)
     words = (*options, script("elastic.py"), str(folder))
-    return lab[place].start("run", *where, "-i", str(place), *words, env=env)
+    return lab[place].start("run", *where, "-i", str(place), *words, env={**warm_places, **(env or {})})
 
 
 def entered(job: Handle, generation: int | str, size: int, timeout: float = 60) -> None:
@@ -83,7 +104,7 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     assert "2 changes of nodes" in jobs[0].err
     learnt(tmp_path)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)
 
 
 def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
@@ -98,7 +119,7 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     assert codes([back, *jobs[1:]]) == [0, 0, 0], texts([back, *jobs])
     learnt(tmp_path)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)
 
 
 def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path) -> None:
@@ -112,7 +133,7 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)
 
 
 def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
@@ -126,7 +147,7 @@ def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: 
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)
 
 
 def test_a_group_that_forms_anew_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
@@ -180,7 +201,7 @@ def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_pat
     jobs[0].wait_for("starting all ranks again", timeout=20)
     (tmp_path / "end").touch()
     assert jobs[0].wait(30) == 0, texts(jobs)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)
 
 
 def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) -> None:
@@ -194,4 +215,4 @@ def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) 
     (tmp_path / "end").touch()
     assert jobs[0].wait(60) == 0, texts(jobs)
     learnt(tmp_path)
-    all_gone(lab)
+    all_gone(lab, besides=zygotes)

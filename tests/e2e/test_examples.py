@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.demo import digits
-from tests.kit.cli import Result, phalanx, python, terminal, torchrun, warm
+from tests.kit.cli import Result, phalanx, python, terminal, warm
+from tests.kit.torchrun import Torchrun
+
+pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all of them
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -36,6 +39,12 @@ def _warm() -> Iterator[None]:
         with warm("--preload", "torch._dynamo", env=places):
             yield
         places.clear()
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> Iterator[Torchrun]:
+    with Torchrun() as imported:
+        yield imported
 
 
 def docstring(name: str) -> str:
@@ -158,7 +167,7 @@ def test_breakpoint_on_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["collectives", "rpc"])
-def test_torchrun_runs_them_too(name: str) -> None:
+def test_torchrun_runs_them_too(name: str, torchrun: Torchrun) -> None:
     result = torchrun("--nproc-per-node", "2", "--standalone", str(EXAMPLES / f"{name}.py"), timeout=150)
     assert result.code == 0, result.err
     assert "Warning" not in result.err
@@ -203,7 +212,7 @@ def test_gpt(kind: str) -> None:
     assert found[0] < 2.8
 
 
-def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: Torchrun) -> None:
     """One process, three ranks that share each batch of 32 unevenly, and torchrun."""
     text = tmp_path / "text"
     text.write_text((EXAMPLES / "data" / "asyoulikeit.txt").read_text()[:20000])

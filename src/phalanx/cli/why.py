@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from phalanx.cli import choice
+from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import desk, postmortem
+from phalanx.launch import desk, postmortem, stalls
 from phalanx.launch.runfolder import RunRecord
 from phalanx.launch.zygote import wire
 
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
         "--pid", type=int, nargs="+", metavar="PID", help="a job that phalanx did not start: its launcher, or its ranks"
     )
     outside.add_argument("--slurm", metavar="JOB", help="the same, by the number of a Slurm job")
+    parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
     parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
     parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
     options = parser.parse_args(argv)
@@ -38,7 +40,8 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"{options.run} is a run, and --pid or --slurm another one", fix="leave one of them out")
         from phalanx.launch import outsiders
 
-        answer = outsiders.of_job(options.slurm) if options.slurm else outsiders.below(options.pid)
+        looked = outsiders.of_job(options.slurm, here=options.here) if options.slurm else outsiders.below(options.pid)
+        answer = outsiders.answer(looked)
     else:
         run = choice.any_run(options.run, verb="why")
         if not run.alive:
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
     else:
         sys.stdout.write(answer["report"] + "\n")
         if options.stacks:
-            sys.stdout.write(answer["stacks"] + "\n")
+            sys.stdout.write("\n" + stalls.text(msgspec.convert(answer["evidence"], Evidence)))
     return 1 if answer["verdicts"] else 0
 
 

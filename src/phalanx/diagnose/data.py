@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 from phalanx.diagnose import frames, words
-from phalanx.diagnose.process import wait_for
+from phalanx.diagnose.evidence import Frame
+from phalanx.diagnose.frames import Act
 from phalanx.diagnose.standing import Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
@@ -11,18 +15,20 @@ _WORKER = "pt_data"
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D": "waiting for a disk or NFS"}
 
 
-def verdict(field: Field, standing: Standing) -> Verdict | None:
+def verdict(field: Field, kept: Sequence[Standing]) -> Verdict | None:
+    """Of ranks that are all at one place; those that wait for workers come alone."""
+    standing, ranks = kept[0], tuple(each.number for each in kept)
     if standing.act.what == "loader":
         return _workers(field, standing)
     if not frames.in_data(standing.frames) and standing.rank.phase != "data":
         return None
     cause = standing.act.words or ("computing" if standing.spins else "")
+    why = f" ({cause})" if cause else ""
     where = f", {words.place(standing.place)}" if standing.place is not None else ""
     return Verdict(
         kind="data",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} is in data loading{where}{f' ({cause})' if cause else ''}"
-        f"{wait_for(field, standing)}",
+        ranks=ranks,
+        text=f"{words.who(ranks)} {words.verb(ranks, 'is', 'are')} in data loading{where}{why}{field.wait_for(ranks)}",
         details=_seen(standing),
         place=standing.place,
         certain=False,
@@ -34,13 +40,13 @@ def _workers(field: Field, standing: Standing) -> Verdict:
     known = [child for child in children if len(child) == 3]
     named = [child for child in known if _WORKER in child[2]]
     workers = named or known
+    if (busy := _inside(standing, {pid: state for pid, state, _ in workers})) is not None:
+        return _in_worker(field, standing, *busy)
     bad = [(pid, _STATES[state]) for pid, state, _ in workers if state in _STATES]
     dead = [pid for pid, how in bad if how == "dead"]
     if bad:
         pid, how = (dead[0], "dead") if dead else bad[0]
         cause = f"waiting for a DataLoader worker that is {how}: process {pid}"
-    elif standing.rank.process is not None and not children:
-        cause = "waiting for its DataLoader workers, and there are none any more"
     elif any(state == "R" for _, state, _ in workers):
         cause = "waiting for its DataLoader workers, which compute"
     else:
@@ -51,13 +57,40 @@ def _workers(field: Field, standing: Standing) -> Verdict:
         kind="data",
         ranks=(standing.number,),
         text=f"rank {standing.number} is in data loading{words.at(standing.place)} ({cause})"
-        f"{wait_for(field, standing)}",
+        f"{field.wait_for([standing.number])}",
         details=(*(f"worker {pid}: state {state}, {command}" for pid, state, command in workers[:8]), *killed),
         place=standing.place,
         fix="py-spy dump --pid of that worker shows its line; DataLoader(timeout=60) makes it an error"
         if workers
         else "DataLoader(timeout=60) makes it an error",
         certain=bool(dead),
+    )
+
+
+def _inside(standing: Standing, workers: dict[str, str]) -> tuple[str, Act, Frame] | None:
+    """A worker that is at a line of the user's: who waits for the next index is not what keeps us. A fork has the
+    frames of its parent below its own."""
+    for thread in standing.rank.threads:
+        pid = thread.name.split()[1] if thread.name.startswith("process ") else ""
+        if workers.get(pid, "Z") not in _STATES:
+            own = tuple(takewhile(lambda frame: frame.function != "_worker_loop", thread.frames))
+            place = frames.own(own)
+            if place is not None:
+                return pid, frames.act(own), place
+    return None
+
+
+def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Frame) -> Verdict:
+    doing = f"{act.words}, in" if act.words else "in"
+    return Verdict(
+        kind="data",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} is in data loading, {words.place(place)} ({doing} a DataLoader worker, process "
+        f"{pid}){field.wait_for([standing.number])}",
+        details=(f"its line: {place.source}",) if place.source else (),
+        place=place,
+        fix="DataLoader(timeout=60) makes it an error",
+        certain=False,
     )
 
 

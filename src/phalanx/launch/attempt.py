@@ -405,7 +405,7 @@ class Attempt:
         self._zygote = zygote
         self.prepare_store()
 
-    def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
+    def tell(self, name: str, number: int, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
             self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})

@@ -58,14 +58,21 @@ def _first(environ: dict[str, str], names: Sequence[str]) -> int | None:
     return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
-def of_job(job: str) -> list[int]:
-    """The processes of a Slurm job on this node."""
+def nodes_of(job: str) -> list[str]:
+    """Where a Slurm job runs."""
     if not job.isdigit():
         raise UsageError(f"--slurm {job}: a job is a number", fix="squeue --me")
-    program = shutil.which("scontrol")
-    if program is None:
-        raise UsageError("there is no scontrol here: this is no node of a Slurm cluster", fix="phalanx why --pid PID")
-    done = subprocess.run([program, "listpids", job], capture_output=True, text=True, timeout=20, check=False)
+    squeue, scontrol = _slurm("squeue"), _slurm("scontrol")
+    done = _run([squeue, "--noheader", "--states=RUNNING", f"--jobs={job}", "--format=%N"])
+    if not done.stdout.strip():
+        raise UsageError(f"no job {job} is running", details=done.stderr.strip().splitlines()[:1], fix="squeue --me")
+    return _run([scontrol, "show", "hostnames", done.stdout.strip()]).stdout.split()
+
+
+def of_job(job: str) -> list[int]:
+    """The processes of a Slurm job on this node."""
+    program = _slurm("scontrol")
+    done = _run([program, "listpids", job])
     pids = [int(words[0]) for line in done.stdout.splitlines()[1:] if (words := line.split()) and words[0].isdigit()]
     if not pids:
         said = (done.stderr or done.stdout).strip().splitlines()
@@ -73,3 +80,14 @@ def of_job(job: str) -> list[int]:
             f"job {job} has no process on this node", details=said[:1], fix=f"squeue -j {job} shows where it runs"
         )
     return [pid for pid in pids if kernel.start_time(pid) is not None]
+
+
+def _slurm(name: str) -> str:
+    program = shutil.which(name)
+    if program is None:
+        raise UsageError(f"there is no {name} here: this is no node of a Slurm cluster", fix="phalanx why --pid PID")
+    return program
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)

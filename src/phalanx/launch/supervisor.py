@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
@@ -36,6 +36,10 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
+if TYPE_CHECKING:  # it is not needed in the first second, and costs as much as the rest of us
+    from phalanx.launch.observer import Observer
+
+_LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
 _SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
 _PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
@@ -101,6 +105,8 @@ class Supervisor:
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
         self._debugging: Debugging | None = None
+        self._observer: Observer | None = None  # looks whether they go on
+        self._observing: asyncio.Task[None] | None = None
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -133,6 +139,10 @@ class Supervisor:
                 text = f"this node cannot go on: {error}"
                 raise LaunchError(text) from error
             finally:
+                if self._observing is not None:
+                    self._observing.cancel()
+                if self._observer is not None:
+                    await self._observer.end()
                 await self._close()
                 for held in (self._vault, self._debugging, self._desk, self._board):
                     if held is not None:
@@ -192,6 +202,16 @@ class Supervisor:
         if now - self._told_waiting > _SIGN_OF_LIFE:
             self._told_waiting = now
             self.note(text)
+
+    def say(self, text: str) -> None:
+        """The same, of what is an event of its own."""
+        if not self._plan.showing.quiet:
+            self._console.say(text)
+
+    @property
+    def plan(self) -> Plan:
+        """As it is now: seats may change."""
+        return self._plan
 
     @property
     def attempt(self) -> Attempt | None:
@@ -397,10 +417,15 @@ class Supervisor:
             next_ = await self._conclude(attempt)
         if self._failure is not None:
             raise self._failure
+        standing = self._observer.last_words if self._observer is not None else ""
         if self._signal is not None:
+            if standing:
+                self._console.say(standing)
             return 128 + self._signal, ""
         if next_.text:
             self._console.say(next_.text)
+        if standing and next_.code:
+            self._console.say(standing)
         return next_.code, next_.text
 
     async def _live(self, orders: Orders) -> Attempt:
@@ -430,12 +455,20 @@ class Supervisor:
             attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
+        if self._observing is None:
+            self._observing = asyncio.get_running_loop().create_task(self._observe())
         if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
             self.regroup(self._next)
         if not attempt.living and self._renewing is None:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
+
+    async def _observe(self) -> None:
+        await asyncio.sleep(_LATER)
+        observer = await asyncio.to_thread(_observer)
+        if self._desk is not None:
+            self._observer = observer(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
@@ -624,6 +657,12 @@ class Supervisor:
             for name, worker in self._attempt.living:
                 if worker.seat.rank in ranks:
                     self._attempt.tell(name, signal.SIGWINCH)
+
+
+def _observer() -> type[Observer]:
+    from phalanx.launch.observer import Observer
+
+    return Observer
 
 
 def _few(ranks: list[int]) -> str:

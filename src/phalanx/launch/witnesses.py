@@ -63,6 +63,8 @@ class Witness:
         self.slot = slot
         self._heard = heard  # what it says unasked
         self._channel, self._theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self._parcel = wire.Parcel()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
         self._questions: dict[int, asyncio.Future[wire.Message]] = {}
         self._numbers = itertools.count(1)
@@ -107,19 +109,21 @@ class Witness:
             wire.send(self._channel, {"do": what, "id": 0})
 
     def _read(self) -> None:
-        received = None
-        with contextlib.suppress(OSError, ValueError):
-            received = wire.receive(self._channel)
-        if received is None:
-            self._loop.remove_reader(self._channel.fileno())
-            self._channel.close()
+        """What there is: a worker that is stopped in the middle of a sentence must not keep us."""
+        try:
+            while (received := self._parcel.receive(self._channel)) is not None:
+                message, fds = received
+                question = self._questions.get(message.get("id", 0))
+                if question is None:
+                    self._heard(message, fds)
+                elif not question.done():
+                    question.set_result(message)
+        except BlockingIOError:
             return
-        message, fds = received
-        question = self._questions.get(message.get("id", 0))
-        if question is None:
-            self._heard(message, fds)
-        elif not question.done():
-            question.set_result(message)
+        except (OSError, ValueError):
+            pass
+        self._loop.remove_reader(self._channel.fileno())
+        self._channel.close()
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:

@@ -132,16 +132,23 @@ def _parents() -> dict[int, tuple[int, bool]]:
 
 def descendants(root: int, *, besides: frozenset[int] = frozenset()) -> list[int]:
     """Living processes below `root`, nearest first; subtrees of `besides` are left out."""
+    return families([root], besides=besides)[root]
+
+
+def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict[int, list[int]]:
+    """The same of several, by one look at all processes."""
     table = _parents()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    level = [root]
-    while level:
-        level = [pid for parent in level for pid in children.get(parent, []) if pid not in besides]
-        found.extend(pid for pid in level if not table[pid][1])
-    return found
+    families: dict[int, list[int]] = {}
+    for root in roots:
+        found = families[root] = list[int]()
+        level = [root]
+        while level:
+            level = [pid for parent in level for pid in children.get(parent, []) if pid not in besides]
+            found.extend(pid for pid in level if not table[pid][1])
+    return families
 
 
 def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0, limit: float = 10.0) -> list[int]:

@@ -95,6 +95,7 @@ class Group:
     def __init__(self, name: str, own: int, ranks: list[int], world: int, way: Way) -> None:
         self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.few(ranks)}"
         self.own = own
+        self.ranks = ranks
         self.number = 0
         self.way: Way | None = way
 
@@ -131,6 +132,8 @@ class Checker:
 
     def _compare(self, group: Group, way: Way, reader: Reader, args: tuple[Any, ...]) -> None:
         call = reader.call(args)
+        if call.root >= 0:
+            call = call._replace(root=group.ranks[call.root])  # as everybody knows it
         known = self._calls.get(call)
         if known is None:
             if len(self._calls) > _MOST:

@@ -72,18 +72,24 @@ class Nearby:
         """Who has not come yet. What the others call goes to `marks`."""
         missing = []
         for rank in ranks:
-            slot, lane = self._peers[rank], self._lanes.get(rank)
-            found = self._ledger.read(slot, lane, self._mark, number) if lane is not None else None
+            found = self._read(rank, number)
             if found is None:
                 missing.append(rank)
-                lane = self._ledger.lane(slot, self._mark)
-                if lane is not None:
-                    self._lanes[rank] = lane
             else:
                 self._late.discard(rank)
                 if found[0] == number:
                     marks[rank] = found[1]
         return missing
+
+    def _read(self, rank: int, number: int) -> tuple[int, int] | None:
+        slot, known = self._peers[rank], self._lanes.get(rank)
+        found = self._ledger.read(slot, known, self._mark, number) if known is not None else None
+        if found is None:
+            lane = self._ledger.lane(slot, self._mark)
+            if lane is not None and lane != known:  # it has come to this group, or has had to move it
+                self._lanes[rank] = lane
+                found = self._ledger.read(slot, lane, self._mark, number)
+        return found
 
     def _sides(self, number: int, marks: dict[int, int], text: bytes) -> list[Side]:
         texts = {

@@ -25,14 +25,17 @@ SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is
 
 _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 
+current: Witness | None = None  # of this process
+
 
 def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
     """In a worker that is about to run its script."""
+    global current
     memory = kernel.shared(board)
     os.close(board)
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-    witness = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
     if check:
@@ -54,17 +57,16 @@ def _out_of_the_way(fd: int) -> int:
 
 
 class Witness:
-    def __init__(self, own: page.Page, channel: socket.socket, stacks: int) -> None:
+    def __init__(self, own: page.Page, channel: socket.socket) -> None:
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
-        self._stacks = stacks
-        self._wake = _out_of_the_way(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._steps = Steps(own)
         self._sampler = sampler.Sampler(own)
         self._ended = _thread.allocate_lock()  # held while the thread runs
-        self._asked = False  # to end
+        self._bell = _thread.allocate_lock()  # held until the thread is to end
         self._over = False  # for good
         self._speaks = _thread.allocate_lock()  # one message after the other
+        self.thread = 0  # as the kernel knows it
         self._steps.lay()
 
     # -- by the script's threads
@@ -73,7 +75,7 @@ class Witness:
         """Not a thread that Python knows of: a script that counts its threads finds its own."""
         if self._over or not self._ended.acquire(blocking=False):
             return
-        self._asked = False
+        self._bell.acquire(blocking=False)
         try:
             _thread.start_new_thread(self._run, ())
         except RuntimeError:  # no thread to be had
@@ -81,18 +83,16 @@ class Witness:
 
     def stop(self) -> None:
         """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
-        self._asked = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        with contextlib.suppress(RuntimeError):  # two of the script's threads fork at once
+            self._bell.release()
         if self._ended.acquire(timeout=_PATIENCE):
             self._ended.release()
 
     def leave(self) -> None:
-        """In a child of the worker: it is no worker."""
+        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
         self._steps.forget()
         debugger.forget()
-        faulthandler.unregister(SIGNAL)
         self._close()
 
     def end(self) -> None:
@@ -106,6 +106,7 @@ class Witness:
 
     def _run(self) -> None:
         try:
+            self.thread = _thread.get_native_id()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._watch()
         except Exception:  # what is only shown must not end what is run
@@ -115,21 +116,15 @@ class Witness:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        if self._hears:
-            poll.register(self._channel.fileno(), select.POLLIN)
-        while not self._asked:
-            ready = dict(poll.poll(EVERY * 1000))
-            if self._asked or self._wake in ready:
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(self._wake)
-                continue
-            if ready:
+        poll.register(self._channel.fileno(), select.POLLIN)
+        hears = True
+        while not self._bell.acquire(timeout=EVERY):
+            if hears and poll.poll(0):
                 received = wire.receive(self._channel) if self._hears else None
-                if received is None:  # the supervisor is gone, and so will we be; or somebody has closed it
-                    poll.unregister(self._channel.fileno())
-                    continue
-                self._answer(*received)
+                if received is None:  # the supervisor is gone, and so will we be; or the script has closed it
+                    hears = False
+                else:
+                    self._answer(*received)
             self._look()
 
     @property
@@ -171,9 +166,6 @@ class Witness:
             self._channel.close()
         else:
             self._channel.detach()
-        for fd in (self._stacks, self._wake):
-            with contextlib.suppress(OSError):
-                os.close(fd)
 
     def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
         if not self._hears:
