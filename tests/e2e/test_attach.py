@@ -17,11 +17,11 @@ from tests.kit.cli import Env, Result, phalanx, start, terminal
 from tests.kit.handle import Terminal
 from tests.kit.lab import Lab
 
-pytestmark = pytest.mark.xdist_group("attach")
-
 SCRIPT = script("debugged.py")
 LINE = next(number for number, line in enumerate(Path(SCRIPT).read_text().splitlines(), 1) if "breakpoint()" in line)
 PROMPT = "(Pdb) "
+
+staged = pytest.mark.xdist_group("attach")  # they share what has torch imported
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def attach(env: Env, rank: int, *commands: str) -> Result:
     return phalanx("attach", str(rank), *(word for command in commands for word in ("-c", command)), env=env)
 
 
+@staged
 def test_a_breakpoint_has_the_terminal_and_the_time_it_needs(env: Env, tmp_path: Path) -> None:
     job = terminal(*words("breakpoint", tmp_path), env=env, size=(24, 200))
     before = termios.tcgetattr(job._keys)
@@ -63,6 +64,7 @@ def test_a_breakpoint_has_the_terminal_and_the_time_it_needs(env: Env, tmp_path:
     assert "(Pdb) p rank + 100\n101\n" in text
 
 
+@staged
 def test_one_after_the_other_and_ctrl_d_as_pdb_has_it(env: Env, tmp_path: Path) -> None:
     job = terminal(*words("both", tmp_path), env=env, size=(24, 200))
     job.wait_for("until the terminal is free")
@@ -73,6 +75,7 @@ def test_one_after_the_other_and_ctrl_d_as_pdb_has_it(env: Env, tmp_path: Path) 
     assert "BdbQuit" in job.out
 
 
+@staged
 def test_without_a_terminal_it_waits_for_one(env: Env, tmp_path: Path) -> None:
     job = start(*words("breakpoint", tmp_path), env=env)
     (found,) = job.wait_for(re.compile(rf"rank 1 waits at a breakpoint, \S+:{LINE + 1}: phalanx (attach 1 \S+)"))
@@ -91,6 +94,7 @@ def test_without_a_terminal_it_waits_for_one(env: Env, tmp_path: Path) -> None:
     assert job.wait() == 0, job.both
 
 
+@staged
 def test_a_running_rank_is_looked_at_and_goes_on(env: Env, tmp_path: Path) -> None:
     job = start(*words("busy", tmp_path), env=env)
     name = Path(job.wait_for(re.compile(r"output in (\S+)"))[0][1]).name
