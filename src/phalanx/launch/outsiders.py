@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.diagnose import diagnosis, report
-from phalanx.diagnose.evidence import Evidence, Node, Rank, decode, encode
+from phalanx.diagnose import diagnosis, frames, report
+from phalanx.diagnose.evidence import Call, Evidence, Node, Rank, decode, encode
+from phalanx.diagnose.standing import PATIENCE, RESTS
 from phalanx.errors import LaunchError
 from phalanx.launch import stacks, strangers, vitals
 from phalanx.launch.sources import Sources
@@ -28,6 +29,7 @@ from phalanx.launch.zygote import kernel
 
 _APART = 1.0  # seconds between the two looks that a rate is made of
 _SPY = 10.0  # seconds for py-spy, a rank
+_STILL = PATIENCE  # for how long a rank that does nothing is taken to have done so: nobody has watched
 _ELSEWHERE = 60.0  # seconds for the other nodes of a job
 MORE = (
     "phalanx run starts it so that more can be seen: collectives, their numbers and shapes, whoever holds Python's lock"
@@ -99,7 +101,12 @@ async def _rank(one: Stranger, rates: vitals.Vitals, below_it: list[int]) -> Ran
     pulse = rates.pulse(one.pid)
     process = await asyncio.to_thread(vitals.look, one.pid, pulse, below_it)
     threads, note = await stacks.spied(one.pid, native=False, limit=_SPY)
-    return Rank(rank=one.rank, node=0, process=process, threads=threads, note=note)
+    rank = Rank(rank=one.rank, node=0, process=process, threads=threads, note=note)
+    if process.state != "S" or process.cpu > RESTS:
+        return rank
+    # A backward pass that does nothing waits for others, in a collective that nobody has recorded.
+    waits = frames.in_backward(frames.main_frames(rank))
+    return replace(rank, since=_STILL, calls=(Call(group="", seq=0, op="a collective"),) if waits else ())
 
 
 def answer(evidence: Evidence) -> dict[str, Any]:
