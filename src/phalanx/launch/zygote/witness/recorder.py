@@ -69,6 +69,7 @@ def groups() -> list[dict[str, Any]]:
         for number, one in _ask(recorder, collectives=False).get("pg_status", {}).items():
             # What was recorded by others than NCCL can be read at any time.
             if recorder != "nccl" and (recorder, number) not in _known:
+                _known[recorder, number] = ""  # if its calls are forgotten already, they are not looked for again
                 _learn(recorder, _ask(recorder, collectives=True).get("entries", []))
             found.append(
                 {
