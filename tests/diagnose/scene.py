@@ -27,12 +27,12 @@ def collective(op: str, line: int = 52, file: str = "train.py", function: str = 
     return [frame(C10D, 3252, op), wrapper, frame(file, line, function, **more)]
 
 
-def backward(line: int = 60, **more: Any) -> list[Frame]:
+def backward(line: int = 60, function: str = "<module>", **more: Any) -> list[Frame]:
     return [
         frame(LIB + "torch/autograd/graph.py", 979, "_engine_run_backward"),
         frame(LIB + "torch/autograd/__init__.py", 395, "backward"),
         frame(LIB + "torch/_tensor.py", 623, "backward"),
-        frame("train.py", line, **more),
+        frame("train.py", line, function, **more),
     ]
 
 

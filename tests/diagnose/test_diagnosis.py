@@ -229,6 +229,21 @@ DESYNC = {
         (1,),
         ["rank 1 left the loop", "DDP"],
     ),
+    "left a loop that lies in a function": (
+        parted(
+            [*past(8, REDUCE), call("barrier", 9)],
+            collective("barrier", 28, function="main", source="dist.barrier()"),
+            [*past(8, REDUCE), call("all_reduce", 9, 10)],
+            [
+                *backward(23, function="fit", loop=21, source="loss.backward()"),
+                frame("train.py", 27, "main", source="fit()"),
+            ],
+            1,
+        ),
+        "uneven data",
+        (1,),
+        ["rank 1 left the loop", "barrier #9 at train.py:28 in main"],
+    ),
     "unused parameters": (
         parted(
             [*BUCKETS, call("all_reduce", 9, 100, done=True, site=tuple(backward())), call("all_reduce", 10, 1)],

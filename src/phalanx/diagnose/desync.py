@@ -140,9 +140,14 @@ def _left_loop(case: _Case) -> bool:
     if case.ways is None:
         return False
     mine, theirs = case.ways
+    if mine.line < theirs.line:
+        return False
+    stack = trail(case.other, case.beside)
+    if any(frame.loop for frame in stack[: stack.index(theirs)]):
+        return True
     if theirs.loop:
-        return mine.loop != theirs.loop and mine.line > theirs.line
-    return case.call.op == "barrier" and case.strange and mine.line > theirs.line and not mine.source
+        return mine.loop != theirs.loop
+    return case.call.op == "barrier" and case.strange and not mine.source
 
 
 def _unused(case: _Case) -> Verdict | None:
