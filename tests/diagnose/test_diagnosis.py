@@ -261,6 +261,17 @@ DESYNC = {
             "went on to all_reduce #10 at train.py:64",
         ],
     ),
+    "evaluation on one rank, which broadcasts twice": (
+        parted(
+            [*LOOP, call("broadcast", 9, 3, done=True), call("broadcast", 10, 1)],
+            [frame(DDP, 2405, "_sync_buffers"), frame(DDP, 1884, "forward"), frame("eval.py", 12, "evaluate")],
+            [*LOOP, call("barrier", 9)],
+            collective("barrier", 82),
+        ),
+        "evaluation",
+        (0,),
+        ["rank 0 alone runs the forward of a DDP model at eval.py:12 in evaluate", "(broadcast #9)"],
+    ),
     "evaluation on one rank": (
         parted(
             [*LOOP, call("broadcast", 9, 3)],
@@ -763,6 +774,14 @@ def test_remark(case: str, said: str) -> None:
 def test_two_culprits_are_both_named() -> None:
     seen = beside(behind(1, [HERE], proc=process("T")), behind(2, loading(ITEM), proc=process(wchan="futex_do_wait")))
     assert [(verdict.kind, verdict.ranks) for verdict in diagnose(seen)] == [("stopped", (1,)), ("data", (2,))]
+
+
+def test_mismatch_comes_before_those_who_died_of_it() -> None:
+    dead = rank(1, [], [call("all_reduce", 3, 10)], ended=-6)
+    others = [rank(number, collective("all_reduce"), [call("all_reduce", 3, 12)]) for number in (0, 2, 3)]
+    verdicts = diagnose(evidence(dead, *others))
+    assert [verdict.kind for verdict in verdicts] == ["shapes differ", "exited"]
+    assert "was killed by SIGABRT" in verdicts[1].text
 
 
 def test_thread_that_holds_the_lock_is_named() -> None:
