@@ -9,7 +9,7 @@ demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
 
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not alone"
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready

@@ -103,6 +103,27 @@ class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
     seconds: float  # since it was asked for
 
 
+class Stalled(Event, frozen=True, kw_only=True, tag="stalled"):
+    """No rank goes on; what is known about it lies in `folder`."""
+
+    seconds: float
+    folder: str = ""
+
+
+class Verdict(Event, frozen=True, kw_only=True, tag="verdict"):
+    """Why it stands still, and whose fault it is."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    """It goes on by itself after all."""
+
+    seconds: float  # that it stood still
+
+
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
@@ -130,6 +151,9 @@ AnyEvent = (
     | Recovered
     | Restarted
     | Preempted
+    | Stalled
+    | Verdict
+    | Resumed
     | StoreLost
     | Note
     | RunEnded

@@ -20,6 +20,8 @@ PROTOCOL = 1
 
 KNOCK_LIMIT = 1 << 16  # bytes that a stranger may make us look at
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
+LETTER_LIMIT = 1 << 18  # bytes of a part of a letter
+LETTERS_LIMIT = 1 << 25  # bytes of a whole one
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Meta(max_length=32)]
@@ -293,6 +295,15 @@ class Note(Message, frozen=True, kw_only=True, tag="note"):
     text: Text
 
 
+class Letter(Message, frozen=True, kw_only=True, tag="letter"):
+    """What nodes have to say to each other beside the run itself: launch/post.py. `more`: another part follows."""
+
+    kind: Name
+    number: Annotated[int, Meta(ge=0)]
+    content: Annotated[bytes, Meta(max_length=LETTER_LIMIT)] = b""
+    more: bool = False
+
+
 class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
     """A member goes, and why; without a word of it, it is lost."""
 
@@ -301,8 +312,8 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
 
 
 AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Halt | Stop | Pass | End | Note
-FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Leaving
+FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Halt | Stop | Pass | End | Note | Letter
+FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Letter | Leaving
 
 T = TypeVar("T")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from phalanx.diagnose import frames, words
+from phalanx.diagnose.evidence import Frame
+from phalanx.diagnose.frames import Act
 from phalanx.diagnose.standing import Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
@@ -37,6 +40,8 @@ def _workers(field: Field, standing: Standing) -> Verdict:
     known = [child for child in children if len(child) == 3]
     named = [child for child in known if _WORKER in child[2]]
     workers = named or known
+    if (busy := _inside(standing, {pid: state for pid, state, _ in workers})) is not None:
+        return _in_worker(field, standing, *busy)
     bad = [(pid, _STATES[state]) for pid, state, _ in workers if state in _STATES]
     dead = [pid for pid, how in bad if how == "dead"]
     if bad:
@@ -59,6 +64,33 @@ def _workers(field: Field, standing: Standing) -> Verdict:
         if workers
         else "DataLoader(timeout=60) makes it an error",
         certain=bool(dead),
+    )
+
+
+def _inside(standing: Standing, workers: dict[str, str]) -> tuple[str, Act, Frame] | None:
+    """A worker that is at a line of the user's: who waits for the next index is not what keeps us. A fork has the
+    frames of its parent below its own."""
+    for thread in standing.rank.threads:
+        pid = thread.name.split()[1] if thread.name.startswith("process ") else ""
+        if workers.get(pid, "Z") not in _STATES:
+            own = tuple(takewhile(lambda frame: frame.function != "_worker_loop", thread.frames))
+            place = frames.own(own)
+            if place is not None:
+                return pid, frames.act(own), place
+    return None
+
+
+def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Frame) -> Verdict:
+    doing = f"{act.words}, in" if act.words else "in"
+    return Verdict(
+        kind="data",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} is in data loading, {words.place(place)} ({doing} a DataLoader worker, process "
+        f"{pid}){field.wait_for([standing.number])}",
+        details=(f"its line: {place.source}",) if place.source else (),
+        place=place,
+        fix="DataLoader(timeout=60) makes it an error",
+        certain=False,
     )
 
 

@@ -110,7 +110,7 @@ _KERNEL = _patterns(
         (r"futex", "lock", "waiting for a lock"),
         (r"^(do_|kernel_)?wait(4|id|pid)?$", "subprocess", "waiting for a process that it has started"),
         (r"tty_read|wait_woken", "input", "waiting for input"),
-        (r"pipe_(read|write)", "input", "waiting for a pipe, or its standard input"),
+        (r"pipe_(read|write)|wait_for_partner", "input", "waiting for a pipe, or its standard input"),
         (r"nfs|rpc_|lustre|ll_|ceph|fuse|cl_sync", "file", "waiting for a network file system"),
         (r"folio_wait|wait_on_page|io_schedule|filemap|wait_on_buffer|xfs|ext4|jbd2|blk", "file", "waiting for a disk"),
         (r"flock|locks_lock|fcntl_setlk", "lock", "waiting for a file lock"),

@@ -80,7 +80,7 @@ class Watch:
             return None
         if self._alarm is not None:
             return self._standing(self._alarm, now)
-        self._alarm = self._judge(alive)
+        self._alarm = self._judge(alive, alone=len(readings) < 2)
         self._told = now
         return self._alarm
 
@@ -108,11 +108,11 @@ class Watch:
         self._told = now
         return Alarm("again", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
 
-    def _judge(self, alive: list[Reading]) -> Alarm | None:
+    def _judge(self, alive: list[Reading], *, alone: bool) -> Alarm | None:
         proven = [each for each in alive if self._proven(each)]
         if proven:
             return self._raise(proven, self.stall_after, proven=True)
-        if len(alive) > 1 and all(_waits(each) for each in alive):
+        if not alone and all(_waits(each) for each in alive):
             limit = max(self.stall_after, _ALL * max(each.usual for each in alive))
             if all(self._still(each) >= limit for each in alive):
                 return self._raise(alive, limit, proven=True)

@@ -24,7 +24,8 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import Stuck
+from phalanx.launch.stuck import LAST, PATIENCE, Stuck
+from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
@@ -51,6 +52,7 @@ class Worker:
     entered: int = -1  # the last generation that it has come to
     holds: bool = False  # with what was trained before
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
+    witness: Witness | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Stage:
     relay: Relay | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
+    board: Board | None = None  # where workers publish what they are at
+    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
 
 
 class Attempt:
@@ -102,6 +106,7 @@ class Attempt:
         self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
+        self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
@@ -131,6 +136,10 @@ class Attempt:
     def full(self) -> bool:
         """Every seat is taken, by a worker that is alive."""
         return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+
+    @property
+    def world_size(self) -> int:
+        return self._stage.plan.placement.world_size
 
     @property
     def silence(self) -> float:
@@ -233,13 +242,41 @@ class Attempt:
             order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
-        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare)
+        witness = self._witness(name)
+        if witness is not None:
+            order["witness"] = witness.slot
+            order["check"] = witness.checks
+            witness.seat(None if spare else seat.rank)
+        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
-            self._zygote.order(order, [stdin, out, err])
+            self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
         except OSError:
-            del self.workers[name]  # the zygote is gone: its reader says so
+            self._forget(name)  # the zygote is gone: its reader says so
+        else:
+            if witness is not None:
+                witness.handed_over()
         os.close(stdin)
         self.output.handed_over(seat.rank)
+
+    def _forget(self, name: str) -> None:
+        witness = self.workers.pop(name).witness
+        if witness is not None:
+            witness.close()
+
+    def _witness(self, name: str) -> Witness | None:
+        board = self._stage.board
+        slot = board.take() if board is not None else None
+        if board is None or slot is None:
+            return None
+        return Witness(board, slot, lambda message, fds: self._witnessed(name, message, fds))
+
+    def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
+        """What a worker's witness says unasked."""
+        if self._stage.witnessed is not None:
+            self._stage.witnessed(name, message, fds)
+        else:
+            for fd in fds:
+                os.close(fd)
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
@@ -275,6 +312,9 @@ class Attempt:
         worker = self.workers[message["name"]]
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
+        if worker.witness is not None:
+            worker.witness.seat(None)
+        self._witnessed(message["name"], {"is": "gone"}, [])
         self._stage.folder.event(
             events.WorkerExited(
                 time=worker.ended,
@@ -308,7 +348,7 @@ class Attempt:
         if worker.stopped or self.stopping:
             return
         self._spares_lost += 1
-        del self.workers[name]
+        self._forget(name)
         told = f"a spare worker ended ({cause.in_words(code)}); see {worker.folder}"
         if self._spares_lost >= _MOST_SPARES:
             self._stage.note(f"{told}. It is the third, so that there are no more")
@@ -355,8 +395,9 @@ class Attempt:
 
     def lost(self) -> None:
         """The zygote is gone, and its workers with it."""
-        for _, worker in self.living:
+        for name, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+            self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
     def transplant(self, zygote: Zygote) -> None:
@@ -364,7 +405,7 @@ class Attempt:
         self._zygote = zygote
         self.prepare_store()
 
-    def tell(self, name: str, number: signal.Signals, *, alone: bool = False) -> None:
+    def tell(self, name: str, number: int, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
             self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
@@ -402,6 +443,9 @@ class Attempt:
         if self._escalation is not None:
             self._escalation.cancel()
         self._line.close()
+        for worker in self.workers.values():
+            if worker.witness is not None:
+                worker.witness.close()
         for task in (self._listening, self._missing):
             if task is not None:
                 task.cancel()
@@ -431,17 +475,31 @@ class Attempt:
 
     async def _look_for_missing(self) -> None:
         """One that cannot leave the old group keeps all from forming the next."""
-        stuck = Stuck()
+        stuck, asked = Stuck(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
-            for pid in stuck.among(list(missing), safe=safe):
+            for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
+                asked.add(pid)
+                self._line.send(pid, words.Rescue())
+            for pid in stuck.among(missing, PATIENCE if safe else LAST):
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self.tell(missing[pid], signal.SIGKILL)
                 stuck = Stuck()
             await asyncio.sleep(_LOOK)
 
+    def _rescued(self, worker: Worker, told: words.Rescued) -> None:
+        """It may have come loose meanwhile; then it has no need of that."""
+        if not self._is_missing(worker):
+            return
+        who = f"rank {worker.seat.rank} cannot leave the group"
+        if told.step is None:
+            self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+            return
+        self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
+        self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
+
     def _is_missing(self, worker: Worker) -> bool:
-        if self._held or self.stopping:  # nobody is to come
+        if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
             return False
         return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
 
@@ -451,7 +509,7 @@ class Attempt:
             dead = [name for name, worker in self.workers.items() if worker.code is not None]
             for gone in dead:
                 if self.workers[gone].seat.local_rank == seat.local_rank:
-                    del self.workers[gone]
+                    self._forget(gone)
             if name is None:
                 self.start_worker(seat, spare=self._stage.plan.spare)
                 return
@@ -465,6 +523,8 @@ class Attempt:
         was, worker.seat = worker.seat.rank, seat
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
+            if worker.witness is not None:
+                worker.witness.seat(None if spare else seat.rank)
             self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
         return {was: seat.rank}
 
@@ -559,6 +619,8 @@ class Attempt:
             case words.Standing():
                 worker.step = message.step
                 self._stage.halting(worker.seat.rank, message)
+            case words.Rescued():
+                self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
 
@@ -568,6 +630,8 @@ class Attempt:
             await asyncio.sleep(1.0)
             limit = self._stage.plan.silence
             for name, worker in self.living:
+                if worker.seat.rank in self.debugged:
+                    worker.heard = worker.heard and time.monotonic()
                 silent = time.monotonic() - worker.heard
                 if worker.heard and not worker.done and silent > limit:
                     worker.heard = 0.0

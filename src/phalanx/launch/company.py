@@ -17,6 +17,7 @@ from typing import Protocol
 
 from phalanx.contract import events
 from phalanx.contract import line as words
+from phalanx.control import messages
 from phalanx.launch import cause
 from phalanx.launch.attempt import Fall, Regrouping
 from phalanx.launch.plan import Plan
@@ -67,9 +68,22 @@ class Supervised(Protocol):
     def note(self, text: str) -> None: ...
     def waiting(self, text: str | None) -> None: ...
     def pass_on(self, number: signal.Signals) -> None: ...
+    def letter(self, who: int | None, letter: messages.Letter) -> None: ...
 
 
 class Company(Protocol):
+    @property
+    def leads(self) -> bool:
+        """Whether this node decides for all."""
+        ...
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Of whom this node is the leader, itself left out: their ranks."""
+        ...
+
+    def carry(self, letter: messages.Letter, to: int | None) -> None:
+        """To a member; None: to the leader, where that is another node."""
+
     @property
     def relay(self) -> Relay | None:
         """Who else reads what workers write."""
@@ -122,6 +136,13 @@ class Alone:
     """A run on one node."""
 
     relay: Relay | None = None
+    leads = True
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def carry(self, letter: messages.Letter, to: int | None) -> None:
+        pass
 
     def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
         self._plan = plan

@@ -64,6 +64,8 @@ class Heir(Protocol):
 
 
 class Following:
+    leads = False
+
     def __init__(self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console, *, door: int = 0) -> None:
         self.roll: messages.Roll | None = None  # who else is here, where nodes may come and go
         self.heir: Heir | None = None
@@ -169,8 +171,18 @@ class Following:
             case messages.Pass():
                 if self._supervised is not None:
                     self._supervised.pass_on(signal.Signals(message.signal))
+            case messages.Letter():
+                if self._supervised is not None:
+                    self._supervised.letter(None, message)
             case messages.Note():
                 self.note(message.text)
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def carry(self, letter: messages.Letter, to: int | None) -> None:
+        if to is None:
+            self._member.send(letter)
 
     def _stop(self, stop: messages.Stop) -> None:
         number = signal.Signals(stop.signal)

@@ -59,6 +59,7 @@ _PLAIN_AFTER = 10.0  # seconds without a call: the script is one that cannot reg
 
 class Leading:
     relay: Relay | None = None
+    leads = True
 
     def __init__(
         self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console, sockets: Sequence[socket.socket]
@@ -316,6 +317,9 @@ class Leading:
                     self._count()
             case messages.Note():
                 self.note(f"{self._name(member)}: {message.text}")
+            case messages.Letter():
+                if self._supervised is not None:
+                    self._supervised.letter(member, message)
             case messages.Leaving():
                 # Before the start it may come again. Later its ranks are missing, whatever it says.
                 text = f"{self._name(member)}: {message.text or 'it has left the run'}"
@@ -325,6 +329,16 @@ class Leading:
                     self._give_up(Verdict(message.code or 1, text))
                 self._leaving.discard(member)
                 self._count()
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        if self._leader is None:
+            return {}
+        own, guests = self._leader.id, self._leader.guests
+        return {id_: seating.ranks for id_, seating in self._seats.items() if id_ != own and id_ in guests}
+
+    def carry(self, letter: messages.Letter, to: int | None) -> None:
+        if to is not None:
+            self._own().send(to, letter)
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         text = f"{self._name(member)} is lost: {why}"

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
+from typing import Literal
 
 from phalanx.cluster.placement import Placement, Seat
 from phalanx.contract.variables import INTERFACES, Membership, worker_environment
@@ -77,6 +78,14 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Hanging:
+    """When a run that stands still is looked into, and what is done about whom that names."""
+
+    after: float | None = 30.0  # seconds; None: never
+    then: Literal["report", "kill", "stop"] = "report"
+
+
+@dataclass(frozen=True)
 class Plan:
     run_id: str
     command: Command
@@ -101,6 +110,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     topology: str = ""
     gathering: Gathering | None = None  # None: one node, and nobody to meet
+    check_collectives: bool = False  # before they are started
+    hanging: Hanging = Hanging()
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits
 

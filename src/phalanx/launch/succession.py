@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from phalanx.contract import line as words
 from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
-from phalanx.control.messages import Roll
+from phalanx.control.messages import Letter, Roll
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.attempt import Fall
 from phalanx.launch.company import Orders, Report, Supervised, Verdict
@@ -122,6 +122,16 @@ class Succession:
     @property
     def relay(self) -> Relay | None:
         return self._role.relay
+
+    @property
+    def leads(self) -> bool:
+        return self._role.leads
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return self._role.members()
+
+    def carry(self, letter: Letter, to: int | None) -> None:
+        self._role.carry(letter, to)
 
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised

@@ -12,25 +12,34 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
+from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
+from phalanx.launch.debugging import Debugging
+from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
+from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.signals import SAME, Signals
 from phalanx.launch.vault import Vault
+from phalanx.launch.witnesses import Board
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
+if TYPE_CHECKING:  # it is not needed in the first second, and costs as much as the rest of us
+    from phalanx.launch.observer import Observer
+
+_LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
 _SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
 _PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
@@ -93,6 +102,12 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._signals = Signals(plan)
         self._vault: Vault | None = None  # what workers leave for those who come after them
+        self._board: Board | None = None  # where workers publish what they are at
+        self._desk: Desk | None = None  # where others ask about it
+        self._debugging: Debugging | None = None
+        self._observer: Observer | None = None  # looks whether they go on
+        self._observing: asyncio.Task[None] | None = None
+        self.post = Post(company)
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
@@ -103,6 +118,9 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
+        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
+        self._debugging = Debugging(self, self._company, self._console, self._folder)
+        self._desk.answers("attach", self._debugging.attach)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -121,9 +139,14 @@ class Supervisor:
                 text = f"this node cannot go on: {error}"
                 raise LaunchError(text) from error
             finally:
+                if self._observing is not None:
+                    self._observing.cancel()
+                if self._observer is not None:
+                    await self._observer.end()
                 await self._close()
-                if self._vault is not None:
-                    self._vault.close()
+                for held in (self._vault, self._debugging, self._desk, self._board):
+                    if held is not None:
+                        held.close()
                 self._showing_rest = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
@@ -160,6 +183,9 @@ class Supervisor:
     def _knows(self, pid: int) -> bool:
         return self._attempt is not None and self._attempt.knows(pid)
 
+    def letter(self, who: int | None, letter: messages.Letter) -> None:
+        self.post.heard(who, letter)
+
     def note(self, text: str) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet."""
         self._folder.event(events.Note(time=time.time(), text=text))
@@ -176,6 +202,16 @@ class Supervisor:
         if now - self._told_waiting > _SIGN_OF_LIFE:
             self._told_waiting = now
             self.note(text)
+
+    def say(self, text: str) -> None:
+        """The same, of what is an event of its own."""
+        if not self._plan.showing.quiet:
+            self._console.say(text)
+
+    @property
+    def plan(self) -> Plan:
+        """As it is now: seats may change."""
+        return self._plan
 
     @property
     def attempt(self) -> Attempt | None:
@@ -381,10 +417,15 @@ class Supervisor:
             next_ = await self._conclude(attempt)
         if self._failure is not None:
             raise self._failure
+        standing = self._observer.last_words if self._observer is not None else ""
         if self._signal is not None:
+            if standing:
+                self._console.say(standing)
             return 128 + self._signal, ""
         if next_.text:
             self._console.say(next_.text)
+        if standing and next_.code:
+            self._console.say(standing)
         return next_.code, next_.text
 
     async def _live(self, orders: Orders) -> Attempt:
@@ -403,6 +444,8 @@ class Supervisor:
             company.relay,
             echo=company.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
+            board=self._board,
+            witnessed=self._debugging.heard if self._debugging is not None else None,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
@@ -412,12 +455,20 @@ class Supervisor:
             attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
+        if self._observing is None:
+            self._observing = asyncio.get_running_loop().create_task(self._observe())
         if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
             self.regroup(self._next)
         if not attempt.living and self._renewing is None:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
+
+    async def _observe(self) -> None:
+        await asyncio.sleep(_LATER)
+        observer = await asyncio.to_thread(_observer)
+        if self._desk is not None:
+            self._observer = observer(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
@@ -470,6 +521,9 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        ends = self._signal is not None or self._preempting is not None
+        if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
+            return
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
             self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:
@@ -603,6 +657,12 @@ class Supervisor:
             for name, worker in self._attempt.living:
                 if worker.seat.rank in ranks:
                     self._attempt.tell(name, signal.SIGWINCH)
+
+
+def _observer() -> type[Observer]:
+    from phalanx.launch.observer import Observer
+
+    return Observer
 
 
 def _few(ranks: list[int]) -> str:

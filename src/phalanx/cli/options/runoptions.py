@@ -83,10 +83,13 @@ class RunOptions:
     restarts_told: bool
     restart_window: float  # seconds
     silent_after: float  # seconds
+    stall_after: float | None  # seconds; None: nobody looks for it
+    on_hang: Literal["report", "kill", "stop"]
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
     preempt_signals: tuple[signal.Signals, ...]
     grace: float  # seconds
+    check_collectives: bool
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
 
@@ -182,10 +185,13 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         restarts_told="max_restarts" in given,
         restart_window=values.restart_window,
         silent_after=values.silent_after,
+        stall_after=values.stall_after,
+        on_hang=values.on_hang,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         preempt_signals=values.preempt_signal,
         grace=values.grace,
+        check_collectives=values.check_collectives,
         notes=(*where.notes, *checks.notes(values, given)),
     )
 

@@ -48,6 +48,11 @@ OPTIONS = (
     ),
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
+    _ours(
+        OFTEN,
+        "--check-collectives",
+        "Compares every collective of all ranks before it is started: two that differ are told at once.",
+    ),
     _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),
     _ours(OFTEN, "--kill-every", "Pause between two faults, on average.", kinds.DURATION, "5s", only="chaos"),
     _ours(OFTEN, "--seed", "Repeats the faults of another time. Not given: a random one.", kinds.ID, only="chaos"),
@@ -146,6 +151,20 @@ OPTIONS = (
     _ours(START, "--fresh", "Starts every worker as a new Python, instead of a fork of one that has torch."),
     _ours(START, "--restart-window", "A run that is well this long may restart as often again.", kinds.DURATION, "1h"),
     _ours(START, "--silent-after", "A rank that can be replaced, and is silent this long, is.", kinds.DURATION, "60s"),
+    _ours(
+        START,
+        "--stall-after",
+        "Says why, once no rank has gone on for so long, and for much longer than usual.",
+        kinds.DURATION_OR_OFF,
+        "30s",
+    ),
+    _ours(
+        START,
+        "--on-hang",
+        "Whom that names: is only told, killed (the others recover), or the end of the run.",
+        kinds.one_of("report", "kill", "stop"),
+        "report",
+    ),
     _ours(START, "--keep-warm", "Keeps torch imported this long for the next run.", kinds.DURATION),
     _ours(START, "--no-warm", "Does not use what an earlier run kept warm."),
     Option(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
+import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
@@ -13,7 +15,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM = 35
 _PR_SET_MM_ARG_END = 9
 
+_CAPTURE_THREAD_LOCAL = 1  # CUDA's
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -57,6 +63,24 @@ def set_command_line(words: list[str]) -> None:
     if start and len(text) <= end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
         _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(start + len(text)), 0, 0)
+
+
+def shared(fd: int) -> memoryview:
+    """All of a file in memory. Not Python's mmap, which would keep a descriptor in a process that is not ours."""
+    size = os.fstat(fd).st_size
+    address = _libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
+def let_captures_be() -> None:
+    """What this thread asks CUDA about must not spoil the graph that another thread is capturing."""
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
+    with contextlib.suppress(OSError, AttributeError):
+        runtime = ctypes.CDLL(f"libcudart.so.{cuda.partition('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
 
 
 def start_time(pid: int) -> int | None:
@@ -108,16 +132,23 @@ def _parents() -> dict[int, tuple[int, bool]]:
 
 def descendants(root: int, *, besides: frozenset[int] = frozenset()) -> list[int]:
     """Living processes below `root`, nearest first; subtrees of `besides` are left out."""
+    return families([root], besides=besides)[root]
+
+
+def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict[int, list[int]]:
+    """The same of several, by one look at all processes."""
     table = _parents()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    level = [root]
-    while level:
-        level = [pid for parent in level for pid in children.get(parent, []) if pid not in besides]
-        found.extend(pid for pid in level if not table[pid][1])
-    return found
+    families: dict[int, list[int]] = {}
+    for root in roots:
+        found = families[root] = list[int]()
+        level = [root]
+        while level:
+            level = [pid for parent in level for pid in children.get(parent, []) if pid not in besides]
+            found.extend(pid for pid in level if not table[pid][1])
+    return families
 
 
 def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0, limit: float = 10.0) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import birth, imports, kernel, store, wire
 from .leftovers import Leftovers
+from .witness import witness
 
 
 class Nursery:
@@ -127,10 +128,15 @@ class Nursery:
         if order.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
+            if order.get("hook") and order.get("witness") is not None:
+                birth.hook(order, fds[3:])
             birth.execute(order)
-        for fd in fds:
+        for fd in fds[:3]:
             os.close(fd)
         birth.dress(order)
+        if order.get("witness") is not None:
+            board, channel, stacks = fds[3:]
+            witness.begin(board, order["witness"], channel, stacks, check=order.get("check", False))
         if order.get("lesson"):
             imports.note_lesson(order["lesson"])
         return True

@@ -34,21 +34,51 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     return json.loads(body), fds + more
 
 
+class Parcel:
+    """A message that comes in pieces, by a socket that does not wait."""
+
+    def __init__(self) -> None:
+        self._body = b""
+        self._fds: list[int] = []
+
+    def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors; None when the other side is gone. Raises BlockingIOError."""
+        while True:
+            whole = _HEAD.size + (_HEAD.unpack(self._body[: _HEAD.size])[0] if len(self._body) >= _HEAD.size else 0)
+            if len(self._body) == whole > _HEAD.size:
+                break
+            data, fds = _some(sock, whole - len(self._body))
+            self._fds += fds
+            if not data:
+                return None
+            self._body += data
+        message, fds = json.loads(self._body[_HEAD.size :]), self._fds
+        self._body, self._fds = b"", []
+        return message, fds
+
+
 def _exactly(sock: socket.socket, size: int) -> tuple[bytes | None, list[int]]:
     parts: list[bytes] = []
     fds: list[int] = []
     while size:
-        try:
-            data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:
-            data, ancillary = b"", []
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers = array.array("i")
-                numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
-                fds.extend(numbers)
+        data, more = _some(sock, size)
+        fds += more
         if not data:
             return None, fds
         parts.append(data)
         size -= len(data)
     return b"".join(parts), fds
+
+
+def _some(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    fds: list[int] = []
+    try:
+        data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        data, ancillary = b"", []
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+            fds.extend(numbers)
+    return data, fds

@@ -1,0 +1,324 @@
+"""Looks once a second whether the ranks go on. When they do not, it says who is wrong, where and why.
+
+Every supervisor has one. Those of other nodes tell node 0's what they see; that one decides, and asks all of them for
+what they know when there is an alarm. One that does not answer is evidence as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.contract import events
+from phalanx.diagnose import diagnosis, report
+from phalanx.diagnose.evidence import Evidence, Node
+from phalanx.diagnose.verdict import Verdict
+from phalanx.errors import LaunchError
+from phalanx.launch import memory, stalls, testimony, vitals
+from phalanx.launch.desk import Desk
+from phalanx.launch.post import Carrier, Post
+from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.testimony import Testimony
+from phalanx.launch.watching import Look, Watched
+from phalanx.launch.zygote import wire
+
+if TYPE_CHECKING:
+    from phalanx.launch.attempt import Attempt
+    from phalanx.launch.supervisor import Supervisor
+
+EVERY = 1.0  # seconds between two looks
+_ANSWER = 2.2  # for another node to tell
+_SOONEST = 5.0  # seconds between two looks into the same
+_QUIET = 3.0  # seconds without a word from a node whose workers run
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node tells every second."""
+
+    node: int
+    host: str
+    looks: tuple[Look, ...]
+
+
+class Because(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `why`."""
+
+    evidence: Evidence
+    verdicts: tuple[Verdict, ...]
+    report: str
+
+
+_encoder = msgspec.json.Encoder()
+_pulses: msgspec.json.Decoder[Pulse] = msgspec.json.Decoder(Pulse)
+_answers: msgspec.json.Decoder[Because] = msgspec.json.Decoder(Because)
+_ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, ...])
+
+
+class Observer:
+    def __init__(self, supervisor: Supervisor, company: Carrier, post: Post, desk: Desk, folder: RunFolder) -> None:
+        self._supervisor = supervisor
+        self._company = company
+        self._post = post
+        self._folder = folder
+        self._vitals = vitals.Vitals()
+        self._kills = memory.read()
+        self._watched: Watched | None = None
+        self._heard: dict[int, tuple[float, Pulse]] = {}  # of other nodes: when, and what
+        self._numbers = itertools.count(1)
+        self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
+        self._stalls = itertools.count(1)
+        self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
+        self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
+        self._tasks: set[asyncio.Task[None]] = set()
+        desk.answers("why", self._answer)
+        post.reads("pulse", self._pulse)
+        post.reads("testify", lambda _, number, __: self._begin(self._testify(number)))
+        post.reads("testimony", self._answered)
+        post.reads("why", lambda who, number, _: self._begin(self._because(who, number)))
+        post.reads("because", self._answered)
+        post.reads("kill", lambda _, __, content: self._kill(_ranks.decode(content)))
+        post.reads("verdict", lambda _, __, content: self._supervisor.say(content.decode(errors="replace")))
+        self._begin(self._watch())
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def last_words(self) -> str:
+        """Of a run that ends while nobody went on: why that was."""
+        return self._standing[1] if self._standing is not None else ""
+
+    def _begin(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- once a second
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY)
+            try:
+                await self._look()
+            except Exception as error:  # what only looks must not end what it looks at
+                self._supervisor.note(f"what stands still cannot be explained: {error!r}")
+                self._watched = None
+
+    async def _look(self) -> None:
+        attempt, plan = self._supervisor.attempt, self._supervisor.plan
+        if attempt is None or attempt.stopping or attempt.over.is_set():
+            self._watched = None
+            return
+        now = time.monotonic()
+        if self._watched is None or self._watched.of != (attempt.number, attempt.generation):
+            self._watched = Watched((attempt.number, attempt.generation), plan.hanging.after)
+            self._standing = self._unclear = None
+        own = self._own(attempt, self._watched)
+        if not self._company.leads:
+            if attempt.living:
+                self._post.send("pulse", 0, _encoder.encode(own))
+            return
+        members = self._company.members()
+        self._heard = {member: heard for member, heard in self._heard.items() if member in members}
+        looks = list(own.looks)
+        for then, pulse in self._heard.values():
+            late = now - then if now - then > _QUIET else 0.0
+            looks += [replace(look, silent=look.silent + late) for look in pulse.looks]
+        alarm = self._watched.see(now, looks)
+        if plan.hanging.after is None:
+            return
+        if alarm is not None and alarm.what == "resumed":
+            self._resumed()
+        elif alarm is not None or (self._unclear is not None and now > self._unclear):
+            self._unclear = None
+            await self._alarm(attempt, plan.hanging.after)
+
+    def _own(self, attempt: Attempt, watched: Watched) -> Pulse:
+        """Of this node, the dead too."""
+        self._vitals.forget({worker.pid for _, worker in attempt.living})
+        workers = [worker for worker in attempt.workers.values() if not worker.spare]
+        looks = tuple(
+            watched.look(worker, self._vitals.pulse(worker.pid), debugged=worker.seat.rank in attempt.debugged)
+            if worker.code is None
+            else Look(rank=worker.seat.rank, state="X")
+            for worker in workers
+            if worker.pid
+        )
+        return Pulse(node=self._supervisor.plan.node, host=os.uname().nodename, looks=looks)
+
+    def _pulse(self, who: int | None, _: int, content: bytes) -> None:
+        if who is not None:
+            with contextlib.suppress(msgspec.DecodeError):
+                self._heard[who] = (time.monotonic(), _pulses.decode(content))
+
+    # -- telling
+
+    async def _alarm(self, attempt: Attempt, after: float) -> None:
+        evidence, verdicts = await self.explain()
+        if attempt is not self._supervisor.attempt or attempt.stopping:
+            return
+        if not verdicts:  # slow, and not stuck; if it lasts, more will be seen
+            self._unclear = time.monotonic() + max(after, _SOONEST)
+            return
+        path = await asyncio.to_thread(stalls.write, self._folder.path, next(self._stalls), evidence, verdicts)
+        self._folder.event(events.Stalled(time=time.time(), seconds=round(evidence.waited, 1), folder=path))
+        for verdict in verdicts:
+            told = events.Verdict(time=time.time(), kind=verdict.kind, text=verdict.text, ranks=verdict.ranks)
+            self._folder.event(told)
+        text = report.text(evidence, verdicts)
+        short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
+        self._standing = (time.monotonic() - evidence.waited, f"no rank went on when the run ended:\n{short}")
+        whole = f"{text}\n  stacks, and all that is known: {path}"
+        self._supervisor.say(whole)
+        for member in self._company.members():
+            self._post.send("verdict", 0, whole.encode(), to=member)
+        self._act(verdicts)
+
+    def _resumed(self) -> None:
+        self._unclear = None
+        if self._standing is None:
+            return
+        seconds, self._standing = time.monotonic() - self._standing[0], None
+        self._folder.event(events.Resumed(time=time.time(), seconds=round(seconds, 1)))
+        self._supervisor.say(f"the run goes on, after {seconds:.0f} s")
+
+    def _act(self, verdicts: list[Verdict]) -> None:
+        match self._supervisor.plan.hanging.then:
+            case "stop":
+                why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
+                self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
+            case "kill":
+                culprits = verdicts[0].ranks
+                if culprits:
+                    self._kill(culprits)
+                    for member, ranks in self._company.members().items():
+                        theirs = tuple(rank for rank in ranks if rank in culprits)
+                        if theirs:
+                            self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+
+    def _kill(self, ranks: tuple[int, ...]) -> None:
+        attempt = self._supervisor.attempt
+        for name, worker in attempt.living if attempt is not None else ():
+            if worker.seat.rank in ranks and not worker.spare and attempt is not None:
+                self._supervisor.note(f"rank {worker.seat.rank} stands still: SIGKILL (--on-hang kill)")
+                attempt.tell(name, signal.SIGKILL)
+
+    # -- evidence
+
+    async def explain(self) -> tuple[Evidence, list[Verdict]]:
+        """Of all nodes, now."""
+        evidence = await self._gather()
+        return evidence, await asyncio.to_thread(diagnosis.diagnose, evidence)
+
+    async def _gather(self) -> Evidence:
+        plan = self._supervisor.plan
+        members = {member: ranks for member, ranks in self._company.members().items() if ranks}
+        number = next(self._numbers)
+        waiting = {member: self._ask(member, "testify", number) for member in members}
+        own = asyncio.create_task(self._testimony())
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=_ANSWER)
+        found = [await own]
+        for member, answer in waiting.items():
+            del self._asked[member, number]
+            found.append(self._told(member, members[member], answer))
+        ranks = [rank for each in found for rank in each.ranks]
+        if self._watched is not None:
+            ranks = list(map(self._watched.complete, ranks))
+        return Evidence(
+            time=time.time(),
+            waited=round(self._watched.waited, 1) if self._watched is not None else 0.0,
+            ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
+            nodes=tuple(each.node for each in found),
+            world_size=plan.placement.world_size,
+            limit=plan.hanging.after or 30.0,
+        )
+
+    def _ask(self, member: int | None, kind: str, number: int) -> asyncio.Future[bytes]:
+        answer = self._asked[member, number] = asyncio.get_running_loop().create_future()
+        self._post.send(kind, number, b"", to=member)
+        return answer
+
+    def _answered(self, who: int | None, number: int, content: bytes) -> None:
+        answer = self._asked.get((who, number))
+        if answer is not None and not answer.done():
+            answer.set_result(content)
+
+    def _told(self, member: int, ranks: tuple[int, ...], answer: asyncio.Future[bytes]) -> Testimony:
+        """What a node has told; else what is known of it without that."""
+        if answer.done():
+            with contextlib.suppress(msgspec.DecodeError):
+                return testimony.decode(answer.result())
+        answer.cancel()
+        then, pulse = self._heard.get(member, (0.0, None))
+        silent = time.monotonic() - then if pulse is not None else _ANSWER
+        node = Node(
+            node=pulse.node if pulse is not None else member,
+            host=pulse.host if pulse is not None else "",
+            silent=silent,
+            lost=member not in self._company.members(),
+        )
+        why = f"its node has not answered for {silent:.0f} s"
+        return testimony.silent(node, ranks, why)
+
+    async def _testify(self, number: int) -> None:
+        self._post.send("testimony", number, testimony.encode(await self._testimony()))
+
+    async def _testimony(self) -> Testimony:
+        """Of this node."""
+        total, available = vitals.machine()
+        node = Node(
+            node=self._supervisor.plan.node,
+            host=os.uname().nodename,
+            memory=total,
+            available=available,
+            swapping=round(self._vitals.swapping(), 1),
+            out_of_memory=memory.read().since(self._kills),
+        )
+        attempt = self._supervisor.attempt
+        if attempt is None:
+            return Testimony(node=node, ranks=())
+        return await testimony.take(attempt, self._vitals, node)
+
+    # -- whoever asks
+
+    async def _answer(self, _: wire.Message, caller: socket.socket) -> None:
+        """At the desk. Who does not lead asks who does."""
+        with contextlib.closing(caller):
+            because = await self._why()
+            if because is None:
+                said: wire.Message = {"is": "refused", "why": "node 0 does not answer"}
+            else:
+                said = {"is": "why", **msgspec.to_builtins(because)}
+            caller.settimeout(5.0)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(wire.send, caller, said)
+
+    async def _why(self) -> Because | None:
+        if self._company.leads:
+            evidence, verdicts = await self.explain()
+            return Because(evidence=evidence, verdicts=tuple(verdicts), report=report.text(evidence, verdicts))
+        number = next(self._numbers)
+        answer = self._ask(None, "why", number)
+        try:
+            return _answers.decode(await asyncio.wait_for(answer, _ANSWER + testimony.LONGEST))
+        except (TimeoutError, msgspec.DecodeError):
+            return None
+        finally:
+            del self._asked[None, number]
+
+    async def _because(self, who: int | None, number: int) -> None:
+        because = await self._why()
+        if because is not None:
+            self._post.send("because", number, _encoder.encode(because), to=who)

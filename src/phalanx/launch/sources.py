@@ -1,0 +1,43 @@
+"""The lines of the user's files around the frames of a stack: read here, where these files are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import msgspec
+
+from phalanx.diagnose import source
+from phalanx.diagnose.evidence import Frame, Rank
+from phalanx.diagnose.frames import mine
+
+_LARGEST = 1 << 20  # bytes of a file that is read
+_MOST = 300  # places that are looked up at once
+
+
+class Sources:
+    """For one look: files may change."""
+
+    def __init__(self) -> None:
+        self._text = functools.cache(_read)
+        self._known: dict[Frame, Frame] = {}
+
+    def annotated(self, rank: Rank) -> Rank:
+        threads = tuple(msgspec.structs.replace(each, frames=self._all(each.frames)) for each in rank.threads)
+        calls = tuple(msgspec.structs.replace(each, site=self._all(each.site)) for each in rank.calls)
+        return msgspec.structs.replace(rank, threads=threads, calls=calls)
+
+    def _all(self, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+        return tuple(self._one(frame) for frame in frames)
+
+    def _one(self, frame: Frame) -> Frame:
+        if frame not in self._known:
+            text = self._text(frame.file) if mine(frame) and len(self._known) < _MOST else ""
+            self._known[frame] = source.annotate(frame, text) if text else frame
+        return self._known[frame]
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read(_LARGEST)
+    return ""

@@ -1,0 +1,142 @@
+"""Python stacks of a process that does not answer: it writes them itself when it gets a signal, or py-spy reads them.
+
+faulthandler writes from C, whoever holds Python's lock, into a file in memory that the supervisor has made. A process
+that is stopped, or was never ours, cannot; py-spy looks at its memory, where it is installed and allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from phalanx.diagnose.evidence import Frame, Thread
+from phalanx.launch.zygote import kernel
+
+_SETTLED = 0.03  # seconds without another line: it is complete
+_LOOK = 0.01
+_OURS = "/launch/zygote/"  # frames of it below the script's say nothing
+_WITNESS = "/launch/zygote/witness/"  # a thread that is no evidence
+
+_HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
+
+
+async def written(fd: int, send: Callable[[], object], limit: float) -> str:
+    """What a process writes there once it has its signal; empty: nothing, within the limit."""
+    os.lseek(fd, 0, os.SEEK_SET)  # theirs too: it is one open file
+    os.ftruncate(fd, 0)
+    send()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit
+    size, since = 0, loop.time()
+    while loop.time() < end and not (size and loop.time() - since > _SETTLED):
+        await asyncio.sleep(_LOOK)
+        now = os.fstat(fd).st_size
+        if now != size:
+            size, since = now, loop.time()
+    return os.pread(fd, size, 0).decode(errors="replace")
+
+
+def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:
+    """Threads of a dump of faulthandler's: the main one was there first, and is written last."""
+    found: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        head, frame = _HEAD.match(line), _FRAME.match(line)
+        if head:
+            found.append((head["name"] or "", []))
+        elif frame and found:
+            number = int(frame["line"]) if frame["line"].isdigit() else 0
+            found[-1][1].append(Frame(frame["file"], number, frame["name"]))
+    last = len(found) - 1
+    return clean(
+        Thread(
+            name=name or own or ("MainThread" if place == last else f"thread {place + 1}"),
+            frames=tuple(frames),
+            main=place == last and not name,
+        )
+        for place, (own, frames) in enumerate(found)
+    )
+
+
+def clean(threads: Iterable[Thread]) -> tuple[Thread, ...]:
+    """Without what is ours."""
+    return tuple(
+        msgspec.structs.replace(thread, frames=tuple(frame for frame in thread.frames if _OURS not in frame.file))
+        for thread in threads
+        if not any(_WITNESS in frame.file for frame in thread.frames)
+    )
+
+
+async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[Thread, ...], str]:
+    """By py-spy; and why there is nothing."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=_beside())
+    if program is None:
+        return (), "py-spy is not installed"
+    # Without a pause it may read nonsense, but a process that is stopped stays as it is.
+    words = [program, "dump", "--json", "--native" if native else "--nonblocking", "--pid", str(pid)]
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), limit)
+    except TimeoutError:
+        return (), f"py-spy needs more than {limit:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        return (), f"py-spy: {(err.decode(errors='replace').strip().splitlines() or ['failed'])[-1][:200]}"
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return clean(_spied(thread, pid) for thread in json.loads(out)), ""
+    return (), "py-spy has said what nobody understands"
+
+
+def _spied(thread: dict[str, Any], pid: int) -> Thread:
+    frames = tuple(Frame(f["filename"], int(f["line"] or 0), f["name"]) for f in thread["frames"])
+    main = thread.get("os_thread_id") == pid
+    name = thread.get("thread_name") or ("MainThread" if main else f"thread {thread.get('os_thread_id')}")
+    return Thread(name=name, frames=frames, main=main, holds_gil=bool(thread.get("owns_gil")))
+
+
+def _beside() -> str:
+    """Where this interpreter's own programs are."""
+    import sysconfig
+
+    return sysconfig.get_path("scripts")
+
+
+def text_of(threads: tuple[Thread, ...]) -> str:
+    """As Python shows a dump."""
+    lines = []
+    for thread in threads:
+        lock = ", holds Python's lock" if thread.holds_gil else ""
+        lines.append(f"Thread {thread.name}{lock} (most recent call first):")
+        lines += [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in thread.frames]
+    return "\n".join(lines)
+
+
+def poke(pid: int, number: int) -> bool:
+    """A signal for a process that is not our child, and may have ended since: by a handle, not by its number alone."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not kernel.handles(pid, number):
+            return False
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

@@ -1,0 +1,166 @@
+"""What the ranks of this node say when a run stands still, and what the kernel and the driver say about them.
+
+All ranks are asked at once. Who does not answer holds Python's lock, is stopped, or is no Python of ours: its stacks
+come by a signal, or by py-spy. Nothing here waits for longer than its limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
+from phalanx.launch import gpus, stacks, vitals
+from phalanx.launch.sources import Sources
+from phalanx.launch.zygote import kernel
+from phalanx.launch.zygote.witness import witness
+
+if TYPE_CHECKING:
+    from phalanx.launch.attempt import Attempt, Worker
+    from phalanx.launch.vitals import Vitals
+
+ANSWER = 0.8  # seconds for a rank to tell
+_STACKS = 0.7  # for one that has not, to write its stacks
+_CHILD = 0.15  # for a child of it
+_SPY = 1.2
+LONGEST = ANSWER + _STACKS + _SPY + 1.0
+_MOST_CHILDREN = 8  # of a rank, whose stacks are taken
+_STOPPED = ("T", "t", "Z", "X")
+
+
+class Testimony(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one node."""
+
+    node: Node
+    ranks: tuple[Rank, ...]
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's witness answers."""
+
+    threads: tuple[Thread, ...] = ()
+    groups: tuple[Group, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Testimony] = msgspec.json.Decoder(Testimony)
+
+
+def encode(testimony: Testimony) -> bytes:
+    return _encoder.encode(testimony)
+
+
+def decode(text: bytes) -> Testimony:
+    return _decoder.decode(text)
+
+
+async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
+    """Of all ranks here, the dead ones too."""
+    workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
+    pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
+    below = await asyncio.to_thread(kernel.families, pids)
+    cards, ranks = await asyncio.gather(
+        asyncio.to_thread(gpus.look, [worker.seat.slot.device for worker in workers.values()]),
+        asyncio.gather(*(_rank(attempt, name, looks, below) for name in workers)),
+    )
+    found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
+    return Testimony(node=node, ranks=await asyncio.to_thread(_annotated, found))
+
+
+def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
+    return tuple(map(Sources().annotated, ranks))
+
+
+async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, list[int]]) -> Rank:
+    worker = attempt.workers[name]
+    number = worker.seat.rank
+    bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
+    if worker.code is not None:
+        return replace(bare, ended=worker.code)
+    if not worker.pid:
+        return replace(bare, note="it has not been started yet")
+    pulse = looks.pulse(worker.pid)
+    told, why = await _ask(worker, pulse.state)
+    process = await asyncio.to_thread(vitals.look, worker.pid, pulse, below.get(worker.pid, []))
+    threads, note = stacks.clean(told.threads), why
+    if not any(thread.frames for thread in threads):
+        threads, note = await _stacks(attempt, name, worker, pulse.state, why)
+    threads += await _of_children(worker, process)
+    if worker.code is not None:  # it has ended meanwhile
+        return replace(bare, ended=worker.code, process=process)
+    looked = worker.witness.page.looked if worker.witness is not None else 0.0
+    return replace(
+        bare,
+        threads=threads,
+        groups=told.groups,
+        calls=told.calls,
+        process=process,
+        silent=round(time.monotonic() - looked, 1) if looked and not told.threads else 0.0,
+        note=note,
+    )
+
+
+async def _ask(worker: Worker, state: str) -> tuple[Told, str]:
+    if worker.witness is None:
+        return Told(), "it has no witness"
+    if state in _STOPPED:
+        return Told(), "it is stopped, and answers nobody" if state in "Tt" else "it is dead"
+    answer = await worker.witness.ask("tell", timeout=ANSWER)
+    if answer is None:
+        return Told(), f"it has not answered for {ANSWER:.1f} s"
+    try:
+        return read(answer), ""
+    except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
+        return Told(), f"what it says cannot be read: {error}"
+
+
+def read(answer: dict[str, Any]) -> Told:
+    """Frames come as [file, line, function]: most of an answer is frames."""
+    threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
+    calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
+    return msgspec.convert({"threads": threads, "calls": calls, "groups": answer.get("groups", ())}, Told, strict=False)
+
+
+def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [{"file": file, "line": line, "function": function} for file, line, function in frames]
+
+
+async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:
+    """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
+    if worker.witness is not None and state not in _STOPPED and kernel.handles(worker.pid, witness.SIGNAL):
+        sent = lambda: attempt.tell(name, witness.SIGNAL, alone=True)  # noqa: E731
+        threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
+        looked = worker.witness.page.looked
+        if threads and looked and time.monotonic() - looked > ANSWER:
+            threads = tuple(replace(each, holds_gil=each.main) for each in threads)
+        if any(thread.frames for thread in threads):
+            return threads, why
+    threads, trouble = await stacks.spied(worker.pid, native=state not in _STOPPED, limit=_SPY)
+    return threads, "; ".join(filter(None, (why, trouble)))
+
+
+async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
+    """Of those that the rank has forked, which have its handler: workers of a DataLoader. One after the other, for they
+    write into the same file."""
+    found: tuple[Thread, ...] = ()
+    if worker.witness is None:
+        return found
+    for child in process.children[:_MOST_CHILDREN]:
+        pid, state, *words = child.split(maxsplit=2)
+        if state in _STOPPED or not kernel.handles(int(pid), witness.SIGNAL):
+            continue
+        sent = lambda pid=int(pid): stacks.poke(pid, witness.SIGNAL)  # noqa: E731
+        text = await stacks.written(worker.witness.stacks, sent, _CHILD)
+        found += stacks.parsed(text, name=f"process {pid} {' '.join(words)}"[:80])[-1:]
+    return found
+
+
+def silent(node: Node, ranks: tuple[int, ...], why: str) -> Testimony:
+    """Of a node that does not answer, which is evidence too."""
+    return Testimony(node=node, ranks=tuple(Rank(rank=rank, node=node.node, note=why) for rank in ranks))

@@ -1,0 +1,86 @@
+"""One worker's part of the shared memory of a node: written by it alone, read by the supervisor and its neighbours."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from typing import Any, NamedTuple
+
+SIZE = 8192
+PHASES = ("import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle")
+
+_STEP = struct.Struct("<QQ")  # how many, and when the last: by a clock that nobody sets, in nanoseconds
+_LOOK = struct.Struct(f"<QQQ{len(PHASES)}Q")  # when; how many; how many saw it elsewhere; how many saw it in each phase
+_TEXT = struct.Struct("<II")  # odd while it is written; how long
+_STEP_AT = 0
+_LOOK_AT = _STEP_AT + _STEP.size
+_TEXT_AT = _LOOK_AT + _LOOK.size
+_ROOM = SIZE - _TEXT_AT - _TEXT.size
+
+
+class Reading(NamedTuple):
+    """What a page says. Times are seconds of `time.monotonic`, which all processes of a machine share."""
+
+    step: int
+    stepped: float  # when; 0: never
+    looked: float  # when the witness last published; 0: it has not begun
+    looks: int
+    moves: int  # looks that found the main thread elsewhere than the one before, or further
+    phases: dict[str, int]  # how many looks saw it there
+    text: dict[str, Any]  # phase, place, groups, call, moved, places; ending: see sampler.py
+
+
+class Page:
+    """The writer's."""
+
+    def __init__(self, memory: mmap.mmap | memoryview, slot: int) -> None:
+        self._memory = memory
+        self._base = slot * SIZE
+        self._version = 0
+        self.steps = 0
+
+    def step(self, count: int, now: int) -> None:
+        self.steps = count
+        _STEP.pack_into(self._memory, self._base + _STEP_AT, count, now)
+
+    def look(self, now: int, looks: int, moves: int, phases: list[int]) -> None:
+        _LOOK.pack_into(self._memory, self._base + _LOOK_AT, now, looks, moves, *phases)
+
+    def write(self, text: dict[str, Any]) -> None:
+        body = json.dumps(text, separators=(",", ":")).encode()
+        if len(body) > _ROOM:
+            body = json.dumps({"phase": text["phase"], "cut": True}).encode()
+        at = self._base + _TEXT_AT
+        self._version += 2
+        _TEXT.pack_into(self._memory, at, self._version - 1, len(body))
+        self._memory[at + _TEXT.size : at + _TEXT.size + len(body)] = body
+        _TEXT.pack_into(self._memory, at, self._version, len(body))
+
+
+def clear(memory: mmap.mmap | memoryview, slot: int) -> None:
+    memory[slot * SIZE : (slot + 1) * SIZE] = bytes(SIZE)
+
+
+def read(memory: mmap.mmap | memoryview, slot: int) -> Reading:
+    base = slot * SIZE
+    step, stepped = _STEP.unpack_from(memory, base + _STEP_AT)
+    looked, looks, moves, *phases = _LOOK.unpack_from(memory, base + _LOOK_AT)
+    return Reading(
+        step, stepped / 1e9, looked / 1e9, looks, moves, dict(zip(PHASES, phases, strict=True)), _text(memory, base)
+    )
+
+
+def _text(memory: mmap.mmap | memoryview, base: int) -> dict[str, Any]:
+    """A writer that was stopped in the middle leaves nothing that could be read."""
+    at = base + _TEXT_AT
+    for _ in range(8):
+        version, length = _TEXT.unpack_from(memory, at)
+        body = bytes(memory[at + _TEXT.size : at + _TEXT.size + min(length, _ROOM)])
+        if version and version % 2 == 0 and _TEXT.unpack_from(memory, at) == (version, length):
+            try:
+                found = json.loads(body)
+            except ValueError:
+                continue
+            return found if isinstance(found, dict) else {}
+    return {}

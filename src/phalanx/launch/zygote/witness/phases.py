@@ -1,0 +1,126 @@
+"""Which phase a piece of code belongs to, and whether it is the user's own: by the file that it is in.
+
+Asked once for each code object; a look at a stack then costs no string at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+from typing import NamedTuple
+
+_PHALANX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))) + os.sep
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+# The beginning of a path below torch -> its phase; the first that fits counts. Nothing: whoever has called it decides.
+_TORCH = (
+    ("distributed/rendezvous.py", "join"),
+    ("distributed/device_mesh.py", "join"),
+    ("distributed/_functional_collectives.py", "collective"),
+    ("distributed/nn/", "collective"),
+    ("distributed/checkpoint/", "checkpoint"),
+    ("serialization.py", "checkpoint"),
+    ("utils/data/", "data"),
+    ("optim/", "optimizer"),
+    ("amp/grad_scaler.py", "optimizer"),
+    ("nn/utils/clip_grad.py", "optimizer"),
+    ("autograd/__init__.py", "backward"),
+    ("autograd/graph.py", "backward"),
+    ("nn/", "forward"),
+    # What runs compiled code is no compiler.
+    ("_dynamo/eval_frame.py", ""),
+    ("_dynamo/external_utils.py", ""),
+    ("_dynamo/", "compile"),
+    ("_inductor/output_code.py", ""),
+    ("_inductor/cudagraph_trees.py", ""),
+    ("_inductor/utils.py", ""),
+    ("_inductor/runtime/", ""),
+    ("_inductor/", "compile"),
+    ("_functorch/_aot_autograd/runtime_wrappers.py", ""),
+    ("_functorch/_aot_autograd/utils.py", ""),
+    ("_functorch/_aot_autograd/", "compile"),
+    ("_functorch/aot_autograd.py", "compile"),
+    ("_functorch/partitioners.py", "compile"),
+)
+# Of packages that are installed
+_OTHERS = (
+    ("triton/compiler/", "compile"),
+    ("triton/backends/", "compile"),
+    ("triton/runtime/autotuner.py", "compile"),
+    ("safetensors/", "checkpoint"),
+    ("datasets/", "data"),
+    ("torchdata/", "data"),
+    ("webdataset/", "data"),
+    ("streaming/", "data"),
+)
+_OURS = (
+    ("train/loader.py", "data"),
+    ("train/batches.py", "data"),
+    ("train/checkpoint/", "checkpoint"),
+    ("train/snapshot/", "checkpoint"),
+    ("join/group.py", "collective"),
+    ("join/", "join"),
+)
+
+_FUNCTION = 1  # inspect.CO_OPTIMIZED: neither a module's lines nor a class's
+
+_C10D = "distributed/distributed_c10d.py"
+_JOINS = frozenset(
+    (
+        *("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+        *("_new_group_with_tag", "_new_process_group_helper", "_store_based_barrier", "destroy_process_group"),
+    )
+)
+# Neither joins nor waits
+_ASKS = ("get_", "is_", "_get_", "_rank_not_in", "_group_or", "_check", "_ensure", "_canonicalize", "_world", "pg_")
+
+
+class Kind(NamedTuple):
+    phase: str  # empty: not known
+    own: bool  # the user's
+    calls: bool  # part of torch.distributed: whoever is in it may be about to record something
+    loads: bool  # an import
+    top: bool  # a module's own lines
+
+
+def kind(code: CodeType) -> Kind:
+    file, name = code.co_filename, code.co_name
+    if file.startswith("<"):
+        return Kind("", False, False, file.startswith("<frozen importlib"), False)  # Python's, or made by a program
+    below = _below_torch(file)
+    if below is not None:
+        phase = _of_torch(below, name) if code.co_flags & _FUNCTION else ""  # else it is being imported
+        return Kind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
+    if file.startswith(_PHALANX):
+        path = file[len(_PHALANX) :]
+        own = path.startswith(("demo/", "bench/scripts/"))
+        return Kind("" if own else _first(_OURS, path), own, False, False, name == "<module>")
+    for folder in _INSTALLED:
+        _, found, path = file.rpartition(folder)
+        if found:
+            return Kind(_first(_OTHERS, path), False, False, False, False)
+    return Kind("", not file.startswith(_LIBRARY), False, False, name == "<module>")
+
+
+def _below_torch(file: str) -> str | None:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    root = os.path.dirname(torch) + os.sep if torch else ""
+    if root and file.startswith(root):
+        return file[len(root) :]
+    return None
+
+
+def _of_torch(path: str, name: str) -> str:
+    if path == _C10D:
+        if name in _JOINS:
+            return "join"
+        return "" if name.startswith(_ASKS) else "collective"
+    if path.startswith("_inductor/runtime/") and ("autotune" in name or "benchmark" in name or "compile" in name):
+        return "compile"
+    return _first(_TORCH, path)
+
+
+def _first(table: tuple[tuple[str, str], ...], path: str) -> str:
+    return next((phase for start, phase in table if path.startswith(start)), "")

@@ -1,0 +1,162 @@
+"""Where the main thread is: its phase, its place in the user's code, and what it waits for."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from types import CodeType, FrameType
+from typing import Any
+
+from . import page, phases, recorder, stacks
+
+_NUMBERS = {phase: number for number, phase in enumerate(page.PHASES)}
+_WINDOW = 50  # looks: five seconds
+_MOST = 4096  # code objects that are remembered
+_LONG = 1.0  # seconds in one place, after which it is worth while to ask what is pending
+
+# While a collective is pending, who sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
+_MAY_WAIT = ("idle", "forward", "backward", "optimizer")
+
+
+class Sampler:
+    """The text of a page:
+
+    phase, place [file, line, function]: the innermost of the user's own
+    groups: [{id, name, enqueued, completed}]
+    call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
+    moved: when it was last seen to do anything, in seconds of `time.monotonic`
+    places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
+    """
+
+    def __init__(self, own: page.Page) -> None:
+        self._page = own
+        self._looks = 0
+        self._moves = 0
+        self._phases = [0] * len(page.PHASES)
+        self._kinds: dict[int, tuple[CodeType, phases.Kind]] = {}
+        self._before: tuple[int, int, int] = (0, 0, 0)
+        self._done: tuple[int, ...] = ()
+        self._moved = 0
+        self._recent: deque[int] = deque(maxlen=_WINDOW)
+        self._groups: list[dict[str, Any]] = []
+        self._call: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
+        self._state = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+        self.phase = "idle"
+
+    @property
+    def still(self) -> float:
+        """Seconds that the main thread has been where it is."""
+        return max(0.0, (time.monotonic_ns() - self._moved) / 1e9) if self._moved else 0.0
+
+    def publish(self, now: int) -> None:
+        frame = stacks.main()
+        if frame is None:
+            return
+        here = (id(frame), id(frame.f_code), frame.f_lasti)
+        phase, place, calls = self._look(frame)
+        # Whoever has just come to torch.distributed may be recording a group's very first call, and that list of
+        # torch's has no lock.
+        if here == self._before or not calls:
+            self._groups = recorder.groups()
+        moved = self._follow(here, now)
+        if phase in _MAY_WAIT and self._waits(phase, moved):
+            phase = "collective"
+        self.phase = phase
+        self._looks += 1
+        self._phases[_NUMBERS[phase]] += 1
+        self._page.look(now, self._looks, self._moves, self._phases)
+        text = {
+            "phase": phase,
+            "place": place,
+            "groups": self._groups,
+            "call": self._waited_in(frame, phase, moved, now),
+            "moved": round(self._moved / 1e9, 3),
+            "places": len(set(self._recent)),
+        }
+        if text != self._written:
+            self._page.write(text)
+            self._written = text
+
+    def end(self) -> None:
+        """The script is over; what Python and libraries do at the end nobody sees but the kernel."""
+        self._page.write({"phase": "idle", "place": [], "groups": self._groups, "ending": True})
+
+    def _follow(self, here: tuple[int, int, int], now: int) -> bool:
+        """It is elsewhere, or it is here again: a step and some collectives later."""
+        done = (self._page.steps, *(group["enqueued"] for group in self._groups))
+        moved = here != self._before or done != self._done
+        if moved:
+            self._moves += 1
+            self._moved = now
+            self._before, self._done = here, done
+        self._recent.append(here[1])
+        return moved
+
+    def _look(self, frame: FrameType | None) -> tuple[str, list[Any], bool]:
+        """Phase, place, and whether the innermost frame is torch.distributed's. The innermost that is known counts."""
+        kinds = self._kinds
+        phase = ""
+        place: list[Any] = []
+        calls: bool | None = None
+        inside = False  # in a function of the user's
+        while frame is not None and not (phase and place):
+            code = frame.f_code
+            known = kinds.get(id(code))
+            if known is None:
+                known = self._learn(code)
+            kind = known[1]
+            if calls is None:
+                calls = kind.calls
+            if kind.own:
+                inside = inside or not kind.top
+                if not place:
+                    place = [code.co_filename, frame.f_lineno or 0, code.co_name]
+            if not phase:
+                phase = ("idle" if inside else "import") if kind.loads else kind.phase
+            frame = frame.f_back
+        return phase or "idle", place, bool(calls)
+
+    def _learn(self, code: CodeType) -> tuple[CodeType, phases.Kind]:
+        """By its number, and kept so that no other gets that: a code object's own hash is a hash of all its parts."""
+        if len(self._kinds) >= _MOST:
+            self._kinds.clear()
+        known = self._kinds[id(code)] = (code, phases.kind(code))
+        return known
+
+    def _waits(self, phase: str, moved: bool) -> bool:
+        """A collective is pending, and the main thread does nothing else than wait for it."""
+        pending = [group for group in self._groups if group["enqueued"] > group["completed"]]
+        if not pending:
+            return False
+        if phase != "backward" and moved:
+            return False
+        if any(group["nccl"] for group in pending) and not moved:
+            return True  # who waits for CUDA may well spin
+        return self._sleeps()
+
+    def _sleeps(self) -> bool:
+        try:
+            fd = os.open(self._state, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            text = os.read(fd, 256)
+        finally:
+            os.close(fd)
+        return text[text.rfind(b")") + 2 : text.rfind(b")") + 3] in (b"S", b"D")
+
+    def _waited_in(self, frame: FrameType, phase: str, moved: bool, now: int) -> dict[str, Any]:
+        if moved or phase not in ("collective", "join"):
+            self._call = {}
+        elif not self._call:
+            self._call = recorder.present(frame)
+            if not self._call and now - self._moved > _LONG * 1e9:
+                self._call = recorder.pending()
+            group = self._call.get("group")
+            counts = [known["enqueued"] for known in self._groups if known["name"] == group]
+            if counts and "seq" not in self._call:
+                self._call["seq"] = counts[0]
+        return self._call

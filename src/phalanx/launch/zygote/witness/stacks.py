@@ -1,0 +1,45 @@
+"""The Python stacks of this process, the innermost frame first."""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+_MOST = 64  # threads
+_DEEP = 80  # frames of one
+
+_main = threading.main_thread().ident or 0
+
+
+def main() -> FrameType | None:
+    return sys._current_frames().get(_main)
+
+
+def threads() -> list[dict[str, Any]]:
+    """Of all threads but ours, the main one first. No lock is taken: who holds it may be what hangs."""
+    own = _thread.get_ident()
+    found = []
+    for ident, frame in sys._current_frames().items():
+        if ident == own:
+            continue
+        known = threading._active.get(ident)  # type: ignore[attr-defined]
+        found.append(
+            {
+                "name": getattr(known, "_name", None) or f"thread {ident}",
+                "main": ident == _main,
+                "frames": frames(frame, _DEEP),
+            }
+        )
+    found.sort(key=lambda one: not one["main"])
+    return found[:_MOST]
+
+
+def frames(frame: FrameType | None, most: int) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    while frame is not None and len(found) < most:
+        found.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
+        frame = frame.f_back
+    return found

@@ -1,0 +1,194 @@
+"""The thread: publishes where the main thread is, and answers the supervisor."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import faulthandler
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
+from . import checker, debugger, ledger, page, patience, recorder, sampler
+from .steps import Steps
+
+EVERY = 0.1  # seconds between two looks
+SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
+
+_PATIENCE = 1.0  # seconds that the script may have to wait for the thread
+
+current: Witness | None = None  # of this process
+
+
+def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
+    """In a worker that is about to run its script."""
+    global current
+    memory = kernel.shared(board)
+    os.close(board)
+    channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
+    faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
+    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
+    atexit.register(witness.end)
+    if check:
+        checker.begin(ledger.Ledger(memory, slot), slot)
+    debugger.lay(witness.say)
+    witness.start()
+
+
+def _out_of_the_way(fd: int) -> int:
+    """A script gets the same numbers for its files as ever, and may close those above without looking."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = (4096 if soft == resource.RLIM_INFINITY else min(soft, 4096)) - 16
+    with contextlib.suppress(OSError):  # there is no room: then where it is
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(high, 3))
+        os.close(fd)
+        return moved
+    os.set_inheritable(fd, False)
+    return fd
+
+
+class Witness:
+    def __init__(self, own: page.Page, channel: socket.socket, stacks: int) -> None:
+        self._channel = channel
+        self._known = os.fstat(channel.fileno()).st_ino
+        self._stacks = stacks
+        self._wake = _out_of_the_way(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self._steps = Steps(own)
+        self._sampler = sampler.Sampler(own)
+        self._ended = _thread.allocate_lock()  # held while the thread runs
+        self._asked = False  # to end
+        self._over = False  # for good
+        self._speaks = _thread.allocate_lock()  # one message after the other
+        self.thread = 0  # as the kernel knows it
+        self._steps.lay()
+
+    # -- by the script's threads
+
+    def start(self) -> None:
+        """Not a thread that Python knows of: a script that counts its threads finds its own."""
+        if self._over or not self._ended.acquire(blocking=False):
+            return
+        self._asked = False
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # no thread to be had
+            self._ended.release()
+
+    def stop(self) -> None:
+        """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
+        self._asked = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if self._ended.acquire(timeout=_PATIENCE):
+            self._ended.release()
+
+    def leave(self) -> None:
+        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
+        self._over = True
+        self._steps.forget()
+        debugger.forget()
+        self._close()
+
+    def end(self) -> None:
+        """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
+        self._over = True
+        self.stop()
+        with contextlib.suppress(Exception):
+            self._sampler.end()
+
+    # -- in a thread of its own
+
+    def _run(self) -> None:
+        try:
+            self.thread = _thread.get_native_id()
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            self._watch()
+        except Exception:  # what is only shown must not end what is run
+            pass
+        finally:
+            self._ended.release()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if self._hears:
+            poll.register(self._channel.fileno(), select.POLLIN)
+        while not self._asked:
+            ready = dict(poll.poll(EVERY * 1000))
+            if self._asked or self._wake in ready:
+                with contextlib.suppress(OSError):
+                    os.eventfd_read(self._wake)
+                continue
+            if ready:
+                received = wire.receive(self._channel) if self._hears else None
+                if received is None:  # the supervisor is gone, and so will we be; or somebody has closed it
+                    poll.unregister(self._channel.fileno())
+                    continue
+                self._answer(*received)
+            self._look()
+
+    @property
+    def _hears(self) -> bool:
+        """The number may be another file's by now: scripts close what they do not know."""
+        try:
+            return os.fstat(self._channel.fileno()).st_ino == self._known
+        except OSError:
+            return False
+
+    def _look(self) -> None:
+        with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
+            self._sampler.publish(time.monotonic_ns())
+            if self._sampler.phase not in ("import", "optimizer"):
+                self._steps.lay()
+
+    def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
+        match order["do"]:
+            case "tell":
+                told = recorder.everything(self._sampler.still)
+                self.say({"is": "told", "id": order["id"], **told})
+            case "attach":
+                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+            case "interrupt":
+                self._beside(order, debugger.interrupt)
+            case "listen":
+                self._beside(order, debugger.listen, order["port"])
+            case "suspend":
+                patience.suspend()
+            case "resume":
+                patience.resume()
+            case _:
+                for fd in fds:
+                    os.close(fd)
+
+    def _close(self) -> None:
+        """Only what is still ours."""
+        if self._hears:
+            self._channel.close()
+        else:
+            self._channel.detach()
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
+
+    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        if not self._hears:
+            raise BrokenPipeError("nobody listens")
+        with self._speaks:
+            wire.send(self._channel, message, fds)
+
+    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """What takes its time, in a thread of its own, which answers."""
+
+        def answer(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order["id"], **message})
+
+        _thread.start_new_thread(act, (*args, answer))
