@@ -133,7 +133,7 @@ def measure(case: Case, names: Sequence[str], options: argparse.Namespace, inher
         where = ["--cpu"] if options.device == "cpu" else []
         line = [sys.executable, "-m", "phalanx", "run", "-g", str(options.ranks), *where, _SCRIPT, json.dumps(told)]
         environ = contenders.environment(CONTENDERS["phalanx"], options.ranks, inherited, folder)
-        failure = _run(line, environ, folder)
+        failure = run(line, environ, folder)
         if failure:
             return [Times(case.name, name, failure=failure) for name in names]
         with open(file) as text:
@@ -144,7 +144,7 @@ def measure(case: Case, names: Sequence[str], options: argparse.Namespace, inher
     ]
 
 
-def _run(line: list[str], environ: Mapping[str, str], folder: str) -> str:
+def run(line: list[str], environ: Mapping[str, str], folder: str) -> str:
     """Empty when all went well. Output into a file: a pipe that nobody reads would hold the ranks."""
     log = os.path.join(folder, "output")
     with open(log, "wb") as output:

@@ -124,7 +124,7 @@ def worker_order(zygote: Zygote, name: str, command: Command, seat: Seat, enviro
         "command": line,
     }
     if not zygote.forks:
-        return {**order, "exec": line}
+        return {**order, "exec": line, "hook": "" if command.kind == "program" else _HOOK}
     order["args"] = command.arguments(seat.local_rank)
     if command.kind == "path":
         order["args"].insert(0, command.target)

@@ -112,6 +112,17 @@ def hide_frames_of(namespace: dict[str, Any]) -> None:
     _hidden = namespace
 
 
+def hook(order: Order, fds: list[int]) -> None:
+    """The interpreter that is executed has a witness too: hook/sitecustomize.py begins it, and hides all this."""
+    environ = order["environ"]
+    if "PYTHONPATH" in environ:
+        environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
+    environ["PYTHONPATH"] = os.pathsep.join([order["hook"], *filter(None, [environ.get("PYTHONPATH")])])
+    environ["PHALANX_WITNESS"] = ":".join(map(str, [order["witness"], *fds]))
+    for fd in fds:
+        os.set_inheritable(fd, True)
+
+
 def execute(order: Order) -> None:
     """Become another program; does not return."""
     command = order["exec"]

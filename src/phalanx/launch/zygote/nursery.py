@@ -128,6 +128,8 @@ class Nursery:
         if order.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
+            if order.get("hook") and order.get("witness") is not None:
+                birth.hook(order, fds[3:])
             birth.execute(order)
         for fd in fds[:3]:
             os.close(fd)

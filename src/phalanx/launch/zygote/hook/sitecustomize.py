@@ -9,7 +9,7 @@ import sys
 import traceback
 
 
-def _step_aside() -> tuple[str, str] | None:
+def _step_aside() -> tuple[str | None, str | None]:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     kept = os.environ.pop("PHALANX_PYTHONPATH", None)
@@ -17,13 +17,12 @@ def _step_aside() -> tuple[str, str] | None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = kept
-    task = os.environ.pop("PHALANX_ZYGOTE", None)
-    return None if task is None else (os.path.dirname(here), task)
+    return os.environ.pop("PHALANX_ZYGOTE", None), os.environ.pop("PHALANX_WITNESS", None)
 
 
-def _serve(folder: str, task: str) -> None:
-    """Returns in a worker only."""
-    fd, parent = (int(number) for number in task.split(":"))
+def _load() -> None:
+    """By path: this interpreter need not have phalanx installed."""
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = importlib.util.spec_from_file_location(
         "_phalanx_zygote", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
@@ -32,9 +31,30 @@ def _serve(folder: str, task: str) -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["_phalanx_zygote"] = package
     spec.loader.exec_module(package)
+
+
+def _serve(task: str) -> None:
+    """Returns in a worker only."""
+    _load()
     from _phalanx_zygote import cold  # type: ignore[import-not-found]
 
+    fd, parent = (int(number) for number in task.split(":"))
     cold.serve(fd, parent)
+
+
+def _be_witnessed(task: str) -> None:
+    """A worker that was executed. Without a witness it runs as well."""
+    slot, *fds = (int(number) for number in task.split(":"))
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    try:
+        _load()
+        from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
+
+        board, channel, stacks = fds
+        witness.begin(board, slot, channel, stacks)
+    except Exception:
+        pass
 
 
 def _hidden_sitecustomize() -> None:
@@ -50,12 +70,14 @@ def _hidden_sitecustomize() -> None:
             sys.modules["sitecustomize"] = ours
 
 
-_found = _step_aside()
-if _found is not None:
+_zygote, _witness = _step_aside()
+if _zygote is not None:
     try:
-        _serve(*_found)
+        _serve(_zygote)
     except BaseException:
         # Python would say so and go on, and run the user's script here, as no rank at all.
         traceback.print_exc()
         os._exit(70)
+elif _witness is not None:
+    _be_witnessed(_witness)
 _hidden_sitecustomize()

@@ -64,6 +64,8 @@ _OURS = (
     ("join/", "join"),
 )
 
+_FUNCTION = 1  # inspect.CO_OPTIMIZED: neither a module's lines nor a class's
+
 _C10D = "distributed/distributed_c10d.py"
 _JOINS = frozenset(
     (
@@ -89,7 +91,8 @@ def kind(code: CodeType) -> Kind:
         return Kind("", False, False, file.startswith("<frozen importlib"), False)  # Python's, or made by a program
     below = _below_torch(file)
     if below is not None:
-        return Kind(_of_torch(below, name), False, below.startswith(("distributed/", "nn/parallel/")), False, False)
+        phase = _of_torch(below, name) if code.co_flags & _FUNCTION else ""  # else it is being imported
+        return Kind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
     if file.startswith(_PHALANX):
         path = file[len(_PHALANX) :]
         own = path.startswith(("demo/", "bench/scripts/"))

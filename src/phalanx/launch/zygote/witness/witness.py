@@ -24,14 +24,17 @@ SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is
 
 _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 
+current: Witness | None = None  # of this process
+
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     """In a worker that is about to run its script."""
+    global current
     memory = kernel.shared(board)
     os.close(board)
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-    witness = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
     witness.start()
@@ -60,6 +63,7 @@ class Witness:
         self._ended = _thread.allocate_lock()  # held while the thread runs
         self._asked = False  # to end
         self._over = False  # for good
+        self.thread = 0  # as the kernel knows it
         self._steps.lay()
 
     # -- by the script's threads
@@ -99,6 +103,7 @@ class Witness:
 
     def _run(self) -> None:
         try:
+            self.thread = _thread.get_native_id()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._watch()
         except Exception:  # what is only shown must not end what is run

@@ -1,0 +1,78 @@
+"""Trains in turns with the witness and without, in the same process, and says what a step took.
+
+witness.py '{"rounds": …, "seconds": …, "width": …, "file": …}'
+"""
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+
+TOLD = json.loads(sys.argv[1])
+WITNESS = sys.modules["_phalanx_zygote.witness.witness"].current
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    width = TOLD["width"]
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+    model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(16, width)
+
+    def steps(count):
+        start = time.perf_counter()
+        for _ in range(count):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.perf_counter() - start) / count
+
+    steps(50)
+    usual = torch.tensor([steps(200)])
+    dist.all_reduce(usual, dist.ReduceOp.MAX)
+    count = max(10, int(TOLD["seconds"] / float(usual)))  # the same for all, or somebody would wait for ever
+    hooks = dict(optimizers._global_optimizer_post_hooks)
+    pairs, used = [], []
+    for number in range(TOLD["rounds"]):
+        pair = {}
+        for how in ("with", "without") if number % 2 else ("without", "with"):
+            if how == "without":
+                WITNESS.stop()
+                optimizers._global_optimizer_post_hooks.clear()
+            else:
+                optimizers._global_optimizer_post_hooks.update(hooks)
+                WITNESS.start()
+            dist.barrier()
+            before = computed() if how == "with" else 0.0
+            pair[how] = steps(count)
+            if how == "with":
+                used.append((computed() - before) / (pair[how] * count))
+            dist.barrier()
+        pairs.append((pair["with"], pair["without"]))
+    WITNESS.start()
+    if dist.get_rank() == 0:
+        with open(TOLD["file"], "w") as file:
+            json.dump({"pairs": pairs, "used": used}, file)
+    dist.destroy_process_group()
+
+
+def computed() -> float:
+    """Seconds of a core that the witness has had."""
+    while not WITNESS.thread:
+        time.sleep(0.001)
+    try:
+        with open(f"/proc/self/task/{WITNESS.thread}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
+    except FileNotFoundError:  # it has just been started anew
+        return 0.0
+
+
+if __name__ == "__main__":
+    main()
