@@ -153,7 +153,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 
 def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
     """Node 0 tells it, and asks nobody for longer than it has to."""
-    same = ("--cpu", "--stall-after", "4", "--on-hang", "stop", "--lost-after", "60s")
+    same = ("--cpu", "--stall-after", "4", "--on-hang", "stop")
     jobs = together(lab, *same, SCRIPT, "cut", str(tmp_path), ranks=(1, 1))
     jobs[0].wait_for("steps are done")
     lab[1].link(False)
