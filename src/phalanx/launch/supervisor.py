@@ -26,6 +26,7 @@ from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.observer import Observer
+from phalanx.launch.paces import Paces
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
@@ -101,6 +102,7 @@ class Supervisor:
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
         self._observer: Observer | None = None  # looks whether they go on
+        self._paces: Paces | None = None  # how fast each of them is
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -114,6 +116,7 @@ class Supervisor:
             self._vault = Vault(self._knows, told=bool(every))
         self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
         self._observer = Observer(self, self._company, self.post, self._desk, self._folder)
+        self._paces = Paces(self, self._company, self.post, self._desk, self._folder)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -133,6 +136,7 @@ class Supervisor:
                 raise LaunchError(text) from error
             finally:
                 await self._observer.end()
+                await self._paces.end()
                 await self._close()
                 for held in (self._vault, self._desk, self._board):
                     if held is not None:
@@ -412,6 +416,9 @@ class Supervisor:
             if standing:
                 self._console.say(standing)
             return 128 + self._signal, ""
+        paces = self._paces.last_words(well=next_.code == 0) if self._paces is not None else ""
+        if paces:
+            self.say(paces)
         if next_.text:
             self._console.say(next_.text)
         if standing and next_.code:
@@ -456,6 +463,8 @@ class Supervisor:
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
         await self._company.settled()
+        if self._paces is not None:
+            self._paces.concluded()
         attempt.concluded()
         ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
