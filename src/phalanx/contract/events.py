@@ -129,6 +129,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     rank: int
     steps: int
+    looks: int  # that this is known from
     data: float
     compute: float
     waiting: float

@@ -103,10 +103,10 @@ def _is_certain(one: Straggler, totals: Sequence[Total]) -> bool:
 
 
 def _doubt(row: stragglers.Row, what: str) -> float:
-    """Counted n times, it might as well have been so many more or fewer as the root of n."""
+    """Of so many looks, so many more or fewer might as well have found it there."""
     seen = sum(row.total.samples.values())
     share = getattr(row, what) / row.whole if row.whole else 0.0
-    return row.whole / seen * math.sqrt(max(share * seen, 1.0)) if seen else math.inf
+    return row.whole * math.sqrt(max(share * (1 - share), 1 / seen) / seen) if seen else math.inf
 
 
 class Paces:
@@ -207,7 +207,8 @@ class Paces:
                 time=time.time(), ranks=tuple(map(_event, stragglers.rows(comparable(totals)))), late=sentences
             )
         )
-        return "\n".join([*sentences, *(f"  {line}" for line in stragglers.table(comparable(totals)))]).lstrip()
+        heading = sentences or ("how long each rank took for a step:",)
+        return "\n".join([*heading, *(f"  {line}" for line in stragglers.table(comparable(totals)))])
 
     # -- whoever asks
 
@@ -252,6 +253,7 @@ def _event(row: stragglers.Row) -> events.Pace:
     return events.Pace(
         rank=total.rank,
         steps=total.steps,
+        looks=sum(total.samples.values()),
         data=round(row.data, 6),
         compute=round(row.compute, 6),
         waiting=round(row.waiting, 6),

@@ -1,4 +1,4 @@
-"""Trains; rank 2 has so many times more to compute. `uneven.py FACTOR [STEPS]`"""
+"""Trains until a file tells it to end; from another file on, rank 2 has six times more to compute."""
 
 import os
 import sys
@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+FIXED = torch.eye(64)
+
 
 class Work(torch.nn.Module):
     """Counted, not timed: the slow one has more of it, whatever else the machine does."""
 
-    def __init__(self, rounds):
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(64, 64)
-        self.rounds = rounds
+        self.rounds = 200
 
     def forward(self, x):
         for _ in range(self.rounds):
@@ -22,16 +24,18 @@ class Work(torch.nn.Module):
         return self.layer(x)
 
 
-FIXED = torch.eye(64)
 dist.init_process_group("gloo")
-factor, steps = int(sys.argv[1]), int(sys.argv[2])
-rounds = 400 * (factor if dist.get_rank() == 2 else 1)
-model = DistributedDataParallel(Work(rounds))
+work = Work()
+model = DistributedDataParallel(work)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(steps):
+ends = torch.zeros(1)
+print("training", flush=True)
+while not ends:
     model(torch.ones(64, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(f"rank {os.environ['RANK']} is done", flush=True)
-dist.barrier()
+    if dist.get_rank() == 2 and os.path.exists(f"{sys.argv[1]}/uneven"):
+        work.rounds = 1200
+    ends += os.path.exists(f"{sys.argv[1]}/end")
+    dist.all_reduce(ends)
 dist.destroy_process_group()
