@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
-from phalanx.diagnose import data, words
+import msgspec
+
+from phalanx.diagnose import data, leaving, words
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.frames import What
-from phalanx.diagnose.process import left, lost_nodes, wait_for
+from phalanx.diagnose.process import lost_nodes
 from phalanx.diagnose.standing import LONGER, Field, Standing, described
 from phalanx.diagnose.verdict import Verdict
 
 _BUSY_GPU = 0.95
-_ALONE = frozenset({"lock", "input", "subprocess", "file", "socket", "store", "loader"})  # a wait that nobody shares
+_ALONE = frozenset(
+    {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}
+)  # a wait that nobody shares
 
-# What it does -> the kind, and the sentence after "rank 2".
+# What it does -> the kind, what is to be said after the place, and what to do.
 _KEPT: dict[What, tuple[str, str, str]] = {
-    "lock": ("lock", "is {words}", "py-spy dump, or phalanx attach, shows who holds it"),
-    "input": ("input", "is {words}", "no rank has a terminal to read from: give it the answer on the command line"),
-    "sleep": ("sleep", "is {words}", ""),
-    "subprocess": ("subprocess", "is {words}", "give it a timeout"),
-    "file": ("file", "is {words}", ""),
-    "socket": ("socket", "is {words}", "give it a timeout"),
-    "store": ("store", "is {words} that nobody has set", "every key that is waited for has to be set by some rank"),
+    "lock": ("lock", "", "py-spy dump, or phalanx attach, shows who holds it"),
+    "input": ("input", "", "no rank has a terminal to read from: give it the answer on the command line"),
+    "sleep": ("sleep", "", ""),
+    "subprocess": ("subprocess", "", "give it a timeout"),
+    "file": ("file", "", ""),
+    "socket": ("socket", "", "give it a timeout"),
+    "store": ("store", ", which nobody has set", "every key that is waited for has to be set by some rank"),
+    "work": (
+        "message",
+        ", which does not end",
+        "every irecv needs an isend of the other rank, and the other way round",
+    ),
 }
 
 
 def verdicts(field: Field, accused: Container[int]) -> Iterator[Verdict]:
     yield from _never_came(field)
     away = {node.node for node in lost_nodes(field.evidence)}
+    alike: dict[tuple[object, ...], list[Standing]] = {}
     for standing in field.of(roots(field)):
-        if standing.number in accused or standing.rank.node in away:
-            continue
-        found = _judge(field, standing)
+        if standing.number not in accused and standing.rank.node not in away:
+            alike.setdefault(_likeness(field, standing), []).append(standing)
+    for kept in alike.values():
+        found = _judge(field, kept)
         if found is not None:
             yield found
+
+
+def _likeness(field: Field, standing: Standing) -> tuple[object, ...]:
+    """Ranks that are kept by the same are named together; DataLoaders have each their own workers."""
+    rank = standing.rank
+    alone = standing.number if standing.act.what == "loader" else None
+    state = (standing.spins, slow(field, standing), standing.stuck, standing.unseen)
+    return alone, standing.act, standing.place, standing.long, rank.busy, rank.ended, rank.note, *state
 
 
 def roots(field: Field) -> set[int]:
@@ -60,82 +79,104 @@ def slow(field: Field, standing: Standing) -> bool:
     return standing.moves and not overdue(field, standing)
 
 
-def _judge(field: Field, standing: Standing) -> Verdict | None:
+def _judge(field: Field, kept: Sequence[Standing]) -> Verdict | None:
+    standing = kept[0]
     if slow(field, standing) or not standing.stuck or standing.act.what == "debugger":
         return None
-    if standing.leaving and (found := left(field, standing)) is not None:
+    if standing.leaving and (found := leaving.verdict(field, kept)) is not None:
         return found
-    joining = [each for each in field.of(field.waiting_for([standing.number])) if each.call is None]
-    if joining and len(joining) == len(field.waiting_for([standing.number])):
-        return _late(field, standing, joining)
+    waiting = field.of(field.waiting_for([each.number for each in kept]))
+    if waiting and all(each.call is None for each in waiting):
+        return _late(field, kept, waiting)
     if standing.gone:
         return None
     if standing.unseen:
         note = f": {standing.rank.note}" if standing.rank.note else ""
-        return _verdict(field, standing, "unknown", f"gives no sign of itself{note}")
-    if (found := data.verdict(field, standing)) is not None:
-        return found
-    return _kept(field, standing)
+        return _verdict(field, kept, "unknown", f"{_verb(kept, 'gives', 'give')} no sign{note}")
+    return data.verdict(field, kept) or _kept(field, kept)
 
 
-def _kept(field: Field, standing: Standing) -> Verdict:
+def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
+    standing = kept[0]
     act, process, gpu = standing.act, standing.rank.process, standing.rank.gpu
+    are, have = _verb(kept, "is", "are"), _verb(kept, "has", "have")
+    time = words.duration(max(standing.rank.since, field.evidence.waited))
     if standing.long == "checkpoint":
         doing = f" ({act.words})" if act.words else ""
-        return _verdict(field, standing, "checkpoint", f"is writing or reading a checkpoint{doing}")
+        return _verdict(field, kept, "checkpoint", f"{are} writing or reading a checkpoint{doing}")
     if standing.long:
         doing = {"compile": "compiling", "import": "importing"}[standing.long]
-        return _verdict(field, standing, standing.long, f"has been {doing} for {_time(field, standing)}")
+        return _verdict(field, kept, standing.long, f"{have} been {doing} for {time}")
     if act.what in _KEPT:
-        kind, text, fix = _KEPT[act.what]
-        children = process.children if process is not None and act.what == "subprocess" else ()
-        what = text.format(words=act.words)
-        return _verdict(
-            field, standing, kind, what, fix=fix, details=tuple(f"process {child}" for child in children[:4])
-        )
+        kind, after, fix = _KEPT[act.what]
+        children = process.children[:4] if process is not None and act.what == "subprocess" else ()
+        found = _verdict(field, kept, kind, f"{are} {act.words}", after)
+        return msgspec.structs.replace(found, fix=fix, details=(*map("process {}".format, children), *found.details))
     if act.what == "cuda" or (gpu is not None and gpu.use >= _BUSY_GPU and not standing.rank.busy):
-        return _verdict(field, standing, "gpu", f"waits for its GPU{_use(gpu)}: a kernel does not end")
+        return _verdict(
+            field, kept, "gpu", f"{_verb(kept, 'waits', 'wait')} for the GPU{_use(gpu)}", ": a kernel does not end"
+        )
     if standing.spins or standing.rank.busy:
-        return _verdict(field, standing, "loop", "loops, or computes for very long,")
-    return _verdict(field, standing, "stands", f"has stood for {_time(field, standing)}")
+        return _verdict(
+            field,
+            kept,
+            "loop",
+            f"{_verb(kept, 'loops', 'loop')}, or {_verb(kept, 'computes', 'compute')} for very long,",
+        )
+    return _verdict(field, kept, "stands", f"{have} stood for {time}")
 
 
-def _verdict(
-    field: Field, standing: Standing, kind: str, what: str, *, fix: str = "", details: tuple[str, ...] = ()
-) -> Verdict:
-    source = standing.place.source if standing.place is not None else ""
-    return Verdict(
-        kind=kind,
-        ranks=(standing.number,),
-        text=f"rank {standing.number} {what}{words.at(standing.place)}{wait_for(field, standing)}",
-        details=(*details, *((f"its line: {source}",) if source else ())),
-        place=standing.place,
-        fix=fix,
+def everybody(field: Field) -> Iterator[Verdict]:
+    """Nothing tells who is to blame, and still nothing moves."""
+    alive = [each for each in field.of(field.standings) if not each.gone]
+    if not alive or field.evidence.waited < field.evidence.limit:
+        return
+    if any(slow(field, each) or each.spins or not each.stuck or each.act.what == "debugger" for each in alive):
+        return
+    yield Verdict(
+        kind="stands",
+        ranks=(),
+        text=f"nothing has moved for {words.duration(field.evidence.waited)}, and nothing tells why: "
+        f"rank {alive[0].number} stands in {described(alive[0])}",
+        place=alive[0].place,
         certain=False,
     )
 
 
-def _time(field: Field, standing: Standing) -> str:
-    return words.duration(max(standing.rank.since, field.evidence.waited))
+def _verb(kept: Sequence[Standing], one: str, several: str) -> str:
+    return one if len(kept) == 1 else several
+
+
+def _verdict(field: Field, kept: Sequence[Standing], kind: str, what: str, after: str = "") -> Verdict:
+    ranks, place = tuple(each.number for each in kept), kept[0].place
+    return Verdict(
+        kind=kind,
+        ranks=ranks,
+        text=f"{words.who(ranks)} {what}{words.at(place)}{after}{field.wait_for(ranks)}",
+        details=(f"its line: {place.source}",) if place is not None and place.source else (),
+        place=place,
+        certain=False,
+    )
 
 
 def _use(gpu: Gpu | None) -> str:
     return "" if gpu is None else f" (GPU {gpu.index}, {gpu.use:.0%} in use)"
 
 
-def _late(field: Field, standing: Standing, joining: list[Standing]) -> Verdict:
-    """Where everybody has to come, it has not."""
-    where = "init_process_group" if joining[0].act.what == "join" else "new_group"
+def _late(field: Field, kept: Sequence[Standing], waiting: Sequence[Standing]) -> Verdict:
+    """Where everybody has to come, they have not."""
+    standing, ranks, others = kept[0], tuple(each.number for each in kept), [each.number for each in waiting]
+    where = "init_process_group" if waiting[0].act.what == "join" else "new_group"
     ended = standing.rank.ended
-    doing = words.exit_text(ended) if ended is not None else f"is {described(standing)}"
+    doing = words.exit_text(ended) if ended is not None else described(standing)
     if standing.unseen:
-        doing = standing.rank.note or "gives no sign of itself"
-    them = words.others([each.number for each in joining], field.evidence, [standing.number])
+        doing = standing.rank.note or "no sign of it"
     return Verdict(
         kind="join",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} has not come to {where}: it {doing}; {them} "
-        f"{words.verb([each.number for each in joining], 'waits', 'wait')} for it{words.at(joining[0].place)}",
+        ranks=ranks,
+        text=f"{words.who(ranks)} {_verb(kept, 'has', 'have')} not come to {where} ({doing}); "
+        f"{words.others(others, field.evidence, ranks)} {words.verb(others, 'waits', 'wait')} "
+        f"for {words.verb(ranks, 'it', 'them')}{words.at(waiting[0].place)}",
         place=standing.place,
         certain=ended is not None,
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.frames import Act
-from phalanx.diagnose.process import wait_for
 from phalanx.diagnose.standing import Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
@@ -15,18 +15,20 @@ _WORKER = "pt_data"
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D": "waiting for a disk or NFS"}
 
 
-def verdict(field: Field, standing: Standing) -> Verdict | None:
+def verdict(field: Field, kept: Sequence[Standing]) -> Verdict | None:
+    """Of ranks that are all at one place; those that wait for workers come alone."""
+    standing, ranks = kept[0], tuple(each.number for each in kept)
     if standing.act.what == "loader":
         return _workers(field, standing)
     if not frames.in_data(standing.frames) and standing.rank.phase != "data":
         return None
     cause = standing.act.words or ("computing" if standing.spins else "")
+    why = f" ({cause})" if cause else ""
     where = f", {words.place(standing.place)}" if standing.place is not None else ""
     return Verdict(
         kind="data",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} is in data loading{where}{f' ({cause})' if cause else ''}"
-        f"{wait_for(field, standing)}",
+        ranks=ranks,
+        text=f"{words.who(ranks)} {words.verb(ranks, 'is', 'are')} in data loading{where}{why}{field.wait_for(ranks)}",
         details=_seen(standing),
         place=standing.place,
         certain=False,
@@ -45,8 +47,6 @@ def _workers(field: Field, standing: Standing) -> Verdict:
     if bad:
         pid, how = (dead[0], "dead") if dead else bad[0]
         cause = f"waiting for a DataLoader worker that is {how}: process {pid}"
-    elif standing.rank.process is not None and not children:
-        cause = "waiting for its DataLoader workers, and there are none any more"
     elif any(state == "R" for _, state, _ in workers):
         cause = "waiting for its DataLoader workers, which compute"
     else:
@@ -57,7 +57,7 @@ def _workers(field: Field, standing: Standing) -> Verdict:
         kind="data",
         ranks=(standing.number,),
         text=f"rank {standing.number} is in data loading{words.at(standing.place)} ({cause})"
-        f"{wait_for(field, standing)}",
+        f"{field.wait_for([standing.number])}",
         details=(*(f"worker {pid}: state {state}, {command}" for pid, state, command in workers[:8]), *killed),
         place=standing.place,
         fix="py-spy dump --pid of that worker shows its line; DataLoader(timeout=60) makes it an error"
@@ -86,7 +86,7 @@ def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Fram
         kind="data",
         ranks=(standing.number,),
         text=f"rank {standing.number} is in data loading, {words.place(place)} ({doing} a DataLoader worker, process "
-        f"{pid}){wait_for(field, standing)}",
+        f"{pid}){field.wait_for([standing.number])}",
         details=(f"its line: {place.source}",) if place.source else (),
         place=place,
         fix="DataLoader(timeout=60) makes it an error",

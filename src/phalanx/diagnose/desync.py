@@ -1,258 +1,229 @@
-"""Ranks of a group whose collectives are not the same: another operation, other shapes, one too many or too few.
-
-Collectives of a group are numbered by each rank for itself. What has one number must be one and the same; where it is
-not, the first such number is where the ranks part.
-"""
+"""What it means that ranks part: another operation, other contents, one collective too many or too few."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Call, Frame
+from phalanx.diagnose.parting import Parting, alike, expected, guard, past, ways
 from phalanx.diagnose.standing import Field, Standing, bucket, named, site, trail
 from phalanx.diagnose.verdict import Verdict
 
-_LOOK_BACK = 16  # collectives that have to repeat, at most, to say what comes next
-_SAME_INPUTS = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base", "gather")
+SAME = "all ranks of a group have to call the same collectives in the same order"
+UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `with model.join():` around the loop"
 
 
 @dataclass(frozen=True)
-class Parting:
-    """The first number that is not the same for all: who called something else, and what the others called."""
+class _Case:
+    """Two calls with one number: of the first of the odd ones, and of the first of the others."""
 
-    group: str
-    seq: int
-    odd: tuple[tuple[Standing, Call], ...]
-    rest: tuple[tuple[Standing, Call], ...]
+    field: Field
+    parting: Parting
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(standing.number for standing, _ in self.odd)
+    def standing(self) -> Standing:
+        return self.parting.odd[0][0]
 
     @property
-    def others(self) -> tuple[int, ...]:
-        return tuple(standing.number for standing, _ in self.rest)
+    def call(self) -> Call:
+        return self.parting.odd[0][1]
 
+    @property
+    def other(self) -> Standing:
+        return self.parting.rest[0][0]
 
-def partings(field: Field) -> list[Parting]:
-    names = {call.group for each in field.evidence.ranks for call in each.calls if call.seq > 0}
-    return [parting for name in sorted(names) if (parting := _part(field, name)) is not None]
+    @property
+    def beside(self) -> Call:
+        return self.parting.rest[0][1]
 
+    @property
+    def here(self) -> Frame | None:
+        return site(self.standing, self.call)
 
-def _part(field: Field, name: str) -> Parting | None:
-    called: dict[int, list[tuple[Standing, Call]]] = {}
-    for standing in field.standings.values():
-        for call in standing.rank.calls:
-            if call.group == name and call.seq > 0:
-                called.setdefault(call.seq, []).append((standing, call))
-    for seq in sorted(called):
-        kinds: dict[tuple[object, ...], list[tuple[Standing, Call]]] = {}
-        for standing, call in called[seq]:
-            kinds.setdefault(_kind(call), []).append((standing, call))
-        if len(kinds) < 2 or all(call.done for _, call in called[seq]) or _merely_unknown(called[seq]):
-            continue
-        # The fewest are odd; of equally many those that asked for their rank, or that the lowest rank is not among.
-        ordered = sorted(
-            kinds.values(),
-            key=lambda each: (len(each), not _guarded(each), -min(standing.number for standing, _ in each)),
-        )
-        odd = [pair for each in ordered[:-1] for pair in each]
-        return Parting(name, seq, _by_rank(odd), _by_rank(ordered[-1]))
-    return None
+    @property
+    def there(self) -> Frame | None:
+        return site(self.other, self.beside)
 
+    @cached_property
+    def ways(self) -> tuple[Frame, Frame] | None:
+        return ways(trail(self.standing, self.call), trail(self.other, self.beside))
 
-def _by_rank(pairs: list[tuple[Standing, Call]]) -> tuple[tuple[Standing, Call], ...]:
-    return tuple(sorted(pairs, key=lambda pair: pair[0].number))
+    @cached_property
+    def guard(self) -> Frame | None:
+        return next((found for pair in self.parting.odd if (found := guard(*pair)) is not None), None)
 
+    @cached_property
+    def their_guard(self) -> Frame | None:
+        return next((found for pair in self.parting.rest if (found := guard(*pair)) is not None), None)
 
-def _guarded(pairs: list[tuple[Standing, Call]]) -> bool:
-    return any(guard(*pair) is not None for pair in pairs)
+    @cached_property
+    def strange(self) -> bool:
+        """By what the loop did before, the others are right."""
+        usual = expected(past(self.other, self.parting))
+        return usual is not None and alike(usual, self.beside) and not alike(usual, self.call)
 
+    @cached_property
+    def again(self) -> bool:
+        """It belongs to the loop: it was called before."""
+        return any(alike(each, self.call) for each in past(self.other, self.parting))
 
-def _kind(call: Call) -> tuple[object, ...]:
-    """What has to be the same for all ranks; None: not known, or of no matter."""
-    if call.op not in _SAME_INPUTS:
-        return call.op, None, None, call.reduction or None, call.root
-    uneven = len(set(call.outputs)) > 1  # an all_gather may be
-    size = words.elements(call.shapes) if call.shapes and not uneven else None
-    return call.op, size, call.dtypes[0] if call.dtypes else None, call.reduction or None, call.root
+    @property
+    def who(self) -> str:
+        return words.who(self.parting.ranks)
 
+    @property
+    def them(self) -> str:
+        return words.others(self.parting.others, self.field.evidence, self.parting.ranks)
 
-def _merely_unknown(pairs: list[tuple[Standing, Call]]) -> bool:
-    """What one rank does not tell is no difference."""
-    known = [_kind(call) for _, call in pairs]
-    return all(len({kind[index] for kind in known} - {None}) < 2 for index in range(len(known[0])))
+    @property
+    def they_are(self) -> str:
+        return f"{self.them} {words.verb(self.parting.others, 'is', 'are')}"
+
+    @property
+    def mine(self) -> str:
+        return f"{words.numbered(self.call)}{words.at(self.here)}"
+
+    @property
+    def theirs(self) -> str:
+        return f"{named(self.other, self.beside)}{words.at(self.there)}"
+
+    def verdict(self, kind: str, text: str, fix: str = SAME, place: Frame | None = None) -> Verdict:
+        pairs = (*self.parting.odd[:8], *self.parting.rest[:1])
+        details = [f"{words.who([standing.number])}: {_what(standing, call)}" for standing, call in pairs]
+        if self.ways is not None and self.ways != (self.here, self.there):
+            one, other = map(words.place, self.ways)
+            details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
+        place = place or self.here
+        return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
 
 def judge(field: Field, parting: Parting) -> Verdict:
-    (standing, call), (other, beside) = parting.odd[0], parting.rest[0]
-    who, them = words.who(parting.ranks), words.others(parting.others, field.evidence, parting.ranks)
-    are = words.verb(parting.others, "is", "are")
-    here, there = site(standing, call), site(other, beside)
-    details = [f"{words.who([each.number])}: {_what(each, its)}" for each, its in (*parting.odd[:8], *parting.rest[:1])]
-    ways = part_ways(trail(standing, call), trail(other, beside))
-    if ways is not None and ways != (here, there):
-        details.append(f"the ways part at {words.place(ways[0])} ({who}) and {words.place(ways[1])} ({them})")
-
-    def verdict(kind: str, text: str, fix: str, place: Frame | None = here) -> Verdict:
-        return Verdict(kind=kind, ranks=parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
-
-    same_place = here is not None and there is not None and (here.file, here.line) == (there.file, there.line)
-    if call.op == beside.op and same_place:
-        return _differs(parting, verdict, them)
-    if (
-        frames.in_model(call.site or standing.frames)
-        and call.op == "broadcast"
-        and not frames.in_model(beside.site or other.frames)
-    ):
-        return verdict(
-            "evaluation",
-            f"{who} alone {words.verb(parting.ranks, 'runs', 'run')} the forward of a DDP model{words.inside(here)}, "
-            f"which broadcasts its buffers ({words.numbered(call)}); {them} {are} in {named(other, beside)}{words.at(there)}",
-            "evaluate with model.module(...), or on all ranks",
-        )
-    after = _expected(other, parting)
-    skipped = after is not None and _alike(after, beside) and not _alike(after, call)
-    if skipped and bucket(beside, other.frames) and not bucket(call, standing.frames) and _came_from(standing, call):
-        return verdict(
-            "unused parameters",
-            f"{who} did not reduce a DDP bucket that the others wait for in {named(other, beside)}{words.at(there)}: "
-            f"parameters got no gradient there; it went on to {words.numbered(call)}{words.at(here)}",
-            "DistributedDataParallel(..., find_unused_parameters=True), or the same branches of the model on all ranks",
-        )
-    mine, theirs = _first_guard(parting.odd), _first_guard(parting.rest)
-    if mine is None and (standing.leaving or _left_loop(ways, call)):
-        return verdict(
-            "uneven data",
-            f"{who} left the loop earlier than the others, to {words.numbered(call)}{words.at(here)}, while {them} {are} still "
-            f"in {named(other, beside)}{words.at(there)}: uneven data",
-            UNEVEN,
-        )
-    if mine is None and (theirs is not None or (skipped and _seen(other, parting, call))):
-        return verdict(
-            "skipped collective",
-            f"{who} skipped a collective that {them} called{words.inside(theirs or there)}: {named(other, beside)}; "
-            f"{who} went on to {words.numbered(call)}{words.at(here)}",
-            _SAME,
-        )
-    if theirs is None and (mine is not None or (skipped and call.op == beside.op)):
-        return verdict(
-            "skipped collective",
-            f"{who} called one more collective than the others, {words.numbered(call)}{words.inside(mine or here)}; "
-            f"{them} {are} in {named(other, beside)}{words.at(there)}",
-            _SAME,
-            mine or here,
-        )
-    if call.op != beside.op:
-        return verdict(
-            "wrong operation",
-            f"{who} called {call.op}{words.at(here)} where {them} called {beside.op}{words.at(there)} (#{call.seq})",
-            _SAME,
-        )
-    return _differs(parting, verdict, them)
+    case = _Case(field, parting)
+    same_place = case.here is not None and case.here == case.there
+    if case.call.op == case.beside.op and same_place:
+        return _differs(case)
+    found = _evaluation(case) or _uneven(case) or _unused(case) or _skipped(case) or _extra(case)
+    if found is not None:
+        return found
+    return _operation(case) if case.call.op != case.beside.op else _differs(case)
 
 
-_SAME = "all ranks of a group have to call the same collectives in the same order"
-UNEVEN = (
-    "give all ranks as many batches: DistributedSampler with drop_last=True, or `with model.join():` around the loop"
-)
+def _evaluation(case: _Case) -> Verdict | None:
+    alone = frames.in_model(case.call.site or case.standing.frames)
+    if not alone or case.call.op != "broadcast" or frames.in_model(case.beside.site or case.other.frames):
+        return None
+    runs = words.verb(case.parting.ranks, "runs", "run")
+    return case.verdict(
+        "evaluation",
+        f"{case.who} alone {runs} the forward of a DDP model{words.inside(case.guard or case.here)}, which broadcasts "
+        f"its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
+        "evaluate with model.module(...), or on all ranks",
+    )
 
 
-def _differs(parting: Parting, verdict: Callable[[str, str, str], Verdict], them: str) -> Verdict:
+def _uneven(case: _Case) -> Verdict | None:
+    asked = case.guard is not None or case.their_guard is not None
+    if asked or not (case.standing.leaving or _left_loop(case)):
+        return None
+    return case.verdict(
+        "uneven data",
+        f"{case.who} left the loop earlier than the others, to {case.mine}, while {case.they_are} still in "
+        f"{case.theirs}: uneven data",
+        UNEVEN,
+    )
+
+
+def _left_loop(case: _Case) -> bool:
+    """The others are in a loop, and it is behind that."""
+    if case.ways is None:
+        return False
+    mine, theirs = case.ways
+    if theirs.loop:
+        return mine.loop != theirs.loop and mine.line > theirs.line
+    return case.call.op == "barrier" and case.strange and mine.line > theirs.line and not mine.source
+
+
+def _unused(case: _Case) -> Verdict | None:
+    """The backward pass of the others goes on to a bucket, and its own was through."""
+    reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.standing.frames)
+    if not (reduces and case.strange and case.again):
+        return None
+    before = [call for call in past(case.standing, case.parting) if call.seq == case.parting.seq - 1]
+    if any(call.site and not bucket(call) for call in before):
+        return None
+    return case.verdict(
+        "unused parameters",
+        f"{case.who} did not reduce a DDP bucket that the others wait for in {case.theirs}: parameters got no gradient "
+        f"there; it went on to {case.mine}",
+        "DistributedDataParallel(..., find_unused_parameters=True), or the same branches of the model on all ranks",
+    )
+
+
+def _skipped(case: _Case) -> Verdict | None:
+    if case.guard is not None or not (case.their_guard is not None or (case.strange and case.again)):
+        return None
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} skipped a collective that {case.them} called{words.inside(case.their_guard or case.there)}: "
+        f"{named(case.other, case.beside)}; {case.who} went on to {case.mine}",
+    )
+
+
+def _extra(case: _Case) -> Verdict | None:
+    """Where both ask for the rank, each has its own branch, and the operation is what differs."""
+    if case.their_guard is not None:
+        return None
+    if case.guard is None and not (case.strange and case.call.op == case.beside.op):
+        return None
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} called one more collective than the others, {words.numbered(case.call)}"
+        f"{words.inside(case.guard or case.here)}; {case.they_are} in {case.theirs}",
+        place=case.guard,
+    )
+
+
+def _operation(case: _Case) -> Verdict:
+    return case.verdict(
+        "wrong operation",
+        f"{case.who} called {case.call.op}{words.at(case.here)} where {case.them} called {case.beside.op}"
+        f"{words.at(case.there)} (#{case.call.seq})",
+    )
+
+
+def _differs(case: _Case) -> Verdict:
     """The same operation with other contents."""
-    (standing, call), (other, beside) = parting.odd[0], parting.rest[0]
-    where = f" in {words.numbered(call)}{words.at(site(standing, call) or site(other, beside))}"
-    who = words.who(parting.ranks)
-    has, have = words.verb(parting.ranks, "has", "have"), words.verb(parting.others, "has", "have")
-    if call.dtypes[:1] != beside.dtypes[:1] and call.dtypes and beside.dtypes:
-        text = f"dtypes differ{where}: {who} {has} {call.dtypes[0]}, {them} {have} {beside.dtypes[0]}"
-        return verdict("dtypes differ", text, "cast to one dtype before the collective")
+    call, beside = case.call, case.beside
+    where = f" in {words.numbered(call)}{words.at(case.here or case.there)}"
+    has, have = words.verb(case.parting.ranks, "has", "have"), words.verb(case.parting.others, "has", "have")
+
+    def sentence(what: str, mine: object, theirs: object) -> str:
+        return f"{what} differ{where}: {case.who} {has} {mine}, {case.them} {have} {theirs}"
+
+    if call.dtypes and beside.dtypes and call.dtypes[0] != beside.dtypes[0]:
+        text = sentence("dtypes", call.dtypes[0], beside.dtypes[0])
+        return case.verdict("dtypes differ", text, "cast to one dtype before the collective")
     if words.elements(call.shapes) != words.elements(beside.shapes):
-        odd = _list({words.shapes(its): each.number for each, its in parting.odd}, parting)
-        text = f"shapes differ{where}: {odd}, {them} {have} {words.shapes(beside)}"
-        return verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
+        text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
+        return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
     if call.root != beside.root:
-        text = f"roots differ{where}: {who} {has} rank {call.root}, {them} {have} rank {beside.root}"
-        return verdict("roots differ", text, "the same root on all ranks")
-    text = f"reductions differ{where}: {who} {has} {call.reduction}, {them} {have} {beside.reduction}"
-    return verdict("reductions differ", text, "the same reduction on all ranks")
+        text = sentence("roots", f"root {call.root}", f"root {beside.root}")
+        return case.verdict("roots differ", text, "the same root on all ranks")
+    text = sentence("reductions", call.reduction or "none", beside.reduction or "none")
+    return case.verdict("reductions differ", text, "the same reduction on all ranks")
 
 
-def _list(seen: dict[str, int], parting: Parting) -> str:
+def _shapes(parting: Parting) -> str:
     """rank 3 has [10]: one part for each shape that is not the others'"""
-    parts = []
-    for shape in seen:
-        ranks = [each.number for each, its in parting.odd if words.shapes(its) == shape]
-        parts.append(f"{words.who(ranks)} {words.verb(ranks, 'has', 'have')} {shape}")
+    by_shape: dict[str, list[int]] = {}
+    for standing, call in parting.odd:
+        by_shape.setdefault(words.shapes(call), []).append(standing.number)
+    parts = [f"{words.who(ranks)} {words.verb(ranks, 'has', 'have')} {shape}" for shape, ranks in by_shape.items()]
     return ", ".join(parts[:4]) + (" ..." if len(parts) > 4 else "")
 
 
 def _what(standing: Standing, call: Call) -> str:
-    about = [words.shapes(call)] if call.shapes else []
-    about += call.dtypes[:1]
-    return f"{words.numbered(call)} {' '.join(about)}".rstrip() + words.inside(site(standing, call))
-
-
-def guard(standing: Standing, call: Call) -> Frame | None:
-    """The innermost place of a call that asks for the rank."""
-    return next((frame for frame in trail(standing, call) if frame.guard), None)
-
-
-def _first_guard(pairs: tuple[tuple[Standing, Call], ...]) -> Frame | None:
-    return next((found for pair in pairs if (found := guard(*pair)) is not None), None)
-
-
-def part_ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """The outermost function that both are in, at two of its lines."""
-    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
-        if (mine.file, mine.function) != (theirs.file, theirs.function):
-            return None
-        if mine.line != theirs.line:
-            return mine, theirs
-    return None
-
-
-def _left_loop(ways: tuple[Frame, Frame] | None, call: Call) -> bool:
-    """The others are in a loop, and it is behind that."""
-    if ways is None:
-        return False
-    mine, theirs = ways
-    if theirs.loop:
-        return mine.loop != theirs.loop and mine.line > theirs.line
-    return call.op == "barrier" and mine.line > theirs.line and not mine.source
-
-
-def _alike(one: Call, other: Call) -> bool:
-    a, b = frames.own(one.site), frames.own(other.site)
-    if a is not None and b is not None and (a.file, a.line) != (b.file, b.line):
-        return False
-    return _kind(one) == _kind(other)
-
-
-def _came_from(standing: Standing, call: Call) -> bool:
-    """The backward pass had begun to reduce, or nobody can say: the call before was one of its buckets."""
-    before = next((each for each in standing.rank.calls if each.group == call.group and each.seq == call.seq - 1), None)
-    return before is None or not before.site or bucket(before)
-
-
-def _past(standing: Standing, parting: Parting) -> list[Call]:
-    return [call for call in standing.rank.calls if call.group == parting.group and 0 < call.seq < parting.seq]
-
-
-def _seen(standing: Standing, parting: Parting, call: Call) -> bool:
-    return any(_alike(each, call) for each in _past(standing, parting))
-
-
-def _expected(standing: Standing, parting: Parting) -> Call | None:
-    """What came next when last the collectives before were as they are now: a loop repeats itself."""
-    past = _past(standing, parting)
-    best, at = 0, None
-    for end in range(len(past) - 1, 0, -1):
-        length = 0
-        while length < min(end, _LOOK_BACK) and _alike(past[end - 1 - length], past[-1 - length]):
-            length += 1
-        if length > best:
-            best, at = length, end
-    return None if at is None else past[at]
+    about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
+    return " ".join(filter(None, about)) + words.inside(site(standing, call))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.diagnose import circles, culprit, desync, network, process, words
 from phalanx.diagnose.evidence import Evidence
+from phalanx.diagnose.parting import partings
 from phalanx.diagnose.standing import Field, survey
 from phalanx.diagnose.verdict import Verdict
 
@@ -14,12 +15,14 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         return []
     field = survey(evidence)
     proven = [*process.nodes(field), *process.verdicts(field)]
-    parted = desync.partings(field)
+    parted = partings(field)
     found = [*proven, *(desync.judge(field, parting) for parting in parted), *circles.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
     found += culprit.verdicts(field, accused)
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock") for verdict in found):
         found += network.verdicts(field, {parting.group for parting in parted})
+    if not found:
+        found += culprit.everybody(field)
     return sorted(found, key=lambda verdict: not verdict.certain)
 
 
@@ -42,4 +45,4 @@ def _remark(field: Field, rank: int) -> str:
     doing = {"compile": "compiles", "checkpoint": "writes or reads a checkpoint", "import": "imports"}.get(
         standing.long, "computes"
     )
-    return f"rank {rank} {doing}{words.at(standing.place)}: slow, and not stuck{process.wait_for(field, standing)}"
+    return f"rank {rank} {doing}{words.at(standing.place)}: slow, and not stuck{field.wait_for([rank])}"

@@ -11,7 +11,7 @@ from phalanx.diagnose.evidence import Frame, Process, Rank, Thread
 
 What = Literal[
     "collective", "message", "join", "new group", "store", "leaving", "loader", "lock", "input", "sleep", "subprocess",
-    "file", "socket", "cuda", "backward", "debugger", "nothing",
+    "file", "socket", "cuda", "backward", "work", "debugger", "nothing",
 ]  # fmt: skip
 
 _THEIRS = re.compile(
@@ -43,8 +43,9 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
     (r"torch/distributed/distributed_c10d\.py$", r"destroy_process_group|abort_process_group", "leaving", "leaving"),
     (r"torch/distributed/distributed_c10d\.py$", r"i?send|i?recv|\w+_object_list_(to|from)|(send|recv)_object_list"
      r"|batch_isend_irecv", "message", "a message"),
-    (r"torch/distributed/distributed_c10d\.py$", 
-     r"(all_|monitored_)?(reduce|gather|barrier|broadcast|scatter|to_all)\w*|_all_gather\w*|_reduce_scatter\w*|wait", "collective", "a collective"),
+    (r"torch/distributed/distributed_c10d\.py$",
+     r"(all_|monitored_)?(reduce|gather|barrier|broadcast|scatter|to_all)\w*|_all_gather\w*|_reduce_scatter\w*|wait",
+     "collective", "a collective"),
     (r"torch/distributed/(nn/functional|_functional_collectives|utils)\.py$",
      r"(all_|wait_)?(reduce|gather|broadcast|scatter|tensor|to_all)\w*|_sync_\w+", "collective", "a collective"),
     (r"torch/nn/parallel/distributed\.py$", r"_sync_\w+|_distributed_broadcast_coalesced|_verify_\w+|__init__",
@@ -97,6 +98,7 @@ _SOURCES = _patterns(
         (r"flock\(|lockf\(", "lock", "waiting for a file lock"),
         (r"\.(recv|accept|connect)\(|\bselect\(", "socket", "waiting for the network"),
         (r"synchronize\(", "cuda", "waiting for the GPU"),
+        (r"\.wait\(", "work", "waiting for what is under way"),  # of torch's own: others would have a frame
     )
 )
 

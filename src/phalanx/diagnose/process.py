@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.diagnose import desync, frames, words
+from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Evidence, Node
-from phalanx.diagnose.standing import LONGER, SPINS, Field, Standing, described
+from phalanx.diagnose.standing import LONGER, SPINS, Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
 _UNHEARD = 5.0  # seconds without a word of a node, which says one every second
@@ -50,74 +50,20 @@ def verdicts(field: Field) -> Iterator[Verdict]:
             yield found
 
 
-def wait_for(field: Field, standing: Standing) -> str:
-    """; the other 3 wait for it in all_reduce #214 (DDP bucket 1, 6.5 MB)"""
-    ranks = field.waiting_for([standing.number])
-    if not ranks:
-        return ""
-    waiting = field.of(ranks)
-    first = next((each for each in waiting if each.call is not None), waiting[0])
-    waits = words.verb(ranks, "waits", "wait")
-    return f"; {words.others(ranks, field.evidence, [standing.number])} {waits} for it in {described(first)}"
-
-
 def _exit(field: Field, standing: Standing) -> Verdict | None:
     ended = standing.rank.ended
-    if not standing.gone or not field.waiting_for([standing.number]):
+    if not standing.gone or ended == 0 or not field.waiting_for([standing.number]):
         return None
-    if ended == 0:
-        return left(field, standing)
     node = next((node for node in field.evidence.nodes if node.node == standing.rank.node), None)
     how = words.exit_text(ended) if ended is not None else "has ended, and nobody has taken notice (zombie)"
     return Verdict(
         kind="exited",
         ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{wait_for(field, standing)}",
+        text=f"rank {standing.number} {how}{field.wait_for([standing.number])}",
         details=(node.out_of_memory,) if node is not None and node.out_of_memory and ended == -9 else (),
         place=standing.place,
         fix="the error of that rank is the cause: see its output",
     )
-
-
-def left(field: Field, standing: Standing) -> Verdict | None:
-    """It has ended well or is about to, while others still wait for it."""
-    waiting = field.of(field.waiting_for([standing.number]))
-    first = next((each for each in waiting if each.call is not None), None)
-    if first is None or first.call is None or first.call.op in ("send", "recv"):
-        return None
-    number = standing.number
-    them = words.others([each.number for each in waiting], field.evidence, [number])
-    guard = desync.guard(first, first.call)
-    if guard is not None:
-        return Verdict(
-            kind="skipped collective",
-            ranks=(number,),
-            text=f"rank {number} skipped a collective that {them} called{words.inside(guard)}: "
-            f"{words.numbered(first.call)}; rank {number} {_whither(standing)}",
-            place=guard,
-            fix="all ranks of a group have to call the same collectives in the same order",
-        )
-    counted = [each for each in [standing, *waiting] if each.rank.step >= 0][:8]
-    steps = ""
-    if standing.rank.step >= 0 and first.rank.step >= 0:
-        steps = f" after {standing.rank.step} steps" if standing.rank.step != first.rank.step else ""
-    return Verdict(
-        kind="uneven data",
-        ranks=(number,),
-        text=f"rank {number} left the loop earlier than the others{steps} and {_whither(standing)}, while {them} still "
-        f"{words.verb([each.number for each in waiting], 'waits', 'wait')} in {described(first)}: uneven data",
-        place=standing.place,
-        details=tuple(f"rank {each.number}: {each.rank.step} steps" for each in counted),
-        fix=desync.UNEVEN,
-    )
-
-
-def _whither(standing: Standing) -> str:
-    if standing.rank.ended is not None:
-        return words.exit_text(standing.rank.ended)
-    if standing.act.name == "destroy_process_group":
-        return f"is in destroy_process_group{words.at(standing.place)}"
-    return "is at its end"
 
 
 def _stopped(field: Field, standing: Standing) -> Verdict | None:
@@ -129,7 +75,7 @@ def _stopped(field: Field, standing: Standing) -> Verdict | None:
     return Verdict(
         kind="traced" if traced else "stopped",
         ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{words.at(standing.place)}{wait_for(field, standing)}",
+        text=f"rank {standing.number} {how}{words.at(standing.place)}{field.wait_for([standing.number])}",
         details=(f"process {process.pid} is in state {process.state}",),
         place=standing.place,
         fix="let the tracer go on or end it" if traced else f"kill -CONT {process.pid}",
@@ -140,11 +86,12 @@ def _gpu(field: Field, standing: Standing) -> Verdict | None:
     gpu = standing.rank.gpu
     if gpu is None or not gpu.lost or standing.gone:
         return None
+    node = words.host(field.evidence, standing.rank.node)
     return Verdict(
         kind="gpu lost",
         ranks=(standing.number,),
-        text=f"the GPU of rank {standing.number} is gone: GPU {gpu.index} of node "
-        f"{words.host(field.evidence, standing.rank.node)} does not answer its driver{wait_for(field, standing)}",
+        text=f"rank {standing.number} has lost its GPU: GPU {gpu.index} of node {node} does not answer its driver"
+        f"{field.wait_for([standing.number])}",
         place=standing.place,
         fix="dmesg | grep -i xid shows why; the node needs a reset of that GPU",
     )
@@ -166,7 +113,7 @@ def _memory(field: Field, standing: Standing) -> Verdict | None:
         kind="memory",
         ranks=(standing.number,),
         text=f"rank {standing.number} is out of memory and swapping ({words.quantity(process.swapped)} on disk)"
-        f"{words.at(standing.place)}{wait_for(field, standing)}",
+        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
         details=tuple(details),
         place=standing.place,
         fix="fewer DataLoader workers, a smaller batch, or fewer ranks on that node",
@@ -190,7 +137,7 @@ def _lock(field: Field, standing: Standing) -> Verdict | None:
     return Verdict(
         kind="gil",
         ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{words.at(place)}{thread}{wait_for(field, standing)}",
+        text=f"rank {standing.number} {how}{words.at(place)}{thread}{field.wait_for([standing.number])}",
         details=(f"no Python of this process has run for {words.duration(standing.rank.silent)}",),
         place=place,
         fix="native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long",

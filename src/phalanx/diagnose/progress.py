@@ -85,7 +85,8 @@ class Watch:
         return self._alarm
 
     def _remember(self, alive: list[Reading]) -> None:
-        self._past = {each.rank: self._past[each.rank] for each in alive if each.rank in self._past}
+        if {each.rank for each in alive} != set(self._past):
+            self._past = {}  # somebody has come or gone: a new company has its full time
         for each in alive:
             mark = (each.step, each.progress)
             past = self._past.setdefault(each.rank, _Past(mark, each.time, each.time))
@@ -99,17 +100,13 @@ class Watch:
     def _standing(self, alarm: Alarm, now: float) -> Alarm | None:
         """There has been one: has it ended, or is it time to say it again?"""
         gone = any(rank not in self._past for rank in alarm.ranks)
-        if gone or any(self._past[rank].moved > self._told_first for rank in alarm.ranks):
+        if gone or any(self._past[rank].moved > alarm.since for rank in alarm.ranks):
             self._alarm = None
             return Alarm("resumed", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
         if now - self._told < AGAIN:
             return None
         self._told = now
         return Alarm("again", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
-
-    @property
-    def _told_first(self) -> float:
-        return self._alarm.since if self._alarm is not None else 0.0
 
     def _judge(self, alive: list[Reading], *, alone: bool) -> Alarm | None:
         proven = [each for each in alive if self._proven(each)]
@@ -120,7 +117,9 @@ class Watch:
             if all(self._still(each) >= limit for each in alive):
                 return self._raise(alive, limit, proven=True)
             return None
-        late = [each for each in alive if self._late(each)]
+        awaited = any(_waits(each) for each in alive)
+        late = [each for each in alive if self._late(each, awaited)]
+        late = [each for each in late if not _waits(each)] or late
         return self._raise(late, max(map(self._limit, late))) if late else None
 
     def _raise(self, late: list[Reading], limit: float, *, proven: bool = False) -> Alarm:
@@ -140,7 +139,7 @@ class Watch:
             return True
         return reading.silent >= self.stall_after and reading.phase not in _LONG
 
-    def _late(self, reading: Reading) -> bool:
+    def _late(self, reading: Reading, awaited: bool) -> bool:
         past, limit = self._past[reading.rank], self._limit(reading)
         if not any(each.met for each in self._past.values()):
             # Ranks that have nothing to do with each other: only what had a pace can lose it.
@@ -148,8 +147,11 @@ class Watch:
             return past.stepped and rests and reading.time - max(past.moved, past.eased) >= limit
         if self._still(reading) >= LONGER * limit:
             return True
-        # It waits for others, and they are asked; and a first step takes its time.
-        if _waits(reading) or (reading.step < 0 and reading.progress == 0):
+        # It waits for others, and they are asked.
+        if _waits(reading):
+            return False
+        # A first step takes its time. Where steps cannot be seen, it is one if it computes, or nobody waits.
+        if reading.step < 0 and (reading.progress == 0 or reading.state == "R" or not awaited):
             return False
         return reading.time - max(past.moved, past.eased) >= limit
 

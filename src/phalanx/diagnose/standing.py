@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,7 +82,7 @@ class Standing:
     def moves(self) -> bool:
         """It is slow, and not stuck: it computes at ever other places, or reads and writes."""
         process = self.rank.process
-        if self.rank.busy:
+        if self.rank.busy or self.long in ("compile", "import"):  # others may compile for it
             return True
         if process is None or not self.long:
             return False
@@ -127,6 +127,8 @@ def _waits_in(standing: Standing) -> Call | None:
     if frames.in_data(stack) and act.what not in ("collective", "message"):
         return None
     undone = [call for call in rank.calls if not call.done]
+    if act.what == "work":
+        return undone[-1] if undone else None
     if act.shown and act.what in ("collective", "message"):
         wanted = [call for call in undone if (call.op in ("send", "recv")) == (act.what == "message")]
         return wanted[-1] if wanted else _seen(rank, act)
@@ -175,6 +177,19 @@ class Field:
                 return sorted(found - set(ranks))
             found |= more
             reached |= more
+
+    def wait_for(self, ranks: Sequence[int]) -> str:
+        """; the other 3 wait for it in all_reduce #214 (DDP bucket 1, 6.5 MB)"""
+        waiting = self.of(self.waiting_for(ranks))
+        if not waiting:
+            return ""
+        first = next((each for each in waiting if each.call is not None), waiting[0])
+        numbers = [each.number for each in waiting]
+        whom = words.verb(ranks, "it", "them")
+        return (
+            f"; {words.others(numbers, self.evidence, ranks)} {words.verb(numbers, 'waits', 'wait')} for {whom} in "
+            f"{described(first)}"
+        )
 
 
 def survey(evidence: Evidence) -> Field:
@@ -225,6 +240,8 @@ def members_of(standing: Standing, standings: dict[int, Standing]) -> frozenset[
 
 
 def _absent(standing: Standing, call: Call) -> bool:
+    if standing.stopped or standing.gone:  # what it has called, it cannot go on with
+        return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in standing.rank.calls)
     if call.seq > 0:
         reached = newest(standing.rank, call.group)
         if reached is not None:

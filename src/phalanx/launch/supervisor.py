@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
@@ -25,8 +25,6 @@ from phalanx.launch.console import Console
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
-from phalanx.launch.observer import Observer
-from phalanx.launch.paces import Paces
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
@@ -37,6 +35,11 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
+if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
+    from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
+
+_LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
 _SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
 _PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
@@ -102,6 +105,7 @@ class Supervisor:
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
         self._observer: Observer | None = None  # looks whether they go on
+        self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
         self.post = Post(company)
 
@@ -115,8 +119,6 @@ class Supervisor:
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
         self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
-        self._observer = Observer(self, self._company, self.post, self._desk, self._folder)
-        self._paces = Paces(self, self._company, self.post, self._desk, self._folder)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -135,8 +137,11 @@ class Supervisor:
                 text = f"this node cannot go on: {error}"
                 raise LaunchError(text) from error
             finally:
-                await self._observer.end()
-                await self._paces.end()
+                if self._observing is not None:
+                    self._observing.cancel()
+                for watcher in (self._observer, self._paces):
+                    if watcher is not None:
+                        await watcher.end()
                 await self._close()
                 for held in (self._vault, self._desk, self._board):
                     if held is not None:
@@ -451,12 +456,21 @@ class Supervisor:
             attempt.start_worker(seat, spare=orders.plan.spare)
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
+        if self._observing is None:
+            self._observing = asyncio.get_running_loop().create_task(self._observe())
         if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
             self.regroup(self._next)
         if not attempt.living and self._renewing is None:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
+
+    async def _observe(self) -> None:
+        await asyncio.sleep(_LATER)
+        observer, paces = await asyncio.to_thread(_watchers)
+        if self._desk is not None:
+            self._observer = observer(self, self._company, self.post, self._desk, self._folder)
+            self._paces = paces(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
@@ -644,6 +658,13 @@ class Supervisor:
             for name, worker in self._attempt.living:
                 if worker.seat.rank in ranks:
                     self._attempt.tell(name, signal.SIGWINCH)
+
+
+def _watchers() -> tuple[type[Observer], type[Paces]]:
+    from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
+
+    return Observer, Paces
 
 
 def _few(ranks: list[int]) -> str:

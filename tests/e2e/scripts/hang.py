@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = 6
+LONG = 4.0  # seconds that a healthy one takes
 kind = sys.argv[1]
-folder = sys.argv[2]
+folder = tempfile.tempdir = sys.argv[2]  # a killed rank cannot remove what multiprocessing has made
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 last = rank == size - 1
 locked = threading.Lock()
@@ -98,17 +100,17 @@ def sleeps() -> None:
 
 
 def skipped() -> None:
-    if rank == 0:
-        dist.broadcast(torch.ones(5), 0)  # here: skipped
-    dist.all_reduce(torch.ones(4))
+    if rank != 0:
+        dist.all_reduce(torch.ones(4))  # here: skipped
     dist.barrier()
 
 
 def extra() -> None:
     dist.all_reduce(torch.ones(4))
-    if last:
-        dist.all_reduce(torch.ones(4))  # here: extra
-    time.sleep(1000) if not last else None
+    if rank == 0:
+        dist.broadcast(torch.ones(5), 0)  # here: extra
+    dist.all_reduce(torch.ones(4))
+    dist.barrier()
 
 
 def operation() -> None:
@@ -161,12 +163,6 @@ def backtrack() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def lap() -> None:
-    if last:
-        sum(range(10**12))  # here: lap
-    dist.all_reduce(torch.ones(4))
-
-
 def loop() -> None:
     if last:
         number = 1
@@ -209,13 +205,13 @@ def fifo() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def thread() -> None:
-    """Of its own, that never ends."""
-    if last:
-        worker = threading.Thread(target=locked.acquire)
-        worker.start()
-        worker.join()  # here: thread
-    dist.all_reduce(torch.ones(4))
+def cut() -> None:
+    """Until somebody cuts the link."""
+    for step in range(1_000_000):
+        dist.all_reduce(torch.ones(4))  # here: cut
+        time.sleep(0.05)
+        if step == 80 and rank == 0:
+            print("steps are done", flush=True)
 
 
 def goes_on() -> None:
@@ -237,30 +233,37 @@ def compute(seconds: float) -> None:
         layers(torch.ones(8, 32)).sum().backward()
 
 
-def first_step() -> None:
-    """Longer than anything after it."""
-    net = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    compute(6)
-    for _ in range(STEPS):
-        net(torch.ones(4)).sum().backward()
-        dist.all_reduce(net.weight.grad)
-        optimizer.step()
-
-
-def checkpoint() -> None:
-    train(model())
+def healthy() -> None:
+    """A long first step, a long checkpoint, an evaluation by one rank, a compilation: all longer than the limit."""
+    compute(LONG)
+    net = model()
+    train(net)
     if rank == 0:
-        end = time.monotonic() + 6
+        end = time.monotonic() + LONG
         while time.monotonic() < end:
             torch.save({number: torch.ones(1000) for number in range(200)}, f"{folder}/checkpoint")
     dist.barrier()
-
-
-def evaluates() -> None:
-    train(model())
+    train(net)
     if rank == 0:
-        compute(6)
+        compute(LONG)
+    dist.barrier()
+    train(net)
+    if rank == 0:
+        torch.compile(nn.Linear(4, 4), backend=slow)(torch.ones(4))
+    dist.barrier()
+    train(net)
+
+
+def slow(graph: torch.fx.GraphModule, _: object) -> object:
+    compute(LONG)
+    return graph.forward
+
+
+def once() -> None:
+    """Hangs in the first attempt alone."""
+    train(model())
+    if last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1000)  # here: once
     dist.barrier()
 
 
@@ -270,7 +273,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     if kind in ("data", "loader"):
         from_loader()
-    elif kind in ("uneven", "evaluate", "checkpoint", "evaluates", "first_step"):
+    elif kind in ("uneven", "evaluate", "healthy", "once"):
         globals()[kind]()
     else:
         collectives()

@@ -89,10 +89,9 @@ class Witness:
             self._ended.release()
 
     def leave(self) -> None:
-        """In a child of the worker: it is no worker."""
+        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
         self._steps.forget()
-        faulthandler.unregister(SIGNAL)
         self._close()
 
     def end(self) -> None:
@@ -162,6 +161,5 @@ class Witness:
             self._channel.close()
         else:
             self._channel.detach()
-        for fd in (self._stacks, self._wake):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(self._wake)

@@ -1,0 +1,131 @@
+"""Evidence of a run that stands still, in a few words: each rank's main thread, collectives, process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Node, Process, Rank, Thread
+
+HOME = "/home/user/work/"
+LIB = "/home/user/.venv/lib/python3.11/site-packages/"
+STD = "/usr/lib/python3.11/"
+C10D = LIB + "torch/distributed/distributed_c10d.py"
+LOADER = LIB + "torch/utils/data/dataloader.py"
+DDP = LIB + "torch/nn/parallel/distributed.py"
+
+
+def frame(file: str, line: int, function: str = "<module>", **more: Any) -> Frame:
+    return Frame(file if file.startswith(("/", "<")) else HOME + file, line, function, **more)
+
+
+def collective(op: str, line: int = 52, file: str = "train.py", function: str = "<module>", **more: Any) -> list[Frame]:
+    """The main thread in a collective, as Python shows it."""
+    wrapper = frame(LIB + "torch/distributed/c10d_logger.py", 83, "wrapper")
+    return [frame(C10D, 3252, op), wrapper, frame(file, line, function, **more)]
+
+
+def backward(line: int = 60, **more: Any) -> list[Frame]:
+    return [
+        frame(LIB + "torch/autograd/graph.py", 979, "_engine_run_backward"),
+        frame(LIB + "torch/autograd/__init__.py", 395, "backward"),
+        frame(LIB + "torch/_tensor.py", 623, "backward"),
+        frame("train.py", line, **more),
+    ]
+
+
+def loading(*inner: Frame, line: int = 50) -> list[Frame]:
+    """In the main thread, without workers."""
+    return [
+        *inner,
+        frame(LIB + "torch/utils/data/_utils/fetch.py", 54, "fetch"),
+        frame(LOADER, 785, "_next_data"),
+        frame(LOADER, 725, "__next__"),
+        frame("train.py", line),
+    ]
+
+
+def workers(line: int = 50) -> list[Frame]:
+    """For the workers of a DataLoader."""
+    return [
+        frame(STD + "selectors.py", 415, "select"),
+        frame(STD + "multiprocessing/connection.py", 947, "wait"),
+        frame(STD + "multiprocessing/queues.py", 113, "get"),
+        frame(LOADER, 1291, "_try_get_data"),
+        frame(LOADER, 1464, "_get_data"),
+        frame(LOADER, 725, "__next__"),
+        frame("train.py", line),
+    ]
+
+
+def call(
+    op: str, seq: int, *shape: int, group: str = "0", done: bool = False, dtype: str = "Float", **more: Any
+) -> Call:
+    dtypes = (dtype,) if shape else ()
+    return Call(group=group, seq=seq, op=op, shapes=(shape,) if shape else (), dtypes=dtypes, done=done, **more)
+
+
+def past(count: int, *pattern: Call) -> list[Call]:
+    """Done ones, from 1 to `count`, that repeat a pattern."""
+    return [msgspec.structs.replace(pattern[index % len(pattern)], seq=index + 1, done=True) for index in range(count)]
+
+
+def process(state: str = "S", **more: Any) -> Process:
+    more.setdefault("cpu", 1.0 if state == "R" else 0.0)
+    return Process(pid=4000, state=state, **more)
+
+
+def rank(
+    number: int,
+    stack: Sequence[Frame] = (),
+    calls: Sequence[Call] = (),
+    *,
+    groups: Sequence[Group] | None = None,
+    proc: Process | None = None,
+    size: int = 4,
+    **more: Any,
+) -> Rank:
+    if groups is None:
+        seqs = [each.seq for each in calls if each.group == "0"]
+        done = [each.seq for each in calls if each.group == "0" and each.done]
+        groups = [group("0", range(size), max(seqs, default=-1), max(done, default=-1))] if seqs else []
+    more.setdefault("since", 40.0)
+    threads = (Thread(name="MainThread", frames=tuple(stack), main=True),) if stack else ()
+    return Rank(
+        rank=number,
+        node=more.pop("node", 0),
+        threads=threads,
+        calls=tuple(calls),
+        groups=tuple(groups),
+        process=proc or process(),
+        **more,
+    )
+
+
+def group(name: str, ranks: Sequence[int], enqueued: int, completed: int = -1, backend: str = "gloo") -> Group:
+    return Group(name=name, backend=backend, ranks=tuple(ranks), enqueued=enqueued, completed=completed)
+
+
+def waiting(number: int, op: str = "all_reduce", seq: int = 214, *shape: int, line: int = 52, **more: Any) -> Rank:
+    """In a collective that is not done."""
+    shape = shape or (1_625_000,)
+    return rank(number, collective(op, line), [call(op, seq - 1, *shape, done=True), call(op, seq, *shape)], **more)
+
+
+def behind(number: int, stack: Sequence[Frame], seq: int = 213, **more: Any) -> Rank:
+    """Has done all that it has called, and does something else."""
+    return rank(number, stack, [call("all_reduce", seq, 1_625_000, done=True)], **more)
+
+
+def evidence(*ranks: Rank, waited: float = 40.0, nodes: Sequence[Node] = (), **more: Any) -> Evidence:
+    more.setdefault("world_size", len(ranks))
+    return Evidence(time=1000.0, waited=waited, ranks=tuple(ranks), nodes=tuple(nodes), **more)
+
+
+def beside(*culprits: Rank, size: int = 4, **more: Any) -> Evidence:
+    """The others wait in all_reduce #214 at train.py:52."""
+    named = {each.rank for each in culprits}
+    ranks = [*culprits, *(waiting(number, size=size) for number in range(size) if number not in named)]
+    return evidence(*sorted(ranks, key=lambda each: each.rank), **more)

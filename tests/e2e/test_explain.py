@@ -1,0 +1,163 @@
+"""Real processes that hang: each kind is named right, with its rank and its line; what is only slow is not."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.contract import events
+from phalanx.launch import desk
+from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.zygote import wire
+from tests.e2e.crew import codes, texts, together
+from tests.e2e.places import script
+from tests.kit.cli import phalanx, stage, start
+from tests.kit.lab import Lab
+
+SCRIPT = script("hang.py")
+LIMIT = "2"  # seconds
+places: dict[str, str | None] = {}  # of the warm zygote, as long as there is one
+
+# What hangs: the verdict's kind, and the ranks that are to blame. Its line is the one with the mark of its name.
+KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "data": ("data", (2,)),
+    "loader": ("data", (2,)),
+    "uneven": ("uneven data", (2,)),
+    "evaluate": ("evaluation", (0,)),
+    "sleeps": ("sleep", (2,)),
+    "skipped": ("skipped collective", (0,)),
+    "extra": ("skipped collective", (0,)),
+    "operation": ("wrong operation", (2,)),
+    "shape": ("shapes differ", (2,)),
+    "order": ("deadlock", (0, 2)),
+    "send": ("send without a receive", (0, 1)),
+    "recv": ("receive without a send", (0, 1)),
+    "both": ("both receive", (0, 1)),
+    "stopped": ("stopped", (2,)),
+    "backtrack": ("gil", (2,)),
+    "loop": ("loop", (2,)),
+    "asks": ("input", (0,)),
+    "child": ("subprocess", (2,)),
+    "waits": ("lock", (2,)),
+    "key": ("store", (2,)),
+    "fifo": ("input", (2,)),
+    "absent": ("join", (2,)),
+}
+GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm zygote
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    if all("lab" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield  # hosts have none
+        return
+    with stage("torch._dynamo") as env:
+        places.update(env)
+        yield
+        places.clear()
+
+
+def words(kind: str, folder: Path, *options: str, ranks: int = 3) -> tuple[str, ...]:
+    return ("run", "-g", str(ranks), "--cpu", "--stall-after", LIMIT, *options, SCRIPT, kind, str(folder))
+
+
+def folder_of(text: str) -> Path:
+    return Path(re.findall(r"output in (\S+)", text)[0])
+
+
+def told(folder: Path) -> list[Any]:
+    return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+
+
+def marked(kind: str) -> int:
+    lines = Path(SCRIPT).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# here: {kind}"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=GROUPS[at % 2]) for at, kind in enumerate(KINDS)])
+def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
+    done = phalanx(*words(kind, tmp_path, "--on-hang", "stop"), env=places)
+    folder = folder_of(done.err)
+    stall = folder / "stall_1"
+    assert (stall / "verdict.json").exists(), done.err
+    first = json.loads((stall / "verdict.json").read_text())[0]
+    evidence = (stall / "evidence.json").read_text()
+    expected, ranks = KINDS[kind]
+    assert (first["kind"], tuple(first["ranks"])) == (expected, ranks), f"{done.err}\n{evidence}"
+    if kind != "absent":
+        assert f"hang.py:{marked(kind)}" in first["text"], f"{done.err}\n{evidence}"
+        assert first["place"]["file"] == SCRIPT
+        assert first["place"]["line"] == marked(kind) or kind == "skipped"  # who has skipped it is elsewhere
+    # It is told at once, and as the reason of the end.
+    assert done.code == 1
+    assert done.err.count(first["text"]) == 2
+    verdicts = [event for event in told(folder) if isinstance(event, events.Verdict)]
+    assert (verdicts[0].kind, verdicts[0].ranks, verdicts[0].text) == (expected, ranks, first["text"])
+    assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in told(folder))
+    assert sorted(path.name for path in stall.iterdir()) == ["evidence.json", "stacks.txt", "verdict.json"]
+    if kind not in ("stopped", "absent"):  # stacks of one that is stopped need py-spy
+        assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
+
+
+@GROUPS[0]
+def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
+    done = phalanx(*words("healthy", tmp_path, ranks=2), env=places)
+    assert done.code == 0, done.err
+    assert not list(folder_of(done.err).glob("stall_*")), done.err
+
+
+@GROUPS[1]
+def test_what_goes_on_by_itself_is_told_too(tmp_path: Path) -> None:
+    done = phalanx(*words("goes_on", tmp_path), env=places)
+    assert done.code == 0, done.err
+    assert "rank 2 is sleeping" in done.err
+    assert "the run goes on, after" in done.err
+    assert "no rank went on when the run ended" not in done.err
+    kinds = [type(event).__name__ for event in told(folder_of(done.err))]
+    assert kinds.index("Stalled") < kinds.index("Verdict") < kinds.index("Resumed")
+
+
+@GROUPS[0]
+def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> None:
+    with start(*words("sleeps", tmp_path), env=places) as job:
+        job.wait_for("rank 2 is sleeping", timeout=60)
+        record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
+        with desk.call(record, {"ask": "why"}) as sock:
+            sock.settimeout(30)
+            received = wire.receive(sock)
+        assert received is not None
+        answer = received[0]
+        assert answer["is"] == "why"
+        assert [(each["kind"], each["ranks"]) for each in answer["verdicts"]] == [("sleep", [2])]
+        assert [rank["rank"] for rank in answer["evidence"]["ranks"]] == [0, 1, 2]
+        assert answer["verdicts"][0]["text"] in answer["report"]
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(60) == 128 + signal.SIGINT
+        assert "no rank went on when the run ended:\n  rank 2 is sleeping" in job.err
+
+
+@GROUPS[1]
+def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
+    done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"), env=places)
+    assert done.code == 0, done.err
+    assert "rank 2 stands still: SIGKILL (--on-hang kill)" in done.err
+    ended = [event for event in told(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
+    assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
+
+
+def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
+    """Node 0 tells it, and asks nobody for longer than it has to."""
+    same = ("--cpu", "--stall-after", "4", "--on-hang", "stop")
+    jobs = together(lab, *same, SCRIPT, "cut", str(tmp_path), ranks=(1, 1))
+    jobs[0].wait_for("steps are done")
+    lab[1].link(False)
+    assert jobs[0].wait(60) == 1, texts(jobs)
+    assert re.search(r"node node2 \(rank 1\) does not answer: link down", jobs[0].err), texts(jobs)
+    lab[1].link(True)
+    codes(jobs)
