@@ -245,7 +245,6 @@ class Attempt:
         witness = self._witness(name)
         if witness is not None:
             order["witness"] = witness.slot
-            order["check"] = witness.checks
             witness.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
