@@ -414,7 +414,9 @@ class Attempt:
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.stopped = True
-            if not told:
+            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
+                self.tell(name, signal.SIGTERM)
+            elif not told:
                 self.tell(name, number)
             self._line.send(worker.pid, words.End(number))
         if self._escalation is None:
