@@ -69,6 +69,7 @@ class Debugging:
         self._deaf = False  # the rank that has the keyboard does not come when it is interrupted
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._told: tuple[bool, frozenset[int], frozenset[int]] | None = None  # as a leader or not, which ranks, whom
         supervised.post.reads(KIND, self._read)
 
     # -- what ranks of this node say
@@ -95,15 +96,18 @@ class Debugging:
 
     def _changed(self) -> None:
         """Everybody is to know: others wait for these ranks, and that is no fault."""
-        own = [worker.seat.rank for name in self._here if (worker := self._worker(name)) is not None]
-        if not self._company.leads:
-            self._send((None, 0), b"s", {"ranks": own})
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        own = frozenset(worker.seat.rank for name in self._here if (worker := self._worker(name)) is not None)
+        leads, members = self._company.leads, self._company.members()
+        ranks = own.union(*(self._away.get(member, ()) for member in members))
+        told, self._told = self._told, (leads, ranks, frozenset(members))
+        if leads:
+            self._apply(ranks)
+        if told == self._told:
             return
-        members = self._company.members()
-        ranks = {*own, *(rank for member in members for rank in self._away.get(member, ()))}
-        for member in members:
-            self._send((member, 0), b"p", {"ranks": sorted(ranks)})
-        self._apply(frozenset(ranks))
+        for to in members if leads else (None,):
+            self._send((to, 0), b"p" if leads else b"s", {"ranks": sorted(ranks)})
 
     def _apply(self, ranks: frozenset[int]) -> None:
         attempt = self._supervised.attempt
@@ -156,6 +160,7 @@ class Debugging:
         attempt = self._supervised.attempt
 
         def catch_up() -> None:
+            self._deaf = False
             if attempt is not None:
                 attempt.output.catch_up(rank)
 
@@ -172,7 +177,9 @@ class Debugging:
     async def _interrupt_by_hand(self, rank: int) -> None:
         if not await self.interrupt(rank):
             self._deaf = True
-            self._console.say(f"rank {rank} does not come to its debugger: it is in native code. Ctrl-C ends the run")
+            self._console.say(
+                f"rank {rank} is in native code, and does not come to its debugger; Ctrl-C again ends the run"
+            )
 
     # -- whoever attaches
 
@@ -273,21 +280,20 @@ class Debugging:
             self._bridges.pop(way, None)
 
         bridge = self._bridges[way] = Bridge(rank, send, ended)
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+        self._changed()
         return bridge
 
     async def _look(self) -> None:
-        """The other end of a stream may be gone without a word."""
-        while self._bridges:
+        """The other end of a stream may be gone without a word, and ranks get other numbers in a group that forms
+        anew."""
+        while self._bridges or self._here or any(self._away.values()):
             await asyncio.sleep(_LOOK)
             there = set(self._company.members()) if self._company.leads else {None}
             for way, bridge in list(self._bridges.items()):
                 if way[0] not in there:
                     bridge.close()
-            if self._away.keys() - there:
-                self._away = {member: ranks for member, ranks in self._away.items() if member in there}
-                self._changed()
+            self._away = {member: ranks for member, ranks in self._away.items() if member in there}
+            self._changed()
 
     async def _open_there(self, to: int | None, what: dict[str, Any]) -> Opened:
         """Numbers of node 0 are even, those of the others odd."""

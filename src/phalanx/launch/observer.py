@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 EVERY = 1.0  # seconds between two looks
 _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
+_SLOW = 10.0  # seconds for a node to begin to tell anything
 _QUIET = 3.0  # seconds without a word from a node whose workers run
 
 
@@ -132,9 +133,13 @@ class Observer:
         members = self._company.members()
         self._heard = {member: heard for member, heard in self._heard.items() if member in members}
         looks = list(own.looks)
-        for then, pulse in self._heard.values():
-            late = now - then if now - then > _QUIET else 0.0
-            looks += [replace(look, silent=look.silent + late) for look in pulse.looks]
+        for member, ranks in members.items():
+            if member in self._heard:
+                then, pulse = self._heard[member]
+                late = now - then if now - then > _QUIET else 0.0
+                looks += [replace(look, silent=look.silent + late) for look in pulse.looks]
+            elif now - self._watched.began > _SLOW:
+                looks += [Look(rank=rank, silent=now - self._watched.began) for rank in ranks]
         alarm = self._watched.see(now, looks)
         if plan.hanging.after is None:
             return
@@ -262,7 +267,8 @@ class Observer:
                 return testimony.decode(answer.result())
         answer.cancel()
         then, pulse = self._heard.get(member, (0.0, None))
-        silent = time.monotonic() - then if pulse is not None else _ANSWER
+        began = self._watched.began if self._watched is not None else time.monotonic() - _ANSWER
+        silent = time.monotonic() - (then if pulse is not None else began)
         node = Node(
             node=pulse.node if pulse is not None else member,
             host=pulse.host if pulse is not None else "",

@@ -43,4 +43,8 @@ def judge(rank: int, answer: wire.Message | None, *, begun: bool) -> Opened:
 
 
 def no_python(rank: int) -> tuple[str, str]:
-    return f"rank {rank} is no Python that phalanx has started, or not yet", "leave out --no-python"
+    return (
+        f"rank {rank} has not answered yet: it has only begun, holds Python's lock since then, or is no Python that "
+        "phalanx has forked (--no-python, --fresh)",
+        "phalanx why",
+    )

@@ -58,6 +58,7 @@ class Watched:
 
     def __init__(self, of: tuple[int, int], after: float | None) -> None:
         self.of = of
+        self.began = time.monotonic()
         self.looks: dict[int, Look] = {}
         self._watch = Watch(after) if after is not None else Watch()
         self._marks: dict[int, tuple[tuple[int, int], float]] = {}  # of every rank: how far, and since when

@@ -62,8 +62,7 @@ class _Torch:
 
 
 def _lay(ledger: Ledger, slot: int) -> None:
-    import torch
-
+    torch: Any = sys.modules["torch"]
     if not torch.distributed.is_available():
         return
     checker = Checker(ledger, slot)
