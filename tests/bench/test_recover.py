@@ -170,7 +170,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
         assert 0 < sample["met"] <= sample["ready"] <= sample["whole"] < done.seconds
         assert 0 < sample["first"] <= sample["whole"]
     ours, plain = data["rows"]
-    assert (ours["contender"], ours["recovered"], ours["kills"]) == ("phalanx", 1, 1)
+    assert (ours["contender"], ours["recovered"], ours["kills"], ours["lost"]) == ("phalanx", 1, 1, 0)
     assert (plain["contender"], plain["recovered"], plain["kills"]) == ("restart", 1, 1)
     assert len(data["faults"]) == 2
     assert all(pair["undisturbed"] > 0 for pair in data["goodput"])

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +91,20 @@ def recoveries(err: str) -> list[tuple[str, ...]]:
     return found
 
 
+def replaced(err: str) -> list[str]:
+    """Survivors that gloo did not let go."""
+    return re.findall(r"(rank \d) cannot leave the group.*: SIGKILL", err)
+
+
+def recovered_from(err: str, *expected: tuple[str, ...]) -> None:
+    """From these faults, one after the other, and from no others than those who could not leave the group."""
+    found = recoveries(err)
+    assert len(found) == len(expected), found
+    more = [Counter(ours) - Counter(theirs) for ours, theirs in zip(found, expected, strict=True)]
+    assert all(Counter(theirs) <= Counter(ours) for ours, theirs in zip(found, expected, strict=True)), found
+    assert sorted(who for each in more for who in each.elements()) == sorted(f"{who} failed" for who in replaced(err))
+
+
 def victim(folder: Path, number: int) -> int:
     return int((folder / f"victim {number}").read_text())
 
@@ -117,10 +132,10 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
     one, two = "rank 0 failed", "rank 1 failed"
-    assert recoveries(done.err) == [(two,), (one,), (two,), (one, one), (two, two), (one, one), (two,), (one,)]
+    recovered_from(done.err, (two,), (one,), (two,), (one, one), (two, two), (one, one), (two,), (one,))
     assert re.search(r"rank 1 is silent for \d+ s \(stopped\): SIGKILL", done.err)
     assert re.search(r"rank 0 is silent for \d+ s \(\w+\): SIGKILL", done.err)
-    assert f"{len(faults) - 1} faults survived" in done.err
+    assert f"{len(faults) - 1 + len(replaced(done.err))} faults survived" in done.err
     # Whom SIGCONT would wake is gone before another takes its place.
     lives = [
         (event.pid, isinstance(event, events.WorkerBorn))
@@ -129,7 +144,7 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
     ]
     stopped = lives.index((victim(tmp_path, faults.index([15, 1, "stop"])), False))
     assert lives[stopped + 1][1]
-    assert len(lives) == stopped + 3
+    assert len(lives) >= stopped + 3
 
 
 def test_ranks_that_fail_together_are_one_fault(tmp_path: Path) -> None:
@@ -145,7 +160,7 @@ def test_a_rank_that_is_killed_for_memory(tmp_path: Path) -> None:
         done = run((*enter, *PHALANX, *words(tmp_path, [5, 1, "greedy"])), timeout=LONG)
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
-    assert recoveries(done.err) == [("rank 1 failed",)]
+    recovered_from(done.err, ("rank 1 failed",))
 
 
 def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> None:
@@ -180,11 +195,12 @@ def test_the_store_and_the_zygote_are_killed(tmp_path: Path) -> None:
     done = trained(tmp_path, *faults, options=options, env={**places, "PAUSE": "0.1"})
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
-    assert recoveries(done.err) == [
+    recovered_from(
+        done.err,
         ("rank 1 failed", "the store was ended while the group formed"),
         ("rank 0 failed",),
         ("the zygote was ended from outside",),
-    ]
+    )
     assert re.search(r"resumed at step (12|16)", done.out + done.err)
     assert len([event for event in told(done.err) if isinstance(event, events.ZygoteReady)]) == 2
 
@@ -326,7 +342,8 @@ def test_words_that_chaos_does_not_understand() -> None:
 
 @pytest.mark.timeout(3600)
 def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
-    """Rank 0 survives them all: it, the zygote and the supervisor have in the end what they had in the beginning."""
+    """Rank 0 survives them all, unless gloo does not let it go once: it, the zygote and the supervisor have in the end
+    what they had in the beginning."""
     count = int(os.environ.get("CHAOS_FAULTS", "16"))
     options = ("--kill-every", "0.2s", "--seed", "1", "--victims", "1", "--times", str(count))
     with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
@@ -335,11 +352,13 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
             job.wait_for(f"chaos: fault {number},", timeout=3600)
             (zygote,) = children(job.pid)
             ranks = [event.pid for event in told(job.err) if isinstance(event, events.WorkerBorn) and event.rank == 0]
-            sizes.append([size(pid) for pid in (job.pid, zygote, *ranks)])
+            sizes.append({pid: size(pid) for pid in (job.pid, zygote, ranks[-1])})
         job.signal(signal.SIGINT)
         assert job.wait(60) == 130
     assert re.search(rf"chaos: {count} faults .* (all|{count - 1}) recovered", job.err)
-    for before, after in zip(*sizes, strict=True):
+    first, last = sizes
+    assert len(first.keys() & last.keys()) >= (2 if replaced(job.err) else 3)
+    for before, after in ((first[pid], last[pid]) for pid in first.keys() & last.keys()):
         assert after.descriptors <= before.descriptors + 3
         assert after.threads <= before.threads + 1
         assert after.memory <= before.memory + 64 * count  # kB

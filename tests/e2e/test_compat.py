@@ -6,19 +6,20 @@ torchrun is run once for each case, and its report compared with those of every 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import re
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from tests.kit.cli import PHALANX, TORCHRUN, Result, free_port, python, run, start, warm
+from tests.kit.cli import PHALANX, TORCHRUN, Env, Handle, Result, free_port, phalanx, python, run, stage, start, warm
 from tests.kit.reports import SCRIPTS, Case, Observed, differences, observe, oddities
+from tests.kit.torchrun import Torchrun
 
 TWO = ("--nproc-per-node", "2")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as `phalanx warm` has it; torchrun sets it itself for several ranks only
@@ -27,18 +28,23 @@ PORT = str(free_port())
 
 WAYS = {"cold": (), "fresh": ("--fresh",), "warm": ()}
 
+# Two halves, for two workers of pytest: what is imported once, is so for each of them.
+FIRST = pytest.mark.xdist_group("compat 1")
+SECOND = pytest.mark.xdist_group("compat 2")
+
 # Each costs a run of torchrun, so that one case often asks several questions; a difference names its field.
 ALL = ("cold", "fresh", "warm")
 CASES = [
     Case("1 rank", ways=("cold", "fresh")),
     Case("2 ranks", TWO, ranks=2, ways=ALL),
-    Case("module", (*TWO, "-m"), script=("pkg.mod",), ranks=2, ways=("cold", "warm")),
+    Case("module", (*TWO, "-m"), script=("pkg.mod",), ranks=2, torch=False, ways=("cold", "warm")),
     Case("loaders", args=("--loaders",), env=ONE_THREAD, ways=("cold", "warm")),
     Case(
         "options and arguments",
         ("--standalone", "--nproc_per_node=2", "--max_restarts=1", "--role", "x"),
         args=("--", "-x", "", "a b", "é", "--nproc-per-node=9", "${local_rank}"),
         ranks=2,
+        torch=False,
         ways=("fresh", "warm"),
     ),
     Case(
@@ -51,7 +57,8 @@ CASES = [
         "relative path, python variables",
         script=("../report.py",),
         cwd=f"{SCRIPTS}/pkg",
-        env=ONE_THREAD | {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "PYTHONPATH": "/x", "PYTHONOPTIMIZE": "1"},
+        env=ONE_THREAD
+        | {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "PYTHONPATH": "/x", "PYTHONINTMAXSTRDIGITS": "0"},
         ways=("cold", "warm"),
     ),
     Case(
@@ -59,6 +66,7 @@ CASES = [
         script=(f"{SCRIPTS}/report.py",),
         cwd="{work}",
         env=ONE_THREAD | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        torch=False,
         ways=("cold", "warm"),
     ),
     Case(
@@ -79,23 +87,32 @@ CASES = [
         script=("folder/report.py",),
         cwd="{work}",
         env=ONE_THREAD,
+        torch=False,
         ways=("cold", "fresh"),
     ),
-    Case("virtual local rank, filter", (*TWO, "--virtual-local-rank", "--local-ranks-filter", "1"), ranks=2),
+    Case(
+        "virtual local rank, filter",
+        (*TWO, "--virtual-local-rank", "--local-ranks-filter", "1"),
+        ranks=2,
+        torch=False,
+    ),
     Case(
         "virtual of given, log dir",
         (*TWO, "--virtual-local-rank", *LOGS),
         env={"CUDA_VISIBLE_DEVICES": "5,3"},
         ranks=2,
+        torch=False,
     ),
-    Case("redirects", (*TWO, "-r", "3", *LOGS), ranks=2),
-    Case("redirects of some", (*TWO, "-r", "0:1,1:2", *LOGS), ranks=2),
-    Case("tee", (*TWO, "-t", "3", *LOGS), ranks=2),
+    Case("redirects", (*TWO, "-r", "3", *LOGS), ranks=2, torch=False),
+    Case("redirects of some", (*TWO, "-r", "0:1,1:2", *LOGS), ranks=2, torch=False, ways=("warm",)),
+    Case("tee", (*TWO, "-t", "3", *LOGS), ranks=2, torch=False, ways=("warm",)),
     Case(
         "rdzv id",
         ("--rdzv-id", "job 7", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
         env=ONE_THREAD,
         exact=("TORCHELASTIC_RUN_ID",),
+        torch=False,
+        ways=("warm",),
     ),
     Case(
         "master port, no devices",
@@ -103,10 +120,20 @@ CASES = [
         env={"CUDA_VISIBLE_DEVICES": ""},
         exact=("MASTER_PORT", "MASTER_ADDR"),
         ranks=2,
+        torch=False,
         ways=("cold", "fresh"),
     ),
-    Case("no python", (*TWO, "--no-python"), script=(sys.executable, "report.py"), ranks=2, ways=("fresh",)),
-    Case("terminal", TWO, ranks=2, in_terminal=True, ways=("cold", "warm")),
+    Case(
+        "no python, optimized",
+        (*TWO, "--no-python"),
+        script=(sys.executable, "report.py"),
+        # Here, because it has torch compiled anew where that is imported; and what is written then, spoils all warmth.
+        env={"PYTHONOPTIMIZE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        ranks=2,
+        torch=False,
+        ways=("fresh",),
+    ),
+    Case("terminal", TWO, ranks=2, torch=False, in_terminal=True, ways=("cold", "warm")),
     Case(
         "run path",
         (*TWO, "--run-path"),
@@ -114,21 +141,43 @@ CASES = [
         ranks=2,
         # torchrun runs it inside a child of multiprocessing, where hardly anything is as in `python script.py`.
         only=("argv", "__name__", "__file__", "cwd", "umask", "env", "fd kinds", "excepthooks"),
+        torch=False,
     ),
 ]
 
 
-@pytest.fixture(scope="session")
-def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Observed]:
-    """torchrun's report of a case, made once."""
-    made: dict[str, Observed] = {}
+class Launchers:
+    """Every way to start a run. torchrun and the warm zygote are imported once for all of them."""
 
-    def get(case: Case) -> Observed:
-        if case.name not in made:
-            made[case.name] = observe(TORCHRUN, case, work(tmp_path_factory, case))
-        return made[case.name]
+    def __init__(self, torchrun: Torchrun, places: Env) -> None:
+        self.torchrun = torchrun
+        self.places = {name: place for name, place in places.items() if name not in ONE_THREAD}  # of the warm zygote
+        self._observed: dict[str, Observed] = {}
 
-    return get
+    def observed(self, case: Case, folder: str) -> Observed:
+        """torchrun's report of a case, made once."""
+        if case.name not in self._observed:
+            # With --run-path a worker comes from the interpreter that torchrun itself was started in.
+            imported = None if "--run-path" in case.options else self.torchrun
+            self._observed[case.name] = observe(TORCHRUN, case, folder, imported=imported)
+        return self._observed[case.name]
+
+    def run(self, name: str, *args: str, module: str = TORCHRUN[-1]) -> Result:
+        if name == "torchrun":
+            return self.torchrun(*args, module=module, cwd=SCRIPTS, env=ONE_THREAD)
+        return run((*PHALANX, "run", *WAYS[name], *args), cwd=SCRIPTS, env=self.env(name))
+
+    def start(self, name: str, *args: str) -> Handle:
+        return start("run", *WAYS[name], *args, cwd=SCRIPTS, env=self.env(name))
+
+    def env(self, name: str) -> Env:
+        return {**self.places, **ONE_THREAD} if name == "warm" else ONE_THREAD
+
+
+@pytest.fixture(scope="module")
+def by() -> Iterator[Launchers]:
+    with Torchrun() as torchrun, stage() as places:
+        yield Launchers(torchrun, places)
 
 
 def work(factory: pytest.TempPathFactory, case: Case) -> str:
@@ -141,104 +190,131 @@ def work(factory: pytest.TempPathFactory, case: Case) -> str:
     return str(folder)
 
 
-class Launcher(NamedTuple):
-    words: tuple[str, ...]
-    env: dict[str, str]
-    zygote: int = 0  # the pid of the warm one
-
-
 @contextlib.contextmanager
-def launcher(name: str, env: Mapping[str, str] = ONE_THREAD) -> Iterator[Launcher]:
-    """How to start a run this way."""
-    if name == "torchrun":
-        with tempfile.TemporaryDirectory() as tmp:  # where it leaves its log folders
-            yield Launcher(TORCHRUN, {**env, "TMPDIR": tmp})
-    elif name == "warm":
-        with warm(env=env) as kept:
-            yield Launcher((*PHALANX, "run"), {**env}, int(re.findall(r"pid (\d+)", kept.out)[0]))
+def zygote(env: Mapping[str, str], places: Env) -> Iterator[tuple[Env, int]]:
+    """A warm one that fits these variables, the one that is there if it does; and its pid."""
+    if any(name.startswith(("PYTHON", "LC_")) for name in env):
+        with warm(env=env) as made:
+            yield env, int(re.findall(r"pid (\d+)", made.out)[0])
     else:
-        yield Launcher((*PHALANX, "run", *WAYS[name]), {**env})
+        yield {**places, **env}, int(re.findall(r"pid (\d+)", phalanx("warm", "--list", env=places).out)[0])
 
 
+@FIRST
 @pytest.mark.parametrize(
     ("case", "way"),
-    [
-        pytest.param(case, way, id=f"{case.name}-{way}", marks=pytest.mark.xdist_group(case.name))
-        for case in CASES
-        for way in case.ways
-    ],
+    [pytest.param(case, way, id=f"{case.name}-{way}") for case in CASES for way in case.ways],
 )
 def test_worker_sees_what_it_sees_under_torchrun(
-    case: Case,
-    way: str,
-    torchruns: Callable[[Case], Observed],
-    tmp_path_factory: pytest.TempPathFactory,
+    case: Case, way: str, by: Launchers, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    theirs = torchruns(case)
-    with launcher(way, case.env) as by:
-        ours = observe(by.words, case, work(tmp_path_factory, case))
+    folder = work(tmp_path_factory, case)
+    theirs = by.observed(case, folder)
+    pid = 0
+    if way == "warm":
+        with zygote(case.env, by.places) as (env, pid):
+            ours = observe((*PHALANX, "run"), case, folder, env=env)
+    else:
+        ours = observe((*PHALANX, "run", *WAYS[way]), case, folder)
     found = [*differences(theirs, ours, case, warm=way == "warm"), *oddities(ours, case)]
     assert not found, "\n".join(["a worker of phalanx is not as one of torchrun:", *found])
-    if by.zygote:
-        assert by.zygote in ours.reports[0]["ancestors"], "the warm zygote was not used"
+    if pid:
+        assert pid in ours.reports[0]["ancestors"], "the warm zygote was not used"
 
 
-def test_two_runs_of_one_zygote_draw_other_numbers(tmp_path: Path) -> None:
-    case = Case("chance", TWO, env=ONE_THREAD, ranks=2)
-    with launcher("warm") as by:
-        runs = [observe(by.words, case, str(tmp_path)) for _ in range(2)]
+@SECOND
+def test_two_runs_of_one_zygote_draw_other_numbers(by: Launchers, tmp_path: Path) -> None:
+    case = Case("chance", TWO, ranks=2)
+    runs = [observe((*PHALANX, "run"), case, str(tmp_path), env=by.places) for _ in range(2)]
     drawn = [report["chance"] for seen in runs for report in seen.reports.values()]
     for name in drawn[0]:
         assert len({numbers[name] for numbers in drawn}) == 4, name
 
 
-# How a script ends, and what `python -u` says then. The first few for every launcher.
+# How a script ends, and what `python -u` says then: for every launcher.
 ENDS = [
     ("boom.py", "0"),
     ("exit_code.py", "code", "3"),
     ("exit_code.py", "text"),
     ("exit_code.py", "signal", "SIGKILL"),
-    ("exit_code.py", "normal"),
-    ("exit_code.py", "none"),
-    ("exit_code.py", "code", "255"),
-    ("exit_code.py", "code", "-1"),
-    ("exit_code.py", "at once", "4"),
-    ("exit_code.py", "thread"),
-    ("exit_code.py", "warning"),
-    ("exit_code.py", "syntax"),
-    ("exit_code.py", "group"),
-    ("exit_code.py", "interrupt"),
-    ("exit_code.py", "signal", "SIGSEGV"),
-    ("exit_code.py", "signal", "SIGTERM"),
 ]
-ENDS_OF = [("cold", end) for end in ENDS] + [(n, end) for n in ("torchrun", "fresh", "warm") for end in ENDS[:4]]
+ENDS_OF = [
+    *((name, end) for name in ("cold", "torchrun", "fresh", "warm") for end in ENDS),
+    ("warm", ("exit_code.py", "interrupt")),
+    ("warm", ("exit_code.py", "signal", "SIGTERM")),
+]
+# And for the usual one, of which one run serves them all.
+WELL = [("normal",), ("none",), ("thread",), ("warning",)]
+BADLY = [
+    *(("code", "255"), ("code", "-1"), ("at once", "4"), ("syntax",), ("group",), ("interrupt",)),
+    *(("signal", "SIGSEGV"), ("signal", "SIGTERM")),
+]
 
 
+@functools.cache
+def plain(*words: str, rank: int = 0) -> Result:
+    return python(*words, cwd=SCRIPTS, env={"RANK": str(rank)})
+
+
+def same_logs(logs: Path, expected: Result) -> None:
+    assert (logs / "stdout.log").read_bytes() == expected.raw_out
+    assert (logs / "stderr.log").read_bytes() == expected.raw_err
+
+
+def exit_code(expected: Result) -> int:
+    return expected.code if expected.code >= 0 else 128 - expected.code
+
+
+@SECOND
 @pytest.mark.parametrize(("name", "end"), ENDS_OF, ids=[f"{name}: {' '.join(end)}" for name, end in ENDS_OF])
-def test_end_is_that_of_python(name: str, end: tuple[str, ...], tmp_path: Path) -> None:
-    plain = python(*end, cwd=SCRIPTS)
-    options = ("--nproc-per-node", "1", "-r", "3", "--log-dir", str(tmp_path))
-    with launcher(name) as by:
-        ours = run((*by.words, *options, *end), cwd=SCRIPTS, env=by.env)
-    logs = {path.name: path.read_bytes() for path in tmp_path.glob("*/attempt_0/0/*.log")}
-    assert logs["stdout.log"] == plain.raw_out
-    assert logs["stderr.log"] == plain.raw_err
+def test_end_is_that_of_python(name: str, end: tuple[str, ...], by: Launchers, tmp_path: Path) -> None:
+    expected = plain(*end)
+    ours = by.run(name, "--nproc-per-node", "1", "-r", "3", "--log-dir", str(tmp_path), *end)
+    (logs,) = tmp_path.glob("*/attempt_0/0")
+    same_logs(logs, expected)
     if name != "torchrun":  # which answers every failure with 1
-        assert ours.code == (plain.code if plain.code >= 0 else 128 - plain.code)
+        assert ours.code == exit_code(expected)
 
 
+@SECOND
+def test_every_good_end_is_that_of_python(by: Launchers, tmp_path: Path) -> None:
+    words = ("exit_code.py", *_listed(WELL))
+    ours = by.run("cold", "--nproc-per-node", str(len(WELL)), "-r", "3", "--log-dir", str(tmp_path), *words)
+    assert ours.code == 0, ours.err
+    for rank in range(len(WELL)):
+        (logs,) = tmp_path.glob(f"*/attempt_0/{rank}")
+        same_logs(logs, plain(*words, rank=rank))
+
+
+@SECOND
+def test_every_bad_end_is_that_of_python(by: Launchers, tmp_path: Path) -> None:
+    words = ("exit_code.py", *_listed(BADLY))
+    restarts = ("--max-restarts", str(len(BADLY) - 1))
+    ours = by.run("cold", "--nproc-per-node", "1", *restarts, "-r", "3", "--log-dir", str(tmp_path), *words)
+    (folder,) = tmp_path.iterdir()
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    codes = [event["code"] for event in events if event["event"] == "worker-failed"]
+    expected = [plain(*words, rank=place) for place in range(len(BADLY))]
+    assert codes == [exit_code(each) for each in expected]
+    assert ours.code == codes[-1]
+    for attempt, each in enumerate(expected):
+        same_logs(folder / f"attempt_{attempt}" / "0", each)
+
+
+def _listed(ends: list[tuple[str, ...]]) -> list[str]:
+    return [word for end in ends for word in (",", *end)][1:]
+
+
+@SECOND
 @pytest.mark.parametrize("way", WAYS)
-def test_console_of_one_rank_is_that_of_python(way: str) -> None:
+def test_console_of_one_rank_is_that_of_python(way: str, by: Launchers) -> None:
     for end in (("boom.py", "0"), ("exit_code.py", "text"), ("bars.py", "4")):
-        plain = python(*end, cwd=SCRIPTS)
-        with launcher(way) as by:
-            ours = run((*by.words, *end), cwd=SCRIPTS, env=by.env)
-        assert ours.raw_out == plain.raw_out
-        assert plain.raw_err in ours.raw_err  # what phalanx has to say itself comes before or after
+        ours = by.run(way, *end)
+        assert ours.raw_out == plain(*end).raw_out
+        assert plain(*end).raw_err in ours.raw_err  # what phalanx has to say itself comes before or after
 
 
 # The ways in which torch.distributed.run says in its own documentation that it can be used on one node.
-ALL_BUT_COLD = ("torchrun", "fresh", "warm")
 EXAMPLES = {
     "single node, several workers": ("--standalone", "--nnodes=1", "--nproc-per-node=2"),
     "several on one node": ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1", *TWO),
@@ -253,44 +329,37 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("example", "name"), [*((example, "cold") for example in EXAMPLES), *(("elastic", name) for name in ALL_BUT_COLD)]
-)
-def test_documented_example(example: str, name: str) -> None:
-    with launcher(name) as by:
-        result = run((*by.words, *EXAMPLES[example], "allreduce.py"), cwd=SCRIPTS, env=by.env)
+@SECOND
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_documented_example(example: str, by: Launchers) -> None:
+    result = by.run("warm", *EXAMPLES[example], "allreduce.py")
     assert result.code == 0, result.err
     assert _said(r"rank \d of \d: \d+", result) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_two_jobs_at_once_do_not_meet(name: str) -> None:
+@SECOND
+def test_jobs_at_once_do_not_meet(by: Launchers) -> None:
     options = EXAMPLES["several on one node"]
-    with launcher(name) as by:
-        jobs = [start(words=(*by.words, *options, "allreduce.py", "50"), cwd=SCRIPTS, env=by.env) for _ in range(2)]
-        for job in jobs:
-            assert job.wait() == 0, job.both
-            assert sorted(re.findall(r"rank \d of \d: \d+", job.out)) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+    jobs = [by.start(name, *options, "allreduce.py", "50") for name in (*WAYS, "warm")]
+    for job in jobs:
+        assert job.wait() == 0, job.both
+        assert sorted(re.findall(r"rank \d of \d: \d+", job.out)) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
-def test_training_step_is_the_same_to_the_last_digit() -> None:
-    found = {}
-    for name in ("torchrun", *WAYS):
-        with launcher(name) as by:
-            result = run((*by.words, *TWO, "ddp_step.py", "5"), cwd=SCRIPTS, env=by.env)
-        found[name] = _said(r"rank \d loss \S+ weights \S+", result)
+@SECOND
+def test_training_step_is_the_same_to_the_last_digit(by: Launchers) -> None:
+    results = {name: by.run(name, *EXAMPLES["elastic"], "ddp_step.py", "5") for name in ("torchrun", *WAYS)}
+    assert all(result.code == 0 for result in results.values()), results
+    found = {name: _said(r"rank \d loss \S+ weights \S+", result) for name, result in results.items()}
     assert len(found["torchrun"]) == 2
     assert all(said == found["torchrun"] for said in found.values()), found
 
 
+@SECOND
 @pytest.mark.parametrize("name", ["torchrun", *WAYS])
-def test_old_launcher_passes_the_local_rank(name: str) -> None:
-    with launcher(name) as by:
-        if name == "torchrun":
-            words = (sys.executable, "-m", "torch.distributed.launch")
-        else:
-            words = (*by.words, "--pass-local-rank")
-        result = run((*words, *TWO, "oldway.py", "--lr", "0.5"), cwd=SCRIPTS, env=by.env)
+def test_old_launcher_passes_the_local_rank(name: str, by: Launchers) -> None:
+    options = () if name == "torchrun" else ("--pass-local-rank",)
+    result = by.run(name, *options, *TWO, "oldway.py", "--lr", "0.5", module="torch.distributed.launch")
     assert result.code == 0, result.err
     said = ["local rank 0 lr 0.5 RANK 0", "local rank 1 lr 0.5 RANK 1"]
     assert _said(r"local rank \d lr \S+ RANK \d", result) == said

@@ -9,23 +9,25 @@ import time
 import pytest
 
 from tests.e2e.places import CHILD, READY, pids, script
-from tests.kit.cli import PHALANX, phalanx, start, terminal, until, warm
+from tests.kit.cli import PHALANX, phalanx, start, terminal, until
 from tests.kit.handle import Handle
 from tests.kit.proc import alive, every, read
 
-WAYS = ["cold", "fresh", "warm"]
-
-pytestmark = pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove multiprocessing's directory")
+pytestmark = [
+    pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove multiprocessing's directory"),
+    pytest.mark.xdist_group("endings"),
+]
+WAYS = [
+    pytest.param((), id="cold"),
+    pytest.param(("--fresh",), id="fresh"),
+    pytest.param((), id="warm", marks=pytest.mark.warmed),
+]
 
 
 @pytest.fixture(params=WAYS)
-def options(request: pytest.FixtureRequest):
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """A run in each of the ways in which workers are made."""
-    if request.param == "warm":
-        with warm():
-            yield ()
-    else:
-        yield ("--fresh",) if request.param == "fresh" else ()
+    return request.param  # type: ignore[no-any-return]
 
 
 def sleepers(options: tuple[str, ...], *args: str, ranks: int = 2) -> tuple[Handle, list[int]]:
@@ -45,6 +47,7 @@ def all_gone(found: list[int], timeout: float = 5) -> None:
     until(lambda: not any(map(alive, found)), timeout, f"the end of {found}")
 
 
+@pytest.mark.warmed
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_to_the_supervisor_ends_the_run(number: signal.Signals) -> None:
     job, found = sleepers(())
@@ -105,16 +108,17 @@ def test_the_zygote_is_killed(way: str) -> None:
     assert not any(map(alive, found))
 
 
+@pytest.mark.warmed
 def test_the_zygote_of_a_run_that_came_from_a_warm_one_is_killed() -> None:
-    with warm():
-        job, found = sleepers((), "--children", "--ignore-term")
-        worker = read(found[0])
-        assert worker is not None
-        os.kill(worker.parent, signal.SIGKILL)
-        assert job.wait() == 137
-        all_gone(found)
+    job, found = sleepers((), "--children", "--ignore-term")
+    worker = read(found[0])
+    assert worker is not None
+    os.kill(worker.parent, signal.SIGKILL)
+    assert job.wait() == 137
+    all_gone(found)
 
 
+@pytest.mark.warmed
 def test_ctrl_c_once_is_graceful() -> None:
     job = terminal("run", "-g", "2", "--cpu", script("sleepy.py"))
     found = pids(job, READY, 2)
@@ -124,6 +128,7 @@ def test_ctrl_c_once_is_graceful() -> None:
     all_gone(found)
 
 
+@pytest.mark.warmed
 def test_ctrl_c_twice_is_now() -> None:
     job = terminal("run", "-g", "2", "--cpu", script("sleepy.py"), "--ignore-term")
     found = pids(job, READY, 2)
@@ -136,6 +141,7 @@ def test_ctrl_c_twice_is_now() -> None:
     all_gone(found)
 
 
+@pytest.mark.warmed
 def test_the_window_is_closed() -> None:
     job = terminal("run", "-g", "2", "--cpu", script("sleepy.py"), "--children")
     found = pids(job, READY, 2) + pids(job, CHILD, 6)
@@ -154,6 +160,7 @@ def test_nohup_is_honoured() -> None:
     assert not any(map(alive, found))
 
 
+@pytest.mark.warmed
 def test_a_stopped_worker_is_ended_too() -> None:
     job, found = sleepers(())
     os.kill(found[1], signal.SIGSTOP)
@@ -162,6 +169,7 @@ def test_a_stopped_worker_is_ended_too() -> None:
     assert not any(map(alive, found))
 
 
+@pytest.mark.warmed
 def test_stop_ends_a_run_and_ps_lists_it() -> None:
     job, found = sleepers(("--rdzv-id", "mine", "--master-port", "0"))
     listed = phalanx("ps")
@@ -178,6 +186,7 @@ def test_stop_ends_a_run_and_ps_lists_it() -> None:
     assert "no run called mine" in again.err
 
 
+@pytest.mark.warmed
 def test_stop_now_does_not_wait_for_a_worker_that_ignores_it() -> None:
     job, found = sleepers((), "--ignore-term")
     begin = time.monotonic()
@@ -187,6 +196,7 @@ def test_stop_now_does_not_wait_for_a_worker_that_ignores_it() -> None:
     assert not any(map(alive, found))
 
 
+@pytest.mark.warmed
 def test_a_killed_supervisor_is_remembered_as_killed() -> None:
     job, found = sleepers(())
     job.signal(signal.SIGKILL)

@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.demo import digits
-from tests.kit.cli import Result, phalanx, python, terminal, torchrun, warm
+from tests.kit.cli import Result, phalanx, python, terminal, warm
+from tests.kit.torchrun import Torchrun
+
+pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all of them
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -36,6 +39,12 @@ def _warm() -> Iterator[None]:
         with warm("--preload", "torch._dynamo", env=places):
             yield
         places.clear()
+
+
+@pytest.fixture(scope="module")
+def torchrun() -> Iterator[Torchrun]:
+    with Torchrun() as imported:
+        yield imported
 
 
 def docstring(name: str) -> str:
@@ -158,7 +167,7 @@ def test_breakpoint_on_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["collectives", "rpc"])
-def test_torchrun_runs_them_too(name: str) -> None:
+def test_torchrun_runs_them_too(name: str, torchrun: Torchrun) -> None:
     result = torchrun("--nproc-per-node", "2", "--standalone", str(EXAMPLES / f"{name}.py"), timeout=150)
     assert result.code == 0, result.err
     assert "Warning" not in result.err
@@ -203,7 +212,7 @@ def test_gpt(kind: str) -> None:
     assert found[0] < 2.8
 
 
-def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: Torchrun) -> None:
     """One process, three ranks that share each batch of 32 unevenly, and torchrun."""
     text = tmp_path / "text"
     text.write_text((EXAMPLES / "data" / "asyoulikeit.txt").read_text()[:20000])
@@ -272,17 +281,20 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def test_survive() -> None:
-    """The others were there all the time, and whoever has taken the place of the killed one has what they have."""
+    """Others were there all the time, and whoever has taken the place of the killed one has what they have. Whether
+    they had come through step 30 as well, by what it had sent before it was killed, is up to the network."""
     *words, script = command("survive")
     result = phalanx(*words, "--cpu", script, "--die", "2:30", timeout=150, cwd=str(ROOT), env=places)
     assert result.code == 0, result.out + result.err
     assert "rank 2 failed: SIGKILL" in result.err
-    assert re.search(r"; regrouped, and step 31 was committed [\d.]+ s later, no step lost", result.err)
-    assert "goes on after step 30" in result.out
+    ((step, cost),) = re.findall(r"; regrouped, and step (\d+) was committed [\d.]+ s later, (.*)", result.err)
+    # Done again is at most what nobody but the killed one had committed, if it had still told so.
+    assert (step, cost) in {("31", "no step lost"), ("30", "no step lost"), ("30", "1 step done again")}
+    assert set(re.findall(r"goes on after step (\d+)", result.out)) == {str(int(step) - 1)}
     found = said(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
     assert {steps for steps, _, _ in found.values()} == {"88"}
-    assert found["2"][1].startswith("[1")
-    assert any(entered.startswith("[0, 1") for _, entered, _ in found.values())
+    assert re.match(r"\[[12]", found["2"][1])  # 2: gloo did not let one of the others go, who was replaced as well
+    assert any(entered.startswith("[0, ") for _, entered, _ in found.values())
     (percent,) = {percent for _, _, percent in found.values()}
     assert float(percent) > 88
 

@@ -17,6 +17,8 @@ from tests.kit.cgroup import cgroup
 from tests.kit.cli import phalanx, run, start
 from tests.kit.handle import Handle
 
+pytestmark = pytest.mark.xdist_group("failures")  # they share a warm zygote
+
 
 def block(err: str) -> str:
     """What phalanx says at the end, without what the workers said."""
@@ -45,6 +47,7 @@ def test_the_first_cause_is_named_with_its_exception_and_frames(way: tuple[str, 
     assert "other rank" not in said
 
 
+@pytest.mark.warmed
 def test_the_exception_is_also_in_the_error_file_in_torchruns_form() -> None:
     result = phalanx("run", "-g", "2", "--cpu", script("boom.py"), "1")
     record = json.loads((folder(result.err) / "error.json").read_text())
@@ -53,6 +56,7 @@ def test_the_exception_is_also_in_the_error_file_in_torchruns_form() -> None:
     assert int(record["message"]["extraInfo"]["timestamp"]) == int(record["time"])
 
 
+@pytest.mark.warmed
 def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path) -> None:
     peer = write(
         tmp_path / "peer.py",
@@ -69,6 +73,7 @@ def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path
     assert "killed from outside" in said
 
 
+@pytest.mark.warmed
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
@@ -104,6 +109,7 @@ def test_a_worker_killed_for_memory_is_told_so(tmp_path: Path) -> None:
     assert "too much memory (limit 0.2 GiB)" in said
 
 
+@pytest.mark.warmed
 def test_everything_is_in_the_run_folder() -> None:
     result = phalanx("run", "-g", "2", "--cpu", "--log-dir", "logs", script("boom.py"), "1", cwd=os.environ["TMPDIR"])
     run_folder = folder(result.err).parents[1]
@@ -129,6 +135,7 @@ def attempts(job: Handle, ranks: int, count: int) -> list[int]:
     return pids(job, READY, ranks * count)[-ranks:]
 
 
+@pytest.mark.warmed
 def test_all_ranks_start_again_with_an_empty_store(tmp_path: Path) -> None:
     twice = write(
         tmp_path / "twice.py",
@@ -148,6 +155,7 @@ def test_all_ranks_start_again_with_an_empty_store(tmp_path: Path) -> None:
     assert "restart 2 of 3" in result.err
 
 
+@pytest.mark.warmed
 def test_restarts_run_out() -> None:
     result = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", script("boom.py"), "1")
     assert result.code == 1
@@ -155,6 +163,7 @@ def test_restarts_run_out() -> None:
     assert "restart 1 of 1" in result.err
 
 
+@pytest.mark.warmed
 def test_a_signal_is_not_a_reason_to_start_again() -> None:
     job = start("run", "-g", "2", "--cpu", "--max-restarts", "5", script("sleepy.py"))
     pids(job, READY, 2)

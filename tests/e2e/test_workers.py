@@ -15,6 +15,8 @@ from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import free_port, phalanx, run, start, terminal, warm
 
+pytestmark = pytest.mark.xdist_group("workers")  # some share a warm zygote
+
 
 def write(folder: Path, **files: str) -> None:
     for name, text in files.items():
@@ -33,6 +35,7 @@ def way(err: str) -> str:
 ECHO = "import sys, os; print(os.environ['RANK'], repr(sys.stdin.read()))"
 
 
+@pytest.mark.warmed
 @pytest.mark.parametrize(
     ("options", "reader"), [((), "0"), (("--stdin", "1"), "1"), (("--stdin", "none"), None)], ids=["0", "1", "none"]
 )
@@ -43,6 +46,7 @@ def test_stdin_goes_to_one_rank(tmp_path: Path, options: tuple[str, ...], reader
     assert read == {rank: "'hello'" if rank == reader else "''" for rank in ("0", "1")}
 
 
+@pytest.mark.warmed
 def test_a_terminal_can_be_read_from(tmp_path: Path) -> None:
     write(tmp_path, ask="import os\nif os.environ['RANK'] == '0': print('hello', input('who? '))\n")
     job = terminal("run", "-g", "2", "--cpu", "ask.py", cwd=str(tmp_path))
@@ -144,6 +148,7 @@ def test_own_modules_are_read_anew_every_time(tmp_path: Path) -> None:
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "2\n"
 
 
+@pytest.mark.warmed
 def test_the_store_listens_on_loopback_alone(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -200,6 +205,7 @@ def test_a_process_that_the_kernel_refuses_is_told() -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.warmed
 def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -230,11 +236,11 @@ def test_a_warm_zygote_serves_one_run_after_another(tmp_path: Path) -> None:
     assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
 
 
+@pytest.mark.warmed
 def test_two_runs_at_once_from_one_warm_zygote() -> None:
-    with warm():
-        jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
-        assert [job.wait() for job in jobs] == [0, 0]
-        assert [way(job.err) for job in jobs] == ["warm", "warm"]
+    jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
+    assert [job.wait() for job in jobs] == [0, 0]
+    assert [way(job.err) for job in jobs] == ["warm", "warm"]
 
 
 def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:
@@ -244,35 +250,36 @@ def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:
     # That it ends is the kit's to see: a process that is left fails the test.
 
 
-@pytest.mark.parametrize("change", ["variable", "preload", "module"])
-def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path, change: str) -> None:
+def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
     write(tmp_path, main="", extra="")
     env = {"PYTHONPATH": str(tmp_path)}
+
+    def used(module: str = "extra", **variables: str) -> tuple[str, bool]:
+        """The way in which it starts, and whether it is told that the warm zygote is not used."""
+        words = ("run", "-g", "2", "--cpu", "--preload", module, "main.py")
+        result = phalanx(*words, cwd=str(tmp_path), env={**env, **variables})
+        return way(result.err), "the warm zygote is not used" in result.err
+
     with warm("--preload", "extra", env=env):
-        asked = ["run", "-g", "2", "--cpu", "--preload", "extra", "main.py"]
-        assert way(phalanx(*asked, cwd=str(tmp_path), env=env).err) == "warm"
-        if change == "variable":
-            env["OMP_NUM_THREADS"] = "2"
-        elif change == "preload":
-            asked[5] = "wave"
-        else:
-            write(tmp_path, extra="# edited")
-        result = phalanx(*asked, cwd=str(tmp_path), env=env)
-        assert way(result.err) == "cold"
-        if change != "variable":
-            assert "the warm zygote is not used" in result.err
+        assert used() == ("warm", False)
+        assert used(OMP_NUM_THREADS="2") == ("cold", False)
+        assert used("wave") == ("cold", True)
+        assert used() == ("warm", False)
+        write(tmp_path, extra="# edited")
+        assert used() == ("cold", True)
 
 
+@pytest.mark.warmed
 def test_the_socket_is_for_this_user_alone() -> None:
-    with warm():
-        (socket,) = Path(os.environ["PHALANX_HOME"], "warm").glob("*.sock")
-        assert socket.stat().st_mode & 0o777 == 0o600
-        assert socket.parent.stat().st_mode & 0o777 == 0o700
+    (socket,) = Path(os.environ["PHALANX_HOME"], "warm").glob("*.sock")
+    assert socket.stat().st_mode & 0o777 == 0o600
+    assert socket.parent.stat().st_mode & 0o777 == 0o700
 
 
 # -- explain
 
 
+@pytest.mark.warmed
 def test_explain_says_what_run_does(tmp_path: Path) -> None:
     write(tmp_path, main="import os, json; print(json.dumps(dict(os.environ)))")
     asked = ("-g", "2", "--cpu", "--master-port", "29650", "--role", "r", "--env", "A=b", "main.py", "--lr", "1")

@@ -167,10 +167,12 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 def stage(*preload: str) -> Iterator[Env]:
     """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there."""
     with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
+        # One thread, as the zygote itself has it: several ranks are told so anyway, one is not.
+        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
+        os.mkdir(env["TMPDIR"])
         with warm(*(("--preload", ",".join(preload)) if preload else ()), env=env):
             yield env
-        left = [name for name in os.listdir(root) if name != "home" and not name.startswith("torchinductor_")]
+        left = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith("torchinductor_")]
         assert not left, f"leaked temporary files: {left}"
 
 

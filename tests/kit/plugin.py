@@ -3,6 +3,9 @@
 A test that cannot but leave something says so, kind and name as patterns, and why:
 
     @pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove its forkserver's directory")
+
+One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a file.
+They are best in one xdist_group.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
 
-from tests.kit import handle, leaks, state
+from tests.kit import cli, handle, leaks, state
 from tests.kit.lab import fixtures
 
 # What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
@@ -26,8 +30,17 @@ FOREIGN_NAMES = {
 }
 
 
-class Places:
-    """A TMPDIR and a PHALANX_HOME that no other test has used."""
+class Places(Protocol):
+    """A TMPDIR and a PHALANX_HOME for one test."""
+
+    tmp: str
+    home: str
+
+    def renew(self) -> None: ...
+
+
+class Own(Places):
+    """Places that no other test has used."""
 
     def __init__(self) -> None:
         # A short path, for that of a Unix socket may have 107 characters at most.
@@ -48,22 +61,45 @@ class Places:
             self.make()
 
 
-_places = pytest.StashKey[Places]()
+class Warm(Places):
+    """The places of a warm zygote, in which nothing else is left of the test before."""
+
+    def __init__(self, env: cli.Env) -> None:
+        self.tmp, self.home = str(env["TMPDIR"]), str(env["PHALANX_HOME"])
+
+    def renew(self) -> None:
+        for path in (*_inside(self.tmp), *_inside(self.home)):
+            if os.path.basename(path) != "warm":
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+
+def _inside(folder: str) -> list[str]:
+    return [f"{folder}/{name}" for name in os.listdir(folder)]
+
+
+_places = pytest.StashKey[Own]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
+    config.addinivalue_line("markers", "warmed: what the test runs finds torch imported already")
     config.pluginmanager.register(fixtures, "lab")
     state.adopt_orphans()
     # A shell that runs us in the background ignores these, and every command of a test would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    config.stash[_places] = Places()
+    config.stash[_places] = Own()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_places].root, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def _zygote() -> Iterator[cli.Env]:
+    with cli.stage() as env:
+        yield env
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +107,11 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     # One fixture and not one a check, because it is set up first and torn down last, after all others have
     # tidied up; and a patch of its own, because the shared `monkeypatch` would be undone after the search.
     tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
-    places = request.config.stash[_places]
+    places: Places = request.config.stash[_places]
+    warmth: cli.Env = {}
+    if request.node.get_closest_marker("warmed"):
+        warmth = request.getfixturevalue("_zygote")
+        places = Warm(warmth)
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ:
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
@@ -79,6 +119,8 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         patch.setenv("TMPDIR", places.tmp)
         patch.setattr(tempfile, "tempdir", places.tmp)
         patch.setenv("PHALANX_HOME", places.home)
+        for name, value in warmth.items():
+            patch.setenv(name, value or "")
         started = handle.mark()
         before = leaks.Before(places.tmp, lambda leak: leaks.allowed(request.node, leak))
         yield

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.launch.zygote.witness import witness
-from tests.kit.cli import TORCHRUN, Result, environment, run, terminal
+from phalanx.launch.zygote.witness import debugger, witness
+from tests.kit.cli import TORCHRUN, Env, Result, environment, run, terminal
+from tests.kit.torchrun import Torchrun
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "e2e", "scripts")
 
@@ -66,6 +67,7 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()  # variables that were given, so that they must be equal for once
     only: tuple[str, ...] = ()  # fields to compare, where torchrun itself does not run the script as python would
+    torch: bool = True  # false: the script does without, where torch has nothing to add to the answer
     in_terminal: bool = False
     ways: tuple[str, ...] = ("cold",)  # of starting workers that are compared; each costs a run
 
@@ -79,16 +81,22 @@ class Observed:
     logs: dict[str, str]
 
 
-def observe(launcher: Sequence[str], case: Case, work: str) -> Observed:
+def observe(
+    launcher: Sequence[str], case: Case, work: str, *, env: Env | None = None, imported: Torchrun | None = None
+) -> Observed:
+    """`imported`: a torchrun that need not be started for this, where its own start is not part of the case."""
     out = f"{work}/out"
     os.makedirs(out)
 
     def filled(words: Sequence[str]) -> list[str]:
         return [word.replace("{work}", work) for word in words]
 
-    words = [*case.before, *launcher, *filled(case.options), *filled(case.script), "--out", out, *case.args]
+    typed = [*filled(case.options), *filled(case.script), "--out", out, *case.args]
+    if not case.torch:
+        typed.append("--without-torch")
+    words = [*case.before, *launcher, *typed]
     cwd = case.cwd.replace("{work}", work)
-    env = dict(case.env)
+    env = {**(env or {}), **case.env}
     if tuple(launcher) == TORCHRUN:
         env["TMPDIR"] = tmp = f"{work}/tmp"  # for it leaves its log folders there
         os.makedirs(tmp)
@@ -96,6 +104,8 @@ def observe(launcher: Sequence[str], case: Case, work: str) -> Observed:
         if case.in_terminal:
             result = _in_terminal(words, env, cwd)
             env["TERM"] = "xterm-256color"
+        elif imported is not None and not case.before:
+            result = imported(*typed, env=env, cwd=cwd, timeout=120)
         else:
             result = run(words, env=env, cwd=cwd, timeout=120)
         assert result.code == 0, f"{' '.join(words)}: exit code {result.code}\n{result.out}{result.err}"
@@ -188,25 +198,28 @@ def _of_rank(theirs: Observed, ours: Observed, rank: int, case: Case) -> Iterato
 
 def _without_warmth(report: Report) -> Report:
     """What a worker of a warm zygote is allowed to see: all of it, and its reasons, stand here."""
-    words, frames, filters = (list(report[name]) for name in ("cmdline", "frames", "warnings filters"))
+    words, frames = list(report["cmdline"]), list(report["frames"])
     # The place of the command line has room to spare, which not every kernel lets us give back.
     while words[-2:] == ["", ""]:
         words.pop()
     # The script was not known when the interpreter was started, so it is not what Python itself runs.
     if frames[-1:] == ["<module> in standin.py"]:
         frames.pop()
+    even = report | {"cmdline": words, "frames": frames}
     # torch._dynamo is imported, and sympy with it.
-    filters = [entry for entry in filters if "sympy" not in entry]
-    return report | {"cmdline": words, "frames": frames, "warnings filters": filters}
+    if filters := report.get("warnings filters"):
+        even["warnings filters"] = [entry for entry in filters if "sympy" not in entry]
+    return even
 
 
 def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's witness needs: a thread, a signal, and three descriptors out of everybody's way."""
+    """Without what a worker's witness needs: a thread, two signals, and two descriptors out of everybody's way."""
     high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - 16
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:
         return report
-    caught = int(report["kernel signals"]["SigCgt"], 16) & ~(1 << witness.SIGNAL - 1)
+    ours = 1 << witness.SIGNAL - 1 | 1 << debugger.SIGNAL - 1
+    caught = int(report["kernel signals"]["SigCgt"], 16) & ~ours
     signals = report["kernel signals"] | {"SigCgt": f"{caught:016x}"}
     return report | {"other fds": fds, "native threads": report["native threads"] - 1, "kernel signals": signals}
 

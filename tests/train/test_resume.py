@@ -67,8 +67,8 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home"}
+    with tempfile.TemporaryDirectory(prefix="kit-") as root:  # a killed rank leaves what multiprocessing has made
+        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
         with warm(env=env):
             yield Stage(env)
 

@@ -22,10 +22,12 @@ import torch
 from phalanx.join.topology import Topology
 from phalanx.join.vault import Vault
 from phalanx.train.checkpoint.shares import Chunk
+from phalanx.train.handover import Past
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
-from phalanx.train.snapshot.found import Held, newest, transfers
+from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
+from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Snapshots
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, python, stage, start, until
 from tests.launch.test_vault import visit
@@ -160,6 +162,29 @@ def test_off_while_memory_is_being_made() -> None:
     vault.drop("steps.0")
 
 
+def test_a_rescue_is_of_one_whose_main_thread_sleeps() -> None:
+    """A thread of it may take what it holds, for nobody changes that meanwhile; else nothing is left of it."""
+    vault = Memories()
+    vault.open.set()
+    past = Past(7, 1, {"model": torch.nn.Linear(3, 3)}, rank=1)
+
+    def rescued() -> bool:
+        return rescue(past, vault, stillness() or "") == ""  # type: ignore[arg-type]
+
+    assert not rescued()  # this is the main thread
+    assert vault.names() == []
+    beside = threading.Thread(target=until, args=(rescued, 20, "the main thread to sleep"))
+    beside.start()
+    beside.join()
+    (fd,) = vault.held.values()
+    found = part.read(fd)
+    assert found is not None
+    assert (found.step, found.rank, found.together, found.extra) == (7, 1, (1,), {"epoch": 1})
+    assert part.differences(fd) == []
+    assert [piece.name for piece in found.pieces] == ["model.weight", "model.bias"]
+    vault.drop("1.2")
+
+
 def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
     """Were each group to begin anew, with a death every few seconds there would never be one."""
 
@@ -199,6 +224,8 @@ CASES: dict[str, tuple[list[Held], int | None]] = {
     "two eras": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH, era="b")], None),
     "on two nodes": ([held(0, 0, 5, BOTH), held(1, 1, 5, BOTH)], 5),
     "one node has all": ([held(0, 0, 5, (0,)), held(1, 1, 10, (1,), 1), held(1, 2, 10, (2, 3), 1)], 10),
+    "a rescue": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH), held(0, 1, 7, (1,), RESCUE)], 7),
+    "before it": ([held(0, 0, 8, BOTH), held(0, 1, 8, BOTH), held(0, 1, 7, (1,), RESCUE)], 8),
     "at a neighbour": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH), held(1, 1, 10, BOTH)], 5),
 }
 
@@ -208,6 +235,8 @@ def test_the_newest_that_is_whole(name: str) -> None:
     there, step = CASES[name]
     found = newest(there)
     assert (found.step if found else None) == step
+    if found is not None:
+        assert found.next_turn in {0, 1} - {found.turn}
 
 
 def test_each_node_gets_once_what_its_ranks_need() -> None:

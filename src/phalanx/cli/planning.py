@@ -81,6 +81,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         notes=tuple(notes),
         topology=str(placement.world_size),
         gathering=gathering,
+        check_collectives=options.check_collectives,
         spares=options.spares if gathering is None else 0,
     )
 
@@ -164,6 +165,7 @@ def _showing(options: RunOptions, *, quiet: bool) -> Showing:
         stderr_needles=options.duplicate_stderr_filters,
         colour={"auto": None, "always": True, "never": False}[options.color],
         quiet=options.quiet or quiet,
+        paces=options.paces,
         events=options.event_log_handler == "console",
     )
 

@@ -10,9 +10,8 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from phalanx.cluster.sources.surroundings import environment
+from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import runfolder
 from phalanx.launch.runfolder import RunRecord
 
 
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="do not let workers finish what they are doing")
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (60)")
     options = parser.parse_args(argv)
-    run = _find(options.run)
+    run = choice.running(options.run, verb="stop")
     with _handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
@@ -48,24 +47,3 @@ def _handle(run: RunRecord) -> Iterator[int]:
         yield process
     finally:
         os.close(process)
-
-
-def _find(name: str | None) -> RunRecord:
-    living = [run for run in runfolder.all_runs(runfolder.home(environment())) if run.alive]
-    names = [run.id for run in living]
-    if name is None:
-        if len(living) == 1:
-            return living[0]
-        raise UsageError(
-            "which run?" if living else "nothing is running",
-            details=names,
-            fix=f"phalanx stop {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
-        )
-    found = [run for run in living if run.id == name] or [run for run in living if run.id.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    raise UsageError(
-        f"{name} is the beginning of {len(found)} runs" if found else f"no run called {name} is running",
-        details=[run.id for run in found] or [f"running: {', '.join(names) or 'nothing'}"],
-        fix="phalanx ps",
-    )

@@ -60,6 +60,13 @@ class Halted(msgspec.Struct, frozen=True, tag="halted"):
     step: int
 
 
+class Rescued(msgspec.Struct, frozen=True, tag="rescued"):
+    """It was asked to: all that it had committed up to this step is in memory. None: it is not, and why."""
+
+    step: int | None = None
+    why: str = ""
+
+
 class World(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
     """Where a worker stands from now on. A higher generation than its own: leave the group, and join this one."""
 
@@ -93,14 +100,18 @@ class Halt(msgspec.Struct, frozen=True, tag="halt"):
     step: int | None = None
 
 
+class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
+    """It cannot leave the group, and nobody else has what it has: put that into memory that outlives it."""
+
+
 class End(msgspec.Struct, frozen=True, tag="end"):
     """This signal is meant: die of it."""
 
     signal: int
 
 
-FromSupervisor = World | Wait | Halt | End
-FromWorker = Here | Beat | Entering | Going | Done | Keeping | Standing | Halted
+FromSupervisor = World | Wait | Halt | Rescue | End
+FromWorker = Here | Beat | Entering | Going | Done | Keeping | Standing | Halted | Rescued
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)

@@ -13,7 +13,7 @@ from phalanx.diagnose.evidence import Evidence, Frame
 from phalanx.diagnose.standing import Standing, described, stand
 from phalanx.diagnose.verdict import Verdict
 
-MORE = "phalanx why --json has all stacks; phalanx attach RANK opens a debugger in one"
+MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
 
 
 class Place(msgspec.Struct, frozen=True):

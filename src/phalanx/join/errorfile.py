@@ -26,7 +26,9 @@ def write(error: BaseException) -> None:
     path = os.environ.get(VARIABLE)
     if not path or _has_something(path):
         return
-    if isinstance(error, PhalanxError):  # it is told in words, and where it was raised is of no interest
+    if isinstance(error, PhalanxError) or getattr(
+        error, "in_words", False
+    ):  # it is told in words, and where it was raised is of no interest
         text = story = str(error)
         frames = []
     else:

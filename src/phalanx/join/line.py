@@ -29,7 +29,7 @@ class Line:
         name: str,
         moved: Callable[[], None],
         steps: Callable[[], int],
-        heard: Callable[[words.Halt | words.End], None],
+        heard: Callable[[words.Halt | words.Rescue | words.End], None],
     ) -> None:
         self._moved = moved
         self._heard = heard
@@ -109,7 +109,7 @@ class Line:
                 self._heard(words.End(signal.SIGTERM))  # the supervisor is gone
                 break
             message = words.from_supervisor(packet)
-            if isinstance(message, words.Halt | words.End):
+            if isinstance(message, words.Halt | words.Rescue | words.End):
                 self._heard(message)
                 continue
             with self._changed:

@@ -24,7 +24,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import Stuck
+from phalanx.launch.stuck import LAST, PATIENCE, Stuck
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
@@ -97,6 +97,7 @@ class Stage:
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: Board | None = None  # where workers publish what they are at
+    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
 
 
 class Attempt:
@@ -105,8 +106,8 @@ class Attempt:
         self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
         self.output = Output(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
+        self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
-        self.debugged: set[int] = set()  # ranks that somebody has a debugger open in: nobody is alarmed meanwhile
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
@@ -135,6 +136,10 @@ class Attempt:
     def full(self) -> bool:
         """Every seat is taken, by a worker that is alive."""
         return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+
+    @property
+    def world_size(self) -> int:
+        return self._stage.plan.placement.world_size
 
     @property
     def silence(self) -> float:
@@ -240,6 +245,7 @@ class Attempt:
         witness = self._witness(name)
         if witness is not None:
             order["witness"] = witness.slot
+            witness.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
             self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
@@ -265,6 +271,11 @@ class Attempt:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's witness says unasked."""
+        if self._stage.witnessed is not None:
+            self._stage.witnessed(name, message, fds)
+        else:
+            for fd in fds:
+                os.close(fd)
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
@@ -300,6 +311,9 @@ class Attempt:
         worker = self.workers[message["name"]]
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
+        if worker.witness is not None:
+            worker.witness.seat(None)
+        self._witnessed(message["name"], {"is": "gone"}, [])
         self._stage.folder.event(
             events.WorkerExited(
                 time=worker.ended,
@@ -380,8 +394,9 @@ class Attempt:
 
     def lost(self) -> None:
         """The zygote is gone, and its workers with it."""
-        for _, worker in self.living:
+        for name, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+            self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
     def transplant(self, zygote: Zygote) -> None:
@@ -399,7 +414,9 @@ class Attempt:
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.stopped = True
-            if not told:
+            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
+                self.tell(name, signal.SIGTERM)
+            elif not told:
                 self.tell(name, number)
             self._line.send(worker.pid, words.End(number))
         if self._escalation is None:
@@ -459,17 +476,31 @@ class Attempt:
 
     async def _look_for_missing(self) -> None:
         """One that cannot leave the old group keeps all from forming the next."""
-        stuck = Stuck()
+        stuck, asked = Stuck(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
-            for pid in stuck.among(list(missing), safe=safe):
+            for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
+                asked.add(pid)
+                self._line.send(pid, words.Rescue())
+            for pid in stuck.among(missing, PATIENCE if safe else LAST):
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self.tell(missing[pid], signal.SIGKILL)
                 stuck = Stuck()
             await asyncio.sleep(_LOOK)
 
+    def _rescued(self, worker: Worker, told: words.Rescued) -> None:
+        """It may have come loose meanwhile; then it has no need of that."""
+        if not self._is_missing(worker):
+            return
+        who = f"rank {worker.seat.rank} cannot leave the group"
+        if told.step is None:
+            self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+            return
+        self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
+        self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
+
     def _is_missing(self, worker: Worker) -> bool:
-        if self._held or self.stopping:  # nobody is to come
+        if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
             return False
         return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
 
@@ -493,6 +524,8 @@ class Attempt:
         was, worker.seat = worker.seat.rank, seat
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
+            if worker.witness is not None:
+                worker.witness.seat(None if spare else seat.rank)
             self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
         return {was: seat.rank}
 
@@ -587,6 +620,8 @@ class Attempt:
             case words.Standing():
                 worker.step = message.step
                 self._stage.halting(worker.seat.rank, message)
+            case words.Rescued():
+                self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
 
@@ -596,6 +631,8 @@ class Attempt:
             await asyncio.sleep(1.0)
             limit = self._stage.plan.silence
             for name, worker in self.living:
+                if worker.seat.rank in self.debugged:
+                    worker.heard = worker.heard and time.monotonic()
                 silent = time.monotonic() - worker.heard
                 if worker.heard and not worker.done and silent > limit:
                     worker.heard = 0.0

@@ -8,7 +8,8 @@ bars) are an area at the bottom that is painted again below whatever else is pri
 a model (`Lines`), never passed through, so that nothing of another rank lands in the middle of a sequence.
 The model knows what bars are made of: return, newline, cursor up and down, erase; colours are text. While
 nobody else has printed, a cursor that moves up reaches rows that are finished already, as on a terminal of
-its own; after that they belong to the past, and the bars begin again below. What needs the whole screen
+its own; after that they belong to the past, and the bars begin again below. While a debugger has the terminal,
+what other ranks write waits in their logs, and what its own rank writes has no prefix. What needs the whole screen
 (cursor addressing, the alternate screen) cannot be shared by ranks, and is dropped. The bytes of a world of one
 rank pass unchanged.
 """
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
@@ -31,6 +33,11 @@ BATCH = 1 << 22  # gathered before it is written
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 _MODES_SHARED = (b"25", b"2004")  # rank 0 may change these where it is not alone
+
+
+@dataclass(frozen=True)
+class _Loan:
+    rank: int | None
 
 
 class Console:
@@ -63,7 +70,9 @@ class Console:
         self._err = self._out if _same(out, err) else Sink(err, terminal=terminal)
         self._attributes = attributes((out, err, 0))
         self._wake = threading.Condition(self.lock)
-        self._queue: deque[Feed | str] = deque()
+        self._queue: deque[Feed | str | bytes | _Loan] = deque()
+        self._borrower: int | None = None  # the rank whose debugger has the terminal
+        self._later: list[Feed] = []  # what there is to show once it is through
         self._feeds: list[Feed] = []
         self._live: list[Feed] = []
         self._closing = False
@@ -99,7 +108,7 @@ class Console:
         sink = self._sink(stream)
         lines = None if self._alone else Lines(live=live)
         feed = Feed(self, sink, lines, None if log is None else os.dup(log), size)
-        feed.prefix = self._prefix(rank, sink)
+        feed.rank, feed.prefix = rank, self._prefix(rank, sink)
         with self.lock:
             self._feeds.append(feed)
             if live and lines is not None:  # stdout is painted last: there a prompt is, and people type
@@ -110,7 +119,22 @@ class Console:
     def renumber(self, feed: Feed, rank: int) -> None:
         """Its lines are another rank's from here on."""
         with self.lock:
-            feed.prefix = self._prefix(rank, feed.sink)
+            feed.rank, feed.prefix = rank, self._prefix(rank, feed.sink)
+
+    def lend(self, rank: int | None) -> None:
+        """The terminal, to the debugger of a rank; None: it is through."""
+        with self.lock:
+            self.ready(_Loan(rank))
+
+    def debugger(self, data: bytes) -> None:
+        """What the debugger writes."""
+        with self.lock:
+            self.ready(data)
+
+    def typed(self) -> None:
+        with self.lock:
+            self._out.entered()
+            self._err.entered()
 
     def say(self, text: str) -> None:
         """A line of our own, on stderr. Further lines of the text are details."""
@@ -121,7 +145,7 @@ class Console:
             else:
                 self.ready(text)
 
-    def ready(self, item: Feed | str) -> None:
+    def ready(self, item: Feed | str | bytes | _Loan) -> None:
         """There is something to show."""
         if isinstance(item, Feed):
             if item.queued or self._abandoned:
@@ -195,11 +219,19 @@ class Console:
                     break
                 batch = list(self._queue)
                 self._queue.clear()
-                last = self._closing and not batch
+                last = self._closing and not batch and not self._later
+            if self._closing and not batch and self._later:
+                self._lend(None)
             for item in batch:
                 if isinstance(item, str):
                     if item:
                         self._speak(item)
+                elif isinstance(item, bytes):
+                    self._out.straight(item)
+                elif isinstance(item, _Loan):
+                    self._lend(item.rank)
+                elif self._held(item):
+                    self._later.append(item)
                 else:
                     self._show(item)
                     if item.sink.waiting > BATCH:
@@ -218,14 +250,30 @@ class Console:
         """Seconds until something is to be done although nothing comes."""
         times = [sink.repaint_at for sink in (self._out, self._err) if sink.late]
         for feed in self._feeds:
+            if self._held(feed):
+                continue
             if feed.sign_at is not None:
                 times.append(feed.sign_at)
             if feed.lines is not None and feed.lines.rest:
                 times.append(feed.heard + feed.lines.rest * self._quiet)
-        for feed in self._live:
+        for feed in self._live if self._borrower is None else ():
             if feed.lines is not None and feed.lines.pending and not feed.showing:
                 times.append(feed.heard + self._quiet)
         return min(times) - time.monotonic() if times else None
+
+    def _lend(self, rank: int | None) -> None:
+        """No area is painted meanwhile; what waited is shown afterwards."""
+        self._borrower = rank
+        for sink in dict.fromkeys((self._out, self._err)):
+            self._gone_by(sink, None)
+            sink.flush([], max(time.monotonic(), sink.repaint_at))
+        if rank is None:
+            with self.lock:
+                self._queue.extend(self._later)
+            self._later.clear()
+
+    def _held(self, feed: Feed) -> bool:
+        return self._borrower not in (None, feed.rank)
 
     def _show(self, feed: Feed) -> None:
         data, last = feed.take()
@@ -238,14 +286,15 @@ class Console:
 
     def _read_on(self, feed: Feed, lines: Lines, data: bytes) -> None:
         feed.heard = time.monotonic()
-        if feed.live:
+        if feed.live and self._borrower is None:
             self._leave_prompts(feed)
         done = lines.feed(data)
         if feed.live:
             for mode in lines.modes:
                 if mode[3:-1] in _MODES_SHARED:
                     feed.sink.mode(mode)
-            feed.sink.reclaim(self._line(feed, line) for line in lines.reclaimed)
+            if self._borrower is None:
+                feed.sink.reclaim(self._line(feed, line) for line in lines.reclaimed)
         lines.modes.clear()
         lines.reclaimed.clear()
         if done and feed.sign:
@@ -280,9 +329,13 @@ class Console:
         return feed.prefix + lines[:-1].replace(b"\n", b"\n" + feed.prefix) + b"\n"
 
     def _put(self, feed: Feed, lines: bytes) -> None:
-        if lines:
-            self._gone_by(feed.sink, feed)
+        if not lines:
+            return
+        self._gone_by(feed.sink, feed)
+        if self._borrower is None:
             feed.sink.put(self._rendered(feed, lines))
+        else:
+            feed.sink.interject(lines)
 
     def _gone_by(self, sink: Sink, writer: Feed | None) -> None:
         """Finished rows are out of reach once somebody else has written below them."""
@@ -296,7 +349,7 @@ class Console:
         lines = f"phalanx: {text.rstrip()}\n"
         if sink.terminal:
             lines = _wrapped(lines, sink.size()[1] or 80)
-        if self._alone:
+        if self._alone or self._borrower is not None:
             sink.interject(lines.encode(errors="replace"))
         else:
             sink.put(lines.encode(errors="replace"))
@@ -319,7 +372,7 @@ class Console:
 
     def _lapse(self, now: float) -> None:
         for feed in list(self._feeds):
-            if feed.lines is None:
+            if feed.lines is None or self._held(feed):
                 continue
             rest = feed.lines.rest * self._quiet
             if feed.lines.rest and not feed.queued and now - feed.heard >= rest:
@@ -338,6 +391,8 @@ class Console:
 
     def _area(self, sink: Sink, now: float) -> list[bytes]:
         rows: list[bytes] = []
+        if self._borrower is not None:
+            return rows
         if self._status and sink is self._err:
             rows.append(f"phalanx: {self._status}"[: max((sink.size()[1] or 80) - 1, 20)].encode(errors="replace"))
         for feed in self._live:

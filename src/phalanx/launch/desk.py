@@ -64,7 +64,10 @@ class Desk:
                 caller.settimeout(None)
                 await answerer(received[0], caller)
                 return
-            wire.send(caller, {"is": "refused", "why": "this run does not know that question"})
+            wire.send(
+                caller,
+                {"is": "refused", "why": "it has only just begun, or knows no such question: ask again in a moment"},
+            )
         caller.close()
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ class Feed:
         self.sink = sink
         self.lines = lines  # None: straight through
         self.prefix = b""
+        self.rank = 0
         self.live = False  # its unfinished rows are painted
         self.heard = 0.0
         self.showing = False  # an unfinished line is on the screen

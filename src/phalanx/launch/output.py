@@ -158,6 +158,12 @@ class Output:
             self._forget(stream)
         return sorted({stream.rank for stream in held})
 
+    def catch_up(self, rank: int) -> None:
+        """What a rank has written so far is kept, and on its way to the terminal."""
+        for stream in self._of([rank]):
+            while not stream.ended.done() and self._pump(stream):
+                pass
+
     def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
         """The last lines as a reader would have seen them: plain text, bars in their last state."""
         found = self._streams.get((rank, Std.OUT if stream == "stdout" else Std.ERR))

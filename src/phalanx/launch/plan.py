@@ -31,6 +31,7 @@ class Showing:
     stderr_needles: tuple[str, ...] = ()
     colour: bool | None = None
     quiet: bool = False
+    paces: bool = False  # of all ranks at the end, whoever is slow
     events: bool = False  # torchrun's --event-log-handler console
 
     def shown(self, seat: Seat) -> Std:
@@ -110,6 +111,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     topology: str = ""
     gathering: Gathering | None = None  # None: one node, and nobody to meet
+    check_collectives: bool = False  # before they are started
     hanging: Hanging = Hanging()
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits

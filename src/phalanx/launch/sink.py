@@ -100,6 +100,10 @@ class Sink:
         self.put(lines if self._fresh else b"\n" + lines)
         self.flush([], 0.0)
 
+    def entered(self) -> None:
+        """The user has typed a line, and the cursor is at the start of the next."""
+        self._fresh = True
+
     def mode(self, sequence: bytes) -> None:
         self._watch_modes(sequence)
         self._write(sequence)

@@ -102,7 +102,8 @@ async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[Thread, 
 
 
 def _spied(thread: dict[str, Any], pid: int) -> Thread:
-    frames = tuple(Frame(f["filename"], int(f["line"] or 0), f["name"]) for f in thread["frames"])
+    # It says of which class a method is; everybody else does not.
+    frames = tuple(Frame(f["filename"], int(f["line"] or 0), f["name"].rpartition(".")[2]) for f in thread["frames"])
     main = thread.get("os_thread_id") == pid
     name = thread.get("thread_name") or ("MainThread" if main else f"thread {thread.get('os_thread_id')}")
     return Thread(name=name, frames=frames, main=main, holds_gil=bool(thread.get("owns_gil")))

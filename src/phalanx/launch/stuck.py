@@ -1,18 +1,20 @@
 """Survivors that do not come to the new group: gloo may wait for ever in an operation whose connections are cut.
 
 What it sends to a rank that has died may stand in a queue of its own, and whoever waits for that is never told that it
-is in vain. Such a process cannot be woken. Another in its place loses nothing, if somebody else has what it has.
+is in vain. Such a process cannot be woken. Another in its place loses nothing, if somebody else has what it has; where
+nobody has, a thread of it that does not wait puts it into memory first.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.launch.zygote import kernel
 
-PATIENCE = 0.4  # seconds without a sign of work, where somebody else has the state
-LAST = 15.0  # the same where nobody has: what is lost then is what was done since the last snapshot
+PATIENCE = 0.4  # seconds without a sign of work
+LAST = 15.0  # the same where nobody else has the state: what is lost then is what was done since the last snapshot
 
 
 @dataclass
@@ -27,10 +29,10 @@ class Stuck:
     def __init__(self) -> None:
         self._looks: dict[int, _Look] = {}
 
-    def among(self, missing: list[int], *, safe: bool) -> list[int]:
-        """Those of these processes that are not coming. `safe`: somebody else has what they have."""
-        now, limit = time.monotonic(), PATIENCE if safe else LAST
-        return [pid for pid in missing if self._still(pid, now) > limit]
+    def among(self, missing: Iterable[int], patience: float) -> list[int]:
+        """Those of these processes that have given no sign of work for so long: they are not coming."""
+        now = time.monotonic()
+        return [pid for pid in missing if self._still(pid, now) > patience]
 
     def _still(self, pid: int, now: float) -> float:
         """Seconds for which its main thread has neither computed nor been ready to."""

@@ -22,6 +22,7 @@ from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
+from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
@@ -35,8 +36,9 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
-if TYPE_CHECKING:  # it is not needed in the first second, and costs as much as the rest of us
+if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
     from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
@@ -103,8 +105,10 @@ class Supervisor:
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
+        self._debugging: Debugging | None = None
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
+        self._paces: Paces | None = None  # how fast each of them is
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -116,7 +120,9 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
-        self._board, self._desk = Board(), Desk()
+        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
+        self._debugging = Debugging(self, self._company, self._console, self._folder)
+        self._desk.answers("attach", self._debugging.attach)
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -137,10 +143,11 @@ class Supervisor:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                if self._observer is not None:
-                    await self._observer.end()
+                for watcher in (self._observer, self._paces):
+                    if watcher is not None:
+                        await watcher.end()
                 await self._close()
-                for held in (self._vault, self._desk, self._board):
+                for held in (self._vault, self._debugging, self._desk, self._board):
                     if held is not None:
                         held.close()
                 self._showing_rest = True
@@ -418,6 +425,9 @@ class Supervisor:
             if standing:
                 self._console.say(standing)
             return 128 + self._signal, ""
+        paces = self._paces.last_words(well=next_.code == 0) if self._paces is not None else ""
+        if paces:
+            self.say(paces)
         if next_.text:
             self._console.say(next_.text)
         if standing and next_.code:
@@ -441,6 +451,7 @@ class Supervisor:
             echo=company.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
             board=self._board,
+            witnessed=self._debugging.heard if self._debugging is not None else None,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
@@ -461,15 +472,18 @@ class Supervisor:
 
     async def _observe(self) -> None:
         await asyncio.sleep(_LATER)
-        observer = await asyncio.to_thread(_observer)
+        observer, paces = await asyncio.to_thread(_watchers)
         if self._desk is not None:
             self._observer = observer(self, self._company, self.post, self._desk, self._folder)
+            self._paces = paces(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
         await self._company.settled()
+        if self._paces is not None:
+            self._paces.concluded()
         attempt.concluded()
         ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
@@ -516,6 +530,9 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        ends = self._signal is not None or self._preempting is not None
+        if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
+            return
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
             self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:
@@ -651,10 +668,11 @@ class Supervisor:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _observer() -> type[Observer]:
+def _watchers() -> tuple[type[Observer], type[Paces]]:
     from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
 
-    return Observer
+    return Observer, Paces
 
 
 def _few(ranks: list[int]) -> str:

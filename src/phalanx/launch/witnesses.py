@@ -6,6 +6,7 @@ A worker that is no Python of ours (--no-python, or one that has not come to it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import mmap
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness import page
+from phalanx.launch.zygote.witness import ledger, page
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
 
@@ -22,10 +23,12 @@ _SLOTS = 256  # more workers than a node has; pages that nobody writes cost noth
 class Board:
     """Memory without a name (memfd): gone with the last process that uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks: bool = False) -> None:
+        self.checks = checks  # whether ranks compare their collectives in it
+        size = ledger.size(_SLOTS) if checks else _SLOTS * page.SIZE
         self.fd = os.memfd_create("phalanx-board", os.MFD_CLOEXEC)
-        os.truncate(self.fd, _SLOTS * page.SIZE)
-        self.memory = mmap.mmap(self.fd, _SLOTS * page.SIZE)
+        os.truncate(self.fd, size)
+        self.memory = mmap.mmap(self.fd, size)
         self._taken: set[int] = set()
 
     def take(self) -> int | None:
@@ -34,9 +37,17 @@ class Board:
         if slot is not None:
             self._taken.add(slot)
             page.clear(self.memory, slot)
+            if self.checks:
+                ledger.clear(self.memory, slot)
         return slot
 
+    def seat(self, slot: int, rank: int | None) -> None:
+        """Who sits there; None: nobody that others could wait for."""
+        if self.checks:
+            ledger.seat(self.memory, slot, rank)
+
     def leave(self, slot: int) -> None:
+        self.seat(slot, None)
         self._taken.discard(slot)
 
     def close(self) -> None:
@@ -65,6 +76,9 @@ class Witness:
         """What the worker gets: board, channel, stacks."""
         return [self._board.fd, self._theirs.fileno(), self.stacks]
 
+    def seat(self, rank: int | None) -> None:
+        self._board.seat(self.slot, rank)
+
     def handed_over(self) -> None:
         """The worker has them, or nobody will."""
         self._theirs.close()
@@ -84,6 +98,11 @@ class Witness:
             return None
         finally:
             del self._questions[number]
+
+    def order(self, what: str) -> None:
+        """What needs no answer."""
+        with contextlib.suppress(OSError):
+            wire.send(self._channel, {"do": what, "id": 0})
 
     def _read(self) -> None:
         """What there is: a worker that is stopped in the middle of a sentence must not keep us."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import line as words
+from phalanx.contract.variables import MEMORY
 from phalanx.errors import JoinError
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
@@ -41,6 +44,8 @@ class Generations:
         self._halting = Halting(self._steps)
         self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
         self._forming: words.World | None = None  # or formed: where this process is
+        self._remembers = False  # there were snapshots in memory, in the last group that it has left
+        self._rescuing = threading.Lock()  # one at a time
         self._line = Line(name, self._moved, self._pulse, self._heard)
         self._ignoring = Ignoring(self._line.preempt)
         self._line.listen()
@@ -121,7 +126,7 @@ class Generations:
         if run is None:  # it never came to be
             self._destroy()
             return
-        self._waited = run.waiting
+        self._waited, self._remembers = run.waiting, run.remembers
         self._past = None if run.torn else run.standing()
         if self._past is None:
             self._once.forget()
@@ -150,9 +155,11 @@ class Generations:
         self._severing.cut()
         self._halting.stir()
 
-    def _heard(self, message: words.Halt | words.End) -> None:
+    def _heard(self, message: words.Halt | words.Rescue | words.End) -> None:
         if isinstance(message, words.End):
             self._ignoring.die(message.signal)
+        elif isinstance(message, words.Rescue):  # which may take long, and there is more to hear
+            threading.Thread(target=self._rescue, name="phalanx-rescue", daemon=True).start()
         elif message.step is not None:
             self._halting.settle(message.step)
         else:
@@ -160,6 +167,40 @@ class Generations:
 
     def _stand(self, generation: int) -> None:
         self._line.tell(words.Standing(self._halting.ask(), generation, self._stuck))
+
+    def _rescue(self) -> None:
+        if self._rescuing.acquire(blocking=False):
+            try:
+                self._line.tell(self._rescued())
+            except Exception as error:  # whatever it is: the supervisor goes on as if it had not asked
+                self._line.tell(words.Rescued(why=f"{type(error).__name__}: {error}"[:1000]))
+            finally:
+                self._rescuing.release()
+
+    def _rescued(self) -> words.Rescued:
+        """The main thread sleeps in an operation of a group that is lost. Should it wake, it commits nothing: a step
+        that begins now is refused (`_reached`)."""
+        from phalanx.join.vault import Vault
+        from phalanx.train.snapshot.rescue import rescue, stillness
+
+        still, run, memory = stillness(), self._run, environment().get(MEMORY)
+        if still is None:
+            return words.Rescued(why="its main thread is at work")
+        if self._forming is None or not self._line.has_moved(self._forming):
+            return words.Rescued(why="it is where it should be")
+        if not memory or not (self._remembers or (run is not None and run.remembers)):
+            return words.Rescued(why="there are no snapshots in memory")
+        if run is not None and run.torn:
+            return words.Rescued(why="an update has begun, and its step is not committed")
+        past = self._past if run is None else run.standing(asleep=True)
+        if past is None:
+            return words.Rescued(why="it has nothing that could be gone on from")
+        vault = Vault(memory, str(self._training))
+        try:
+            why = rescue(past, vault, still)
+        finally:
+            vault.close()
+        return words.Rescued(why=why) if why else words.Rescued(past.step)
 
     def _elsewhere(self) -> bool:
         """The group forms anew, and this rank has not left it yet."""

@@ -606,8 +606,9 @@ class Run(Group):
         """Called before each update; raises where there is to be none."""
         self._stepper.guard = call
 
-    def standing(self) -> Past | None:
-        """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from."""
+    def standing(self, *, asleep: bool = False) -> Past | None:
+        """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
+        `asleep`: the thread that trains is still in the middle of the next one, whose tensors are left alone."""
         from phalanx.train.handover import Past
 
         if not self._ready:
@@ -619,16 +620,21 @@ class Run(Group):
                 data.position,
             ):  # that epoch is entered again, for what comes at its end
                 settings.put_back()
-        for kept in self._kept.values():  # a step that came to nothing leaves nothing
+        for kept in self._kept.values() if not asleep else ():  # a step that came to nothing leaves nothing
             for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
                 if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
                     part.reshard()
             if hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
         # DDP lays out its buckets anew after a step: one that came to nothing does not count.
-        layouts = self._stepper.layouts if self.steps > self._began else self._layouts
+        layouts = self._stepper.layouts if self.steps > self._began and not asleep else self._layouts
         settings = Settings(self._kept)
         return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
+
+    @property
+    def remembers(self) -> bool:
+        """What is in memory is found by those who come after us."""
+        return self._snapshots is not None
 
     @property
     def waiting(self) -> float:

@@ -1,6 +1,6 @@
 """Writes all that a process can observe about itself to DIR/<rank>.json.
 
-report.py --out DIR [--loaders] [ARGS …]
+report.py --out DIR [--loaders] [--without-torch] [ARGS …]
 
 What an import could change, torch's above all, is read first: under python nothing is imported by then.
 """
@@ -225,30 +225,16 @@ def libraries():
     import asyncio
     import decimal
     import locale
-    import logging
     import multiprocessing
     import pickle
     import tempfile
-    import warnings
-
-    import numpy as np
-    import torch
-    import torch.distributed as dist
 
     async def nothing():
         return asyncio.get_running_loop().is_running()
 
     return {
-        "warnings filters": [str(row) for row in warnings.filters],
         "locale": [locale.setlocale(locale.LC_ALL, None), locale.getpreferredencoding()],
         "decimal": str(decimal.getcontext()),
-        "logging": [
-            str(logging.root.handlers),
-            logging.root.level,
-            logging.getLogger("torch").level,
-            logging._srcfile is not None,
-            logging.raiseExceptions,
-        ],
         "asyncio": [type(asyncio.get_event_loop_policy()).__name__, asyncio.run(nothing())],
         "start method": multiprocessing.get_start_method(allow_none=True),
         "parent process": str(multiprocessing.parent_process()),
@@ -256,6 +242,27 @@ def libraries():
         "active children": str(multiprocessing.active_children()),
         "pickles": [Thing.__module__, pickle.loads(pickle.dumps(Thing(3))) == Thing(3)],
         "temporary directory": tempfile.gettempdir() == os.environ.get("TMPDIR", "/tmp"),
+    }
+
+
+def torch_and_numpy():
+    """They themselves, and what importing them has changed."""
+    import logging
+    import warnings
+
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    return {
+        "warnings filters": [str(row) for row in warnings.filters],
+        "logging": [
+            str(logging.root.handlers),
+            logging.root.level,
+            logging.getLogger("torch").level,
+            logging._srcfile is not None,
+            logging.raiseExceptions,
+        ],
         "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "torch defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
         "torch modes": [torch.is_grad_enabled(), torch.get_deterministic_debug_mode()],
@@ -272,28 +279,35 @@ def chance():
     import secrets
     import uuid
 
-    import numpy as np
-    import torch
-
     return {
-        "torch seed": torch.initial_seed(),  # without a manual seed, torch takes one from the system at import
-        "torch": torch.rand(1).item(),
         "random": random.random(),
-        "numpy": float(np.random.rand()),
-        "numpy generator": float(np.random.default_rng().random()),
         "uuid": str(uuid.uuid4()),
         "secrets": secrets.token_hex(),
         "pid": os.getpid(),
     }
 
 
+def chance_of_torch_and_numpy():
+    import numpy as np
+    import torch
+
+    return {
+        "torch seed": torch.initial_seed(),  # without a manual seed, torch takes one from the system at import
+        "torch": torch.rand(1).item(),
+        "numpy": float(np.random.rand()),
+        "numpy generator": float(np.random.default_rng().random()),
+    }
+
+
 def loaders():
-    """Two workers of a DataLoader over a class of the script, for each way to start them."""
+    """Workers of a DataLoader over a class of the script, for each way to start them; two where it costs no import."""
     from torch.utils.data import DataLoader
 
     found = {}
-    for method in ("fork", "forkserver", "spawn"):
-        loader = DataLoader(Numbers(), batch_size=2, num_workers=2, collate_fn=first, multiprocessing_context=method)
+    for method, count in (("fork", 2), ("forkserver", 1), ("spawn", 1)):
+        loader = DataLoader(
+            Numbers(), batch_size=2, num_workers=count, collate_fn=first, multiprocessing_context=method
+        )
         items = [thing.value for batch in loader for thing in batch]
         pids = {pid for _, pid in items}
         found[method] = [[index for index, _ in items], len(pids), os.getpid() in pids]
@@ -306,6 +320,9 @@ def write(names, early=EARLY):
     rank = os.environ.get("RANK", "0")
     report = early | interpreter() | module(names) | {"streams": streams()} | process() | libraries()
     report["chance"] = chance()
+    if "--without-torch" not in args:
+        report |= torch_and_numpy()
+        report["chance"] |= chance_of_torch_and_numpy()
     if "--loaders" in args:
         report["loaders"] = loaders()
     report["modules"] = sorted(sys.modules)

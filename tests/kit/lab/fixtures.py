@@ -16,17 +16,19 @@ from tests.kit.lab.node import Node
 from tests.kit.lab.slurm import Slurm
 from tests.kit.lab.sshd import Sshd
 
-GROUP = "lab"
+GROUPS = ("lab", "lab with services")
+SERVICES = {"ssh", "slurm"}
 _made = pytest.StashKey[Lab]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All tests of the lab on one worker, so that it is made once."""
+    """All tests of the lab on one worker, so that it is made once; those that need daemons there on another."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if "_lab" in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(GROUP))
+            names = getattr(item, "fixturenames", ())
+            if "_lab" in names:
+                item.add_marker(pytest.mark.xdist_group(GROUPS[not SERVICES.isdisjoint(names)]))
 
 
 @pytest.hookimpl(tryfirst=True)

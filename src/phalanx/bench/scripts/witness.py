@@ -3,9 +3,12 @@
 witness.py '{"rounds": …, "seconds": …, "width": …, "file": …}'
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,19 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 TOLD = json.loads(sys.argv[1])
-WITNESS = sys.modules["_phalanx_zygote.witness.witness"].current
+WITNESS: Any = sys.modules["_phalanx_zygote.witness.witness"].current
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = TOLD["width"]
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+    model: nn.Module = nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8)
+    )
     model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(16, width)
 
-    def steps(count):
+    def steps(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             model(batch).square().mean().backward()
@@ -41,7 +46,7 @@ def main() -> None:
     hooks = dict(optimizers._global_optimizer_post_hooks)
     pairs, used = [], []
     for number in range(TOLD["rounds"]):
-        pair = {}
+        pair: dict[str, float] = {}
         for how in ("with", "without") if number % 2 else ("without", "with"):
             if how == "without":
                 WITNESS.stop()

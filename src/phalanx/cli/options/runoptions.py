@@ -73,6 +73,7 @@ class RunOptions:
     event_log_handler: Literal["null", "console"]
     color: Literal["auto", "always", "never"]
     quiet: bool
+    paces: bool
 
     # start and end
     preload: tuple[str, ...]
@@ -89,6 +90,7 @@ class RunOptions:
     shutdown_timeout: float | None  # seconds; None: not told
     preempt_signals: tuple[signal.Signals, ...]
     grace: float  # seconds
+    check_collectives: bool
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
 
@@ -176,6 +178,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         event_log_handler="console" if values.event_log_handler == "console" else "null",
         color=values.color,
         quiet=values.quiet,
+        paces=values.paces,
         preload=values.preload or (),
         fresh=values.fresh,
         warm=not values.no_warm,
@@ -190,6 +193,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         preempt_signals=values.preempt_signal,
         grace=values.grace,
+        check_collectives=values.check_collectives,
         notes=(*where.notes, *checks.notes(values, given)),
     )
 

@@ -48,6 +48,11 @@ OPTIONS = (
     ),
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
+    _ours(
+        OFTEN,
+        "--check-collectives",
+        "Compares every collective of all ranks before it is started: two that differ are told at once.",
+    ),
     _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),
     _ours(OFTEN, "--kill-every", "Pause between two faults, on average.", kinds.DURATION, "5s", only="chaos"),
     _ours(OFTEN, "--seed", "Repeats the faults of another time. Not given: a random one.", kinds.ID, only="chaos"),
@@ -125,6 +130,7 @@ OPTIONS = (
     ),
     Option(OUTPUT, "--duplicate-stderr-filters", "The same for stderr.", kinds.FILTERS),
     _ours(OUTPUT, "--color", "Colours on the console.", one_of("auto", "always", "never"), "auto"),
+    _ours(OUTPUT, "--paces", "Shows at the end how long each rank computed and waited, though none is slow."),
     _ours(OUTPUT, "--quiet", "No lines of phalanx's own but errors."),
     Option(
         OUTPUT,

@@ -16,11 +16,15 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         if os.path.exists(path) and os.path.getsize(path):
             return  # torch's own @record has been here
         frames = traceback.extract_tb(trace)
+        text = f"{kind.__name__}: {value}"
+        story = "".join(traceback.format_exception(kind, value, trace))
+        if getattr(value, "in_words", False):  # where it was raised is of no interest
+            story, frames = text, traceback.StackSummary()
         record = {
             "message": {
-                "message": f"{kind.__name__}: {value}",
+                "message": text,
                 "extraInfo": {
-                    "py_callstack": "".join(traceback.format_exception(kind, value, trace)),
+                    "py_callstack": story,
                     "timestamp": str(int(now)),
                 },
             },

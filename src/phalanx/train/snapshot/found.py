@@ -9,6 +9,8 @@ import msgspec
 
 from phalanx.train.snapshot.exchange import Transfer
 
+RESCUE = 2  # the turn of what a rank has written alone, beside the two that all write in turn
+
 
 class Held(msgspec.Struct, frozen=True):
     """A sealed part in the memory of a node."""
@@ -32,6 +34,11 @@ class Found:
         """One that is all on this node, if there is such a one."""
         near = (whole for whole in self.wholes if all(node in self.holders[rank] for rank in whole))
         return next(near, self.wholes[0])
+
+    @property
+    def next_turn(self) -> int:
+        """Of the two that are written in turn, the one to be written next: not the one that this is in."""
+        return int(self.turn == 0)
 
     def name(self, rank: int) -> str:
         return f"{rank}.{self.turn}"

@@ -36,7 +36,7 @@ from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import Found, Held, newest, transfers
+from phalanx.train.snapshot.found import RESCUE, Found, Held, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Snapshots:
         self._era = self._group.broadcast(secrets.token_hex(4))
         if not self._looked:
             found = newest(self._held())
-            self._turn = 1 - found.turn if found is not None else 0
+            self._turn = found.next_turn if found is not None else 0
 
     def _turn_off(self, why: str) -> None:
         self.off = True
@@ -312,7 +312,9 @@ class Snapshots:
         if problem:  # some of it is in place by now
             raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
         state.restore(kept, plain, targets)
-        self._turn, self._looked = 1 - found.turn, True
+        self._turn, self._looked = found.next_turn, True
+        if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
+            self._again = found.step + 1
         rank = self._group.rank
         others = [one.random for one in parts.values()]
         if rank in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import os
 import sys
 import threading
 from types import FrameType
@@ -11,6 +11,7 @@ from typing import Any
 _MOST = 64  # threads
 _DEEP = 80  # frames of one
 
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _main = threading.main_thread().ident or 0
 
 
@@ -20,19 +21,14 @@ def main() -> FrameType | None:
 
 def threads() -> list[dict[str, Any]]:
     """Of all threads but ours, the main one first. No lock is taken: who holds it may be what hangs."""
-    own = _thread.get_ident()
     found = []
     for ident, frame in sys._current_frames().items():
-        if ident == own:
+        rows = frames(frame, _DEEP)
+        if rows[-1][0].startswith(_HERE):
             continue
         known = threading._active.get(ident)  # type: ignore[attr-defined]
-        found.append(
-            {
-                "name": getattr(known, "_name", None) or f"thread {ident}",
-                "main": ident == _main,
-                "frames": frames(frame, _DEEP),
-            }
-        )
+        name = getattr(known, "_name", None) or f"thread {ident}"
+        found.append({"name": name, "main": ident == _main, "frames": rows})
     found.sort(key=lambda one: not one["main"])
     return found[:_MOST]
 

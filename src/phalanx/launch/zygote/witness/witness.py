@@ -13,10 +13,11 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import page, recorder, sampler
+from . import checker, debugger, ledger, page, patience, recorder, sampler
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -34,9 +35,12 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     os.close(board)
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
-    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel), stacks)
+    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
+    if ledger.kept(memory):
+        checker.begin(ledger.Ledger(memory, slot), slot)
+    debugger.lay(witness.say)
     witness.start()
 
 
@@ -53,16 +57,15 @@ def _out_of_the_way(fd: int) -> int:
 
 
 class Witness:
-    def __init__(self, own: page.Page, channel: socket.socket, stacks: int) -> None:
+    def __init__(self, own: page.Page, channel: socket.socket) -> None:
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
-        self._stacks = stacks
-        self._wake = _out_of_the_way(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._steps = Steps(own)
         self._sampler = sampler.Sampler(own)
         self._ended = _thread.allocate_lock()  # held while the thread runs
-        self._asked = False  # to end
+        self._bell = _thread.allocate_lock()  # held until the thread is to end
         self._over = False  # for good
+        self._speaks = _thread.allocate_lock()  # one message after the other
         self.thread = 0  # as the kernel knows it
         self._steps.lay()
 
@@ -72,7 +75,7 @@ class Witness:
         """Not a thread that Python knows of: a script that counts its threads finds its own."""
         if self._over or not self._ended.acquire(blocking=False):
             return
-        self._asked = False
+        self._bell.acquire(blocking=False)
         try:
             _thread.start_new_thread(self._run, ())
         except RuntimeError:  # no thread to be had
@@ -80,9 +83,8 @@ class Witness:
 
     def stop(self) -> None:
         """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
-        self._asked = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        with contextlib.suppress(RuntimeError):  # two of the script's threads fork at once
+            self._bell.release()
         if self._ended.acquire(timeout=_PATIENCE):
             self._ended.release()
 
@@ -90,6 +92,7 @@ class Witness:
         """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
         self._steps.forget()
+        debugger.forget()
         self._close()
 
     def end(self) -> None:
@@ -113,21 +116,15 @@ class Witness:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        if self._hears:
-            poll.register(self._channel.fileno(), select.POLLIN)
-        while not self._asked:
-            ready = dict(poll.poll(EVERY * 1000))
-            if self._asked or self._wake in ready:
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(self._wake)
-                continue
-            if ready:
+        poll.register(self._channel.fileno(), select.POLLIN)
+        hears = True
+        while not self._bell.acquire(timeout=EVERY):
+            if hears and poll.poll(0):
                 received = wire.receive(self._channel) if self._hears else None
-                if received is None:  # the supervisor is gone, and so will we be; or somebody has closed it
-                    poll.unregister(self._channel.fileno())
-                    continue
-                self._answer(*received)
+                if received is None:  # the supervisor is gone, and so will we be; or the script has closed it
+                    hears = False
+                else:
+                    self._answer(*received)
             self._look()
 
     @property
@@ -148,7 +145,17 @@ class Witness:
         match order["do"]:
             case "tell":
                 told = recorder.everything(self._sampler.still)
-                wire.send(self._channel, {"is": "told", "id": order["id"], **told})
+                self.say({"is": "told", "id": order["id"], **told})
+            case "attach":
+                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+            case "interrupt":
+                self._beside(order, debugger.interrupt)
+            case "listen":
+                self._beside(order, debugger.listen, order["port"])
+            case "suspend":
+                patience.suspend()
+            case "resume":
+                patience.resume()
             case _:
                 for fd in fds:
                     os.close(fd)
@@ -159,5 +166,18 @@ class Witness:
             self._channel.close()
         else:
             self._channel.detach()
-        with contextlib.suppress(OSError):
-            os.close(self._wake)
+
+    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        if not self._hears:
+            raise BrokenPipeError("nobody listens")
+        with self._speaks:
+            wire.send(self._channel, message, fds)
+
+    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """What takes its time, in a thread of its own, which answers."""
+
+        def answer(message: dict[str, Any]) -> None:
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order["id"], **message})
+
+        _thread.start_new_thread(act, (*args, answer))

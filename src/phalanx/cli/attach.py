@@ -1,0 +1,162 @@
+"""`phalanx attach RANK [RUN]`: a debugger in one rank of a run, from any of its nodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import desk, runfolder
+from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.zygote import wire
+from phalanx.launch.zygote.witness.terminal import LEAVE
+
+_PORT = 5678  # what IDEs ask for by themselves
+_PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")
+
+_WORDS = {
+    "breakpoint": "rank {rank} is at its breakpoint, {place}: c lets it go on, q ends it, Ctrl-D leaves it waiting",
+    "stopped": "rank {rank} is stopped: c or q lets it go on",
+    "looking": "rank {rank} is in native code (a collective, most likely) and was not stopped: look, then q",
+}
+_TEXT = (
+    "A debugger (pdb) in one rank of a run. The rank stops where it is, and goes on when you leave (q, Ctrl-D). "
+    "One that waits at a breakpoint() stays there until it is told to go on (c)."
+)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="phalanx attach", description=_TEXT)
+    parser.add_argument("rank", type=int, metavar="RANK")
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it")
+    parser.add_argument(
+        "-c", "--command", action="append", metavar="TEXT", help="type this, print what comes, and leave; repeatable"
+    )
+    parser.add_argument(
+        "--debugpy",
+        nargs="?",
+        type=int,
+        const=_PORT,
+        metavar="PORT",
+        help=f"for an IDE: debugpy listens there, on the rank's own machine alone ({_PORT}; 0: any free port)",
+    )
+    options = parser.parse_args(argv)
+    run = _find(options.run, options.rank)
+    with _asked(run, options.rank, options.debugpy) as (caller, answer, stream):
+        if stream is None:
+            where = f"127.0.0.1:{answer['port']} on {answer['host']}"
+            sys.stdout.write(
+                f"rank {options.rank} waits for an IDE at {where}; its run goes on, and has no time limits\n"
+            )
+            return 0
+        if options.command:
+            return _type(stream, options.command)
+        said = _WORDS[answer["how"]].format(rank=options.rank, place=answer.get("place", ""))
+        sys.stderr.write(f"phalanx: {said}\n")
+        return _talk(caller, stream, leaves=answer["how"] == "breakpoint")
+
+
+@contextlib.contextmanager
+def _asked(
+    run: RunRecord, rank: int, port: int | None
+) -> Iterator[tuple[socket.socket, wire.Message, socket.socket | None]]:
+    """The connection to the supervisor, what it says, and the debugger's terminal."""
+    with desk.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
+        received = wire.receive(caller)
+        if received is None:
+            raise LaunchError(f"{run.id} has ended", fix="phalanx ps --all")
+        answer, fds = received
+        if answer["is"] != "attached":
+            raise LaunchError(str(answer.get("why")), fix=str(answer.get("fix", "")))
+        if not fds:
+            yield caller, answer, None
+            return
+        with socket.socket(fileno=fds[0]) as stream:
+            yield caller, answer, stream
+
+
+def _type(stream: socket.socket, commands: list[str]) -> int:
+    stream.sendall("".join(f"{command}\n" for command in commands).encode())
+    stream.shutdown(socket.SHUT_WR)  # it leaves when it has read all
+    found = bytearray()
+    with contextlib.suppress(ConnectionResetError):
+        while data := stream.recv(1 << 16):
+            found += data
+    sys.stdout.buffer.write(_PROMPTS.sub(b"", bytes(found)).removesuffix(b"(Pdb) "))
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
+    """Until one of both has enough. The terminal itself edits lines; Ctrl-C goes to the debugger."""
+
+    def interrupt(*_: object) -> None:
+        with contextlib.suppress(OSError):
+            caller.send(b"\x03")
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        inputs: list[int] = [stream.fileno(), 0]
+        while True:
+            ready, _, _ = select.select(inputs, [], [])
+            if stream.fileno() in ready:
+                data = _received(stream)
+                if not data:
+                    return 0
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+            elif 0 in ready:
+                typed = os.read(0, 1 << 16)
+                if not typed and (leaves or not os.isatty(0)):
+                    stream.shutdown(socket.SHUT_WR)
+                    inputs.remove(0)
+                else:
+                    stream.sendall(typed or LEAVE.encode())
+    except BrokenPipeError:
+        return 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _received(stream: socket.socket) -> bytes:
+    try:
+        return stream.recv(1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
+def _find(name: str | None, rank: int) -> RunRecord:
+    known = list(runfolder.all_runs(runfolder.home(environment())))
+    living = [run for run in known if run.alive]
+    names = [run.id for run in living]
+    if name is None:
+        if len(living) == 1:
+            return living[0]
+        raise UsageError(
+            "which run?" if living else "nothing is running",
+            details=names,
+            fix=f"phalanx attach {rank} {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
+        )
+    found = [run for run in living if run.id == name] or [run for run in living if run.id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    past = next((run for run in reversed(known) if run.id.startswith(name)), None)
+    if not found and past is not None:
+        there = not past.here and past.ended is None
+        raise UsageError(
+            f"{past.id} runs on {past.host}" if there else f"{past.id} has ended",
+            fix=f"on {past.host}: phalanx attach {rank} {past.id}" if there else f"phalanx why {past.id}",
+        )
+    raise UsageError(
+        f"{name} is the beginning of {len(found)} runs" if found else f"no run called {name} is running",
+        details=[run.id for run in found] or [f"running: {', '.join(names) or 'nothing'}"],
+        fix="phalanx ps",
+    )

@@ -1,0 +1,52 @@
+"""Which run is meant: by its name, the beginning of it, or because there is no other."""
+
+from __future__ import annotations
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import UsageError
+from phalanx.launch import runfolder
+from phalanx.launch.runfolder import RunRecord
+
+
+def running(name: str | None, *, verb: str) -> RunRecord:
+    """One that runs on this machine."""
+    living = [run for run in _all() if run.alive]
+    if name is not None:
+        return _named(name, living, "is running")
+    if len(living) == 1:
+        return living[0]
+    names = [run.id for run in living]
+    raise UsageError(
+        "which run?" if living else "nothing is running",
+        details=names,
+        fix=f"phalanx {verb} {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
+    )
+
+
+def any_run(name: str | None, *, verb: str) -> RunRecord:
+    """One that runs, or has ended: without a name the one that runs, else the last."""
+    runs = list(_all())
+    if name is not None:
+        return _named(name, runs, "is known here")
+    living = [run for run in runs if run.alive]
+    if len(living) > 1:
+        raise UsageError("which run?", details=[run.id for run in living], fix=f"phalanx {verb} {living[-1].id}")
+    if not runs:
+        raise UsageError("no runs yet", fix="phalanx run train.py")
+    return (living or runs)[-1]
+
+
+def _all() -> list[RunRecord]:
+    return list(runfolder.all_runs(runfolder.home(environment())))
+
+
+def _named(name: str, runs: list[RunRecord], how: str) -> RunRecord:
+    found = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(run.id for run in runs[-5:])
+    raise UsageError(
+        f"{name} is the beginning of {len(found)} runs" if found else f"no run called {name} {how}",
+        details=[run.id for run in found] or [f"there is: {names or 'nothing'}"],
+        fix="phalanx ps --all",
+    )

@@ -1,0 +1,86 @@
+"""`phalanx why [RUN]`: what a running job waits for, or what an ended one died of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from phalanx.cli import choice
+from phalanx.diagnose.evidence import Evidence
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import desk, postmortem, stalls
+from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.zygote import wire
+
+_PATIENCE = 20.0  # seconds for all nodes to say what they know
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx why",
+        description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
+        epilog="exit code: 0 if nothing is wrong, 1 if something is",
+    )
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
+    outside = parser.add_mutually_exclusive_group()
+    outside.add_argument(
+        "--pid", type=int, nargs="+", metavar="PID", help="a job that phalanx did not start: its launcher, or its ranks"
+    )
+    outside.add_argument("--slurm", metavar="JOB", help="the same, by the number of a Slurm job")
+    parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
+    parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
+    parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
+    options = parser.parse_args(argv)
+    if options.pid or options.slurm:
+        if options.run:
+            raise UsageError(f"{options.run} is a run, and --pid or --slurm another one", fix="leave one of them out")
+        from phalanx.launch import outsiders
+
+        looked = outsiders.of_job(options.slurm, here=options.here) if options.slurm else outsiders.below(options.pid)
+        answer = outsiders.answer(looked)
+    else:
+        run = choice.any_run(options.run, verb="why")
+        if not run.alive:
+            return _ended(run, as_json=options.json)
+        answer = _ask(run)
+    if options.json:
+        sys.stdout.write(json.dumps({name: answer[name] for name in ("verdicts", "evidence")}) + "\n")
+    else:
+        sys.stdout.write(answer["report"] + "\n")
+        if options.stacks:
+            sys.stdout.write("\n" + stalls.text(msgspec.convert(answer["evidence"], Evidence)))
+    return 1 if answer["verdicts"] else 0
+
+
+def _ask(run: RunRecord) -> dict[str, Any]:
+    with desk.call(run, {"ask": "why"}) as line:
+        line.settimeout(_PATIENCE)
+        try:
+            received = wire.receive(line)
+        except TimeoutError:
+            received = None
+    if received is None or received[0].get("is") != "why":
+        why = received[0].get("why", "") if received is not None else "its supervisor does not answer"
+        raise LaunchError(f"{run.id} cannot be asked: {why}", fix=f"phalanx why --pid {run.pid}")
+    return received[0]
+
+
+def _ended(run: RunRecord, *, as_json: bool) -> int:
+    remains = postmortem.read(run)
+    if as_json:
+        found = {
+            "run": run.id,
+            "state": run.state,
+            "code": run.code,
+            "first": postmortem.first(remains),
+            "verdicts": msgspec.to_builtins(remains.verdicts),
+            "events": [msgspec.to_builtins(event) for event in remains.happened],
+        }
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        sys.stdout.write(postmortem.report(remains) + "\n")
+    return 0 if run.code == 0 else 1

@@ -1,0 +1,381 @@
+"""Who debugs which rank: breakpoints that wait for a terminal, and whoever attaches, here or on another node.
+
+A debugger's terminal is a socket. The supervisor of the rank has its other end, and hands it on: to the terminal of
+`phalanx run`, to a `phalanx attach` on the same node, or, by letters, to another node.
+
+    o open   r reply   d data   e end of one direction   c closed   i interrupt     of a stream, by its number
+    s ranks at a debugger here, to node 0   p all of them, from node 0   w one waits for a terminal, to node 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.launch import opening
+from phalanx.launch.attempt import Attempt, Worker
+from phalanx.launch.bridge import Bridge
+from phalanx.launch.console import Console
+from phalanx.launch.keyboard import Keyboard
+from phalanx.launch.opening import Opened, Refused
+from phalanx.launch.post import Carrier, Post
+from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.zygote import wire
+
+KIND = "debug"
+_ANSWER = 5.0  # seconds for a rank: it has a thread that does nothing else, unless Python's lock is held
+_LONGER = 20.0  # for one on another node, or a debugger that has to be imported
+_DEBUGPY = "debugpy"
+_LOOK = 1.0  # seconds between two looks whether the other end of a stream is there
+
+Way = tuple[int | None, int]  # to whom (None: node 0), and the number of the stream
+
+
+@dataclass
+class _Debugged:
+    """A rank of this node."""
+
+    by: str = ""
+    place: str = ""
+    sock: socket.socket | None = None  # it waits at a breakpoint, for somebody to take this
+
+
+class Supervised(Protocol):
+    @property
+    def attempt(self) -> Attempt | None: ...
+    @property
+    def post(self) -> Post: ...
+    def note(self, text: str) -> None: ...
+
+
+class Debugging:
+    def __init__(self, supervised: Supervised, company: Carrier, console: Console, folder: RunFolder) -> None:
+        self._supervised = supervised
+        self._company = company
+        self._console = console
+        self._folder = folder  # its name changes when the nodes have come together
+        self._keyboard = Keyboard(console)
+        self._here: dict[str, _Debugged] = {}  # by the name of the worker
+        self._away: dict[int, frozenset[int]] = {}  # by member: where this node leads
+        self._waiting: list[tuple[int, str]] = []  # for the keyboard: rank and place
+        self._bridges: dict[Way, Bridge] = {}
+        self._replies: dict[Way, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._deaf = False  # the rank that has the keyboard does not come when it is interrupted
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._told: tuple[bool, frozenset[int], frozenset[int]] | None = None  # as a leader or not, which ranks, whom
+        supervised.post.reads(KIND, self._read)
+
+    # -- what ranks of this node say
+
+    def heard(self, name: str, message: wire.Message, fds: list[int]) -> None:
+        socks = [socket.socket(fileno=fd) for fd in fds]
+        worker = self._worker(name)
+        match message["is"]:
+            case "breakpoint" if worker is not None and socks:
+                self._here[name] = _Debugged(place=str(message.get("place", "")), sock=socks.pop())
+                self._changed()
+                self._offer(worker.seat.rank, self._here[name].place)
+            case "released" | "gone" if name in self._here:
+                left = self._here.pop(name).sock
+                if left is not None:
+                    left.close()
+                self._changed()
+        for sock in socks:
+            sock.close()
+
+    def _worker(self, name: str) -> Worker | None:
+        attempt = self._supervised.attempt
+        return attempt.workers.get(name) if attempt is not None else None
+
+    def _changed(self) -> None:
+        """Everybody is to know: others wait for these ranks, and that is no fault."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        own = frozenset(worker.seat.rank for name in self._here if (worker := self._worker(name)) is not None)
+        leads, members = self._company.leads, self._company.members()
+        ranks = own.union(*(self._away.get(member, ()) for member in members))
+        told, self._told = self._told, (leads, ranks, frozenset(members))
+        if leads:
+            self._apply(ranks)
+        if told == self._told:
+            return
+        for to in members if leads else (None,):
+            self._send((to, 0), b"p" if leads else b"s", {"ranks": sorted(ranks)})
+
+    def _apply(self, ranks: frozenset[int]) -> None:
+        attempt = self._supervised.attempt
+        if attempt is None or attempt.debugged == ranks:
+            return
+        before, attempt.debugged = attempt.debugged, ranks
+        if bool(before) != bool(ranks):
+            for _, worker in attempt.living:
+                if worker.witness is not None:
+                    worker.witness.order("suspend" if ranks else "resume")
+
+    # -- the terminal of `phalanx run`
+
+    def _offer(self, rank: int, place: str) -> None:
+        if not self._company.leads:
+            self._send((None, 0), b"w", {"rank": rank, "place": place})
+            return
+        if not self._keyboard.there:
+            self._say_how(rank, place)
+            return
+        if self._waiting:
+            self._console.say(f"rank {rank} waits at a breakpoint, {place}, until the terminal is free")
+        self._waiting.append((rank, place))
+        if len(self._waiting) == 1:
+            self._start(self._serve())
+
+    def _say_how(self, rank: int, place: str) -> None:
+        self._console.say(f"rank {rank} waits at a breakpoint, {place}: phalanx attach {rank} {self._folder.name}")
+
+    async def _serve(self) -> None:
+        """One after the other."""
+        while self._waiting:
+            rank, place = self._waiting[0]
+            try:
+                if self._keyboard.there:
+                    await self._lend(rank, place)
+                else:
+                    self._say_how(rank, place)
+            except (Refused, OSError):  # somebody else has it, or it is gone
+                pass
+            finally:
+                self._waiting.pop(0)
+
+    async def _lend(self, rank: int, place: str) -> None:
+        opened = await self.open(rank, by="the terminal of phalanx run", waits=True)
+        if opened.sock is None:
+            return
+        self._deaf = False
+        self._console.say(f"rank {rank} is at a breakpoint, {place}, and has the terminal until it goes on (c)")
+        attempt = self._supervised.attempt
+
+        def catch_up() -> None:
+            self._deaf = False
+            if attempt is not None:
+                attempt.output.catch_up(rank)
+
+        await self._keyboard.lend(rank, opened.sock, catch_up)
+
+    def interrupted(self) -> bool:
+        """Ctrl-C. Whether it is the debugger's."""
+        rank = self._keyboard.rank
+        if rank is None or self._deaf:
+            return False
+        self._start(self._interrupt_by_hand(rank))
+        return True
+
+    async def _interrupt_by_hand(self, rank: int) -> None:
+        if not await self.interrupt(rank):
+            self._deaf = True
+            self._console.say(
+                f"rank {rank} is in native code, and does not come to its debugger; Ctrl-C again ends the run"
+            )
+
+    # -- whoever attaches
+
+    async def attach(self, question: wire.Message, caller: socket.socket) -> None:
+        """From the desk. What follows the question is Ctrl-C, a byte each."""
+        with caller:
+            try:
+                rank, port = int(question.get("rank", -1)), question.get("port")
+                opened = await self.open(rank, by=f"process {question.get('pid')}", port=port)
+            except Refused as refused:
+                wire.send(caller, {"is": "refused", "why": refused.why, "fix": refused.fix})
+                return
+            told = {"is": "attached", "how": opened.how, "place": opened.place}
+            if opened.sock is None:
+                wire.send(caller, {**told, "port": opened.port, "host": opened.host})
+                return
+            with opened.sock as sock:
+                wire.send(caller, told, [sock.fileno()])
+            caller.setblocking(False)
+            while await asyncio.get_running_loop().sock_recv(caller, 1):
+                await self.interrupt(rank)
+
+    async def open(self, rank: int, *, by: str, port: int | None = None, waits: bool = False) -> Opened:
+        """A debugger in a rank, wherever it is. `port`: debugpy is to listen. `waits`: only if it is at a breakpoint.
+        Raises Refused."""
+        attempt = self._supervised.attempt
+        if attempt is None:
+            raise Refused("no rank is running at this moment", "the same again, once ranks have begun")
+        if not 0 <= rank < attempt.world_size:
+            last = attempt.world_size - 1
+            raise Refused(f"there is no rank {rank}", f"phalanx attach 0 … (ranks 0 to {last})" if last else "")
+        for name, worker in attempt.workers.items():
+            if worker.seat.rank == rank and not worker.spare:
+                if worker.code is not None:
+                    raise Refused(f"rank {rank} has ended")
+                return await self._open_here(name, worker, by, port, waits=waits)
+        to = None
+        if self._company.leads:
+            to = next((member for member, ranks in self._company.members().items() if rank in ranks), None)
+            if to is None:
+                raise Refused(f"the node of rank {rank} is not there")
+        return await self._open_there(to, {"rank": rank, "by": by, "port": port, "waits": waits})
+
+    async def _open_here(self, name: str, worker: Worker, by: str, port: int | None, *, waits: bool) -> Opened:
+        rank, known = worker.seat.rank, self._here.get(name)
+        if known is not None and known.sock is not None and port is None:
+            sock, known.sock, known.by = known.sock, None, by
+            return Opened("breakpoint", known.place, sock=sock)
+        if waits or (known is not None and not (port is not None and known.by == _DEBUGPY)):
+            by = (known.by if known is not None else "") or "its breakpoint"
+            raise Refused(f"rank {rank} is being debugged already, by {by}")
+        if worker.witness is None:
+            raise Refused(*opening.no_python(rank))
+        ours, theirs = socket.socketpair()
+        self._here[name] = _Debugged(by if port is None else _DEBUGPY)
+        try:
+            if port is None:
+                answer = await worker.witness.ask("attach", timeout=_ANSWER, fds=[theirs.fileno()])
+            else:
+                answer = await worker.witness.ask("listen", timeout=_LONGER, port=port)
+            opened = opening.judge(rank, answer, begun=worker.witness.page.looked > 0)
+        except BaseException:
+            self._here.pop(name, None)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._changed()
+        if opened.how != "listens":
+            return Opened(opened.how, sock=ours)
+        ours.close()
+        return opened
+
+    async def interrupt(self, rank: int) -> bool:
+        """Whether it has come, or may have."""
+        attempt = self._supervised.attempt
+        for _, worker in attempt.living if attempt is not None else ():
+            if worker.seat.rank == rank and worker.witness is not None:
+                answer = await worker.witness.ask("interrupt", timeout=_ANSWER)
+                return answer is not None and bool(answer.get("came"))
+        for way, bridge in self._bridges.items():
+            if bridge.rank == rank:
+                self._send(way, b"i")
+        return True
+
+    # -- other nodes
+
+    def _send(self, way: Way, kind: bytes, content: dict[str, Any] | bytes = b"") -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        with contextlib.suppress(OSError):
+            self._supervised.post.send(KIND, way[1], kind + body, to=way[0])
+
+    def _bridge(self, way: Way, rank: int) -> Bridge:
+        def send(letter: bytes) -> None:
+            self._send(way, letter[:1], letter[1:])
+
+        def ended() -> None:
+            self._bridges.pop(way, None)
+
+        bridge = self._bridges[way] = Bridge(rank, send, ended)
+        self._changed()
+        return bridge
+
+    async def _look(self) -> None:
+        """The other end of a stream may be gone without a word, and ranks get other numbers in a group that forms
+        anew."""
+        while self._bridges or self._here or any(self._away.values()):
+            await asyncio.sleep(_LOOK)
+            there = set(self._company.members()) if self._company.leads else {None}
+            for way, bridge in list(self._bridges.items()):
+                if way[0] not in there:
+                    bridge.close()
+            self._away = {member: ranks for member, ranks in self._away.items() if member in there}
+            self._changed()
+
+    async def _open_there(self, to: int | None, what: dict[str, Any]) -> Opened:
+        """Numbers of node 0 are even, those of the others odd."""
+        way = (to, 2 * next(self._numbers) + (0 if self._company.leads else 1))
+        bridge = self._bridge(way, what["rank"])
+        reply = self._replies[way] = asyncio.get_running_loop().create_future()
+        self._send(way, b"o", what)
+        try:
+            answer = await asyncio.wait_for(reply, _LONGER)
+        except TimeoutError:
+            self._bridges.pop(way, None)
+            raise Refused("the other node does not answer") from None
+        finally:
+            del self._replies[way]
+        if "why" in answer or answer.get("how") == "listens":
+            self._bridges.pop(way, None)
+        if "why" in answer:
+            raise Refused(str(answer["why"]), str(answer.get("fix", "")))
+        if answer.get("how") == "listens":
+            return Opened("listens", port=int(answer["port"]), host=str(answer["host"]))
+        ours, theirs = socket.socketpair()
+        bridge.start(ours)
+        return Opened(str(answer.get("how")), str(answer.get("place", "")), sock=theirs)
+
+    async def _opened_for(self, way: Way, what: dict[str, Any]) -> None:
+        """Another node asks."""
+        rank = int(what["rank"])
+        bridge = self._bridge(way, rank)
+        try:
+            by = f"{what.get('by')} of another node"
+            opened = await self.open(rank, by=by, port=what.get("port"), waits=bool(what.get("waits")))
+        except Refused as refused:
+            self._bridges.pop(way, None)
+            self._send(way, b"r", {"why": refused.why, "fix": refused.fix})
+            return
+        told = {"how": opened.how, "place": opened.place, "port": opened.port, "host": opened.host}
+        self._send(way, b"r", told)
+        if opened.sock is not None:
+            bridge.start(opened.sock)
+        else:
+            self._bridges.pop(way, None)
+
+    def _read(self, who: int | None, number: int, content: bytes) -> None:
+        way, kind, body = (who, number), content[:1], content[1:]
+        if kind in b"dec" and kind:
+            if way in self._bridges:
+                self._bridges[way].arrived(kind, body)
+            elif kind == b"d":
+                self._send(way, b"c")
+            return
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            said: dict[str, Any] = json.loads(body or b"{}")
+            match kind:
+                case b"o":
+                    self._start(self._opened_for(way, said))
+                case b"r" if way in self._replies and not self._replies[way].done():
+                    self._replies[way].set_result(said)
+                case b"i" if way in self._bridges:
+                    self._start(self._interrupt_quietly(self._bridges[way].rank))
+                case b"p" if who is None:
+                    self._apply(frozenset(map(int, said["ranks"])))
+                case b"s" if who is not None:
+                    self._away[who] = frozenset(map(int, said["ranks"]))
+                    self._changed()
+                case b"w" if who is not None:
+                    self._offer(int(said["rank"]), str(said["place"]))
+
+    async def _interrupt_quietly(self, rank: int) -> None:
+        await self.interrupt(rank)
+
+    # -- the end
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        for task in [*self._tasks, *([self._looking] if self._looking is not None else [])]:
+            task.cancel()
+        for bridge in list(self._bridges.values()):
+            bridge.close()
+        for debugged in self._here.values():
+            if debugged.sock is not None:
+                debugged.sock.close()

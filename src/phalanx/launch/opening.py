@@ -1,0 +1,50 @@
+"""What comes of asking for a debugger in a rank: a stream to it, or why there is none."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from phalanx.launch.zygote import wire
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer
+    def __init__(self, why: str, fix: str = "") -> None:
+        super().__init__(why)
+        self.why = why
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Opened:
+    how: str  # breakpoint, stopped, looking, listens
+    place: str = ""
+    port: int = 0  # of debugpy, and on which machine
+    host: str = ""
+    sock: socket.socket | None = None
+
+
+def judge(rank: int, answer: wire.Message | None, *, begun: bool) -> Opened:
+    """What a rank has answered. Raises Refused. `begun`: it has a witness."""
+    if answer is None and not begun:
+        raise Refused(*no_python(rank))
+    if answer is None:
+        raise Refused(
+            f"rank {rank} does not answer: Python's lock is held there, or it is stopped", "phalanx why shows its stack"
+        )
+    match answer.get("how"):
+        case "busy":
+            raise Refused(f"rank {rank} is at a debugger already")
+        case "missing":
+            raise Refused(f"debugpy is not installed in {answer['why']}", "pip install 'phalanx[debug]'")
+        case "failed":
+            raise Refused(f"rank {rank} cannot be debugged: {answer['why']}")
+    return Opened(str(answer["how"]), port=int(answer.get("port", 0)), host=socket.gethostname())
+
+
+def no_python(rank: int) -> tuple[str, str]:
+    return (
+        f"rank {rank} has not answered yet: it has only begun, holds Python's lock since then, or is no Python that "
+        "phalanx has forked (--no-python, --fresh)",
+        "phalanx why",
+    )

@@ -1,0 +1,143 @@
+"""What a run that has ended died of, and what it had survived: read from its folder, which is all that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.contract import events
+from phalanx.diagnose.verdict import Verdict
+from phalanx.launch import cause
+from phalanx.launch.runfolder import RunRecord
+
+_TAIL = 1 << 16  # bytes of a log that are worth reading
+
+
+@dataclass
+class Remains:
+    """Of one run, on this disk."""
+
+    record: RunRecord
+    happened: list[events.AnyEvent] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    deaths: list[cause.Death] = field(default_factory=list)
+
+
+def read(record: RunRecord) -> Remains:
+    remains = Remains(record)
+    with contextlib.suppress(OSError), open(os.path.join(record.folder, "events.jsonl"), "rb") as file:
+        for line in file:
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version, or cut off in the middle
+                remains.happened.append(events.decode(line))
+    for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json"))):
+        with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
+            remains.verdicts += msgspec.json.decode(file.read(), type=list[Verdict])
+    remains.deaths = _deaths(remains)
+    return remains
+
+
+def _deaths(remains: Remains) -> list[cause.Death]:
+    """Of the last attempt."""
+    last = max((event.attempt for event in remains.happened if isinstance(event, events.AttemptStarted)), default=0)
+    stopping = min((event.time for event in remains.happened if isinstance(event, events.Stopping)), default=None)
+    return [
+        _death(remains.record.folder, event, stopped=stopping is not None and event.time > stopping)
+        for event in remains.happened
+        if isinstance(event, events.WorkerExited) and event.attempt == last and event.code
+    ]
+
+
+def _death(folder: str, event: events.WorkerExited, *, stopped: bool) -> cause.Death:
+    place = os.path.join(folder, f"attempt_{event.attempt}", str(event.rank))
+    return cause.Death(
+        rank=event.rank,
+        code=event.code,
+        time=event.time,
+        stopped=stopped,
+        error=_text(os.path.join(place, "error.json")),
+        stderr=_text(os.path.join(place, "stderr.log")).splitlines()[-60:],
+    )
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def first(remains: Remains) -> str:
+    """The first cause in one line; empty: there is none, or nobody knows."""
+    death = cause.first_cause(remains.deaths)
+    return cause.summary(death) if death is not None else ""
+
+
+def report(remains: Remains) -> str:
+    """For a terminal."""
+    record = remains.record
+    lines = [_head(record)]
+    death = cause.first_cause(remains.deaths) if record.code or record.code is None else None
+    if death is not None:
+        folder = os.path.join(record.folder, f"attempt_{_last_attempt(remains)}", str(death.rank))
+        tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
+        also = sum(1 for other in remains.deaths if not other.stopped and other.rank != death.rank)
+        lines.append(cause.block(death, tail=tail, folder=folder, also=also))
+    elif record.state == "killed":
+        lines += _unfinished(remains)
+    for verdict in remains.verdicts:
+        lines.append(f"it had stood still: {verdict.text}")
+        lines += [f"  {detail}" for detail in verdict.details]
+    lines += _survived(remains)
+    notes = [event.text for event in remains.happened if isinstance(event, events.Note)]
+    if notes and (record.code or death is None):
+        lines += ["the last that was said:", *(f"  {note.splitlines()[0]}" for note in notes[-5:])]
+    return "\n".join([*lines, f"everything: {record.folder}"])
+
+
+def _head(record: RunRecord) -> str:
+    if record.state == "killed":
+        return f"{record.id}: its supervisor (process {record.pid}) was killed, and could not say why"
+    if record.ended is None:
+        return f"{record.id}: it runs on {record.host}, if it runs"
+    lasted = record.ended - record.started
+    return f"{record.id}: {record.state} after {lasted:.0f} s, at {_clock(record.ended)}"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
+
+
+def _last_attempt(remains: Remains) -> int:
+    return max((event.attempt for event in remains.happened if isinstance(event, events.AttemptStarted)), default=0)
+
+
+def _unfinished(remains: Remains) -> list[str]:
+    alive: dict[int, int] = {}  # pid -> rank
+    for event in remains.happened:
+        match event:
+            case events.WorkerBorn():
+                alive[event.pid] = event.rank
+            case events.WorkerSeated():
+                alive[event.pid] = event.rank
+            case events.WorkerExited():
+                alive.pop(event.pid, None)
+    ranks = ", ".join(map(str, sorted(alive.values())))
+    lines = [f"rank{'s' if len(alive) > 1 else ''} {ranks} ran by then" if alive else "no rank ran by then"]
+    if remains.happened:
+        lines.append(f"the last thing that it wrote down was at {_clock(remains.happened[-1].time)}")
+    lines.append("who does that: kill -9, a scheduler at its time limit, the kernel when memory is short (dmesg)")
+    return lines
+
+
+def _survived(remains: Remains) -> list[str]:
+    faults = [event for event in remains.happened if isinstance(event, events.Fault) and event.recovery != "stop"]
+    if not faults:
+        return []
+    lines = [f"it had survived {len(faults)} fault{'s' if len(faults) > 1 else ''}:"]
+    shown = [f"  {_clock(fault.time)} rank {fault.rank}: {fault.reason}" for fault in faults]
+    return [*lines, *(shown if len(shown) <= 8 else [*shown[:4], f"  … {len(shown) - 8} more", *shown[-4:]])]

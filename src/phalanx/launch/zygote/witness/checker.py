@@ -1,0 +1,219 @@
+"""--check-collectives: whatever collective a rank calls is compared with what the others call, before it is started.
+
+torch gives every collective to its dispatcher (c10d::allreduce_ …), whoever calls it: torch.distributed's functions,
+DDP's buckets in C++, functional and compiled ones. A kernel in front of the backends' sees them all. What does not pass
+there: send and receive, a backend that is called directly, and kernels that move data themselves (symmetric memory).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any
+
+from . import mismatch
+from .fingerprint import CALLS, Call, Reader, describe, fingerprint
+from .ledger import Ledger
+from .ways import WAIT, Afar, Nearby, Way
+
+_MOST = 4096  # of what is remembered
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("join", "launch", "train"))
+_kept: list[Any] = []
+
+
+def begin(ledger: Ledger, slot: int) -> None:
+    """Before the script, or as soon as it has imported torch: all ranks must count from the first collective on."""
+    if "torch" in sys.modules:
+        _lay(ledger, slot)
+    else:
+        sys.meta_path.insert(0, _Torch(lambda: _lay(ledger, slot)))
+
+
+class _Torch:
+    """Finds torch as others do, and calls when it is there."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            plain, loader = spec.loader.exec_module, spec.loader
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module
+                plain(module)
+                self._then()
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _lay(ledger: Ledger, slot: int) -> None:
+    torch: Any = sys.modules["torch"]
+    if not torch.distributed.is_available():
+        return
+    checker = Checker(ledger, slot)
+    library = torch.library.Library("c10d", "IMPL")
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    for name in CALLS:
+        operator = getattr(getattr(torch.ops.c10d, name, None), "default", None)
+        if operator is not None:
+            # The last stop of any call before it comes to a backend: under autograd, in inference mode, in C++.
+            library.impl(name, _kernel(checker, name, operator, after), "BackendSelect", with_keyset=True)
+    _kept.append(library)
+    os.register_at_fork(after_in_child=checker.leave)
+
+
+def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[..., Any]:
+    reader = Reader(name, [argument.name for argument in operator._schema.arguments])
+    call = operator._handle.redispatch_boxed
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        checker.check(reader, args)
+        return call(keyset & after, *args)
+
+    return kernel
+
+
+class Group:
+    """One group, as one of its ranks sees it."""
+
+    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: Way) -> None:
+        self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.few(ranks)}"
+        self.own = own
+        self.ranks = ranks
+        self.number = 0
+        self.way: Way | None = way
+
+
+class Checker:
+    def __init__(self, ledger: Ledger, slot: int) -> None:
+        self._ledger = ledger
+        self._slot = slot
+        self._groups: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
+        self._calls: dict[Call, tuple[int, bytes]] = {}
+        self._sites: dict[tuple[CodeType, int], bytes] = {}
+        self._foreign: dict[str, bool] = {}
+        self._off = False
+        self._unbox = sys.modules["torch._C._distributed_c10d"].ProcessGroup.unbox
+        self._torch = os.path.join(os.path.dirname(sys.modules["torch"].__file__ or ""), "")
+
+    def leave(self) -> None:
+        """In a child of the worker."""
+        self._off = True
+
+    def check(self, reader: Reader, args: tuple[Any, ...]) -> None:
+        if self._off:
+            return
+        group = None
+        try:
+            group = self._group(self._unbox(args[reader.group]))
+            if group is not None and group.way is not None:
+                self._compare(group, group.way, reader, args)
+        except mismatch.CollectiveMismatchError:
+            raise
+        except Exception:  # what only looks must not end what is run
+            if group is not None:
+                group.way = None
+
+    def _compare(self, group: Group, way: Way, reader: Reader, args: tuple[Any, ...]) -> None:
+        call = reader.call(args)
+        if call.root >= 0:
+            call = call._replace(root=group.ranks[call.root])  # as everybody knows it
+        known = self._calls.get(call)
+        if known is None:
+            if len(self._calls) > _MOST:
+                self._calls.clear()
+            known = self._calls[call] = (fingerprint(call), describe(call).encode())
+        mark, text = known
+        group.number += 1
+        sides = way.compare(group.number, mark, text[:200] + b"\0" + self._site(), waits=reader.waits(args))
+        if sides:
+            loud = mismatch.loud(sides)
+            if loud == group.own or not way.hold(loud):
+                raise mismatch.CollectiveMismatchError(mismatch.told(sides, group.number, group.name))
+
+    def _site(self) -> bytes:
+        """File, line and text of the user's own line."""
+        frame = sys._getframe(3)
+        while frame is not None and self._is_foreign(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:  # a thread of autograd: the main thread waits for it
+            frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
+            while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
+                frame = frame.f_back
+        if frame is None:
+            return b"?\0000\0"
+        key = (frame.f_code, frame.f_lineno)
+        site = self._sites.get(key)
+        if site is None:
+            file = frame.f_code.co_filename
+            line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
+            site = f"{file[-160:]}\0{frame.f_lineno}\0{line[:100]}".encode(errors="replace")
+            self._sites[key] = site
+        return site
+
+    def _is_foreign(self, file: str) -> bool:
+        found = self._foreign.get(file)
+        if found is None:
+            found = self._foreign[file] = file.startswith((self._torch, "<frozen", *_OURS))
+        return found
+
+    def _group(self, group: Any) -> Group | None:
+        try:
+            return self._groups[group]
+        except KeyError:
+            self._groups[group] = None  # if it cannot be known, it is not asked for again
+            self._groups[group] = found = self._meet(group)
+            return found
+
+    def _meet(self, group: Any) -> Group | None:
+        """Before the first collective of a group. None: it cannot be known who is in it, or nobody else is."""
+        world = sys.modules["torch.distributed.distributed_c10d"]._world
+        places: dict[int, int] = world.pg_group_ranks.get(group) or {}
+        if len(places) < 2 or group not in world.pg_map:
+            return None
+        store = world.pg_map[group][1].clone()  # a connection of its own: another thread may wait with the first
+        ranks = sorted(places, key=lambda rank: places[rank])
+        own = ranks[group.rank()]
+        mark = _agree(store, len(ranks))
+        if mark is None:
+            return None
+        seats = self._ledger.seats()
+        way: Way
+        if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
+            peers = {rank: seats[rank] for rank in ranks if rank != own}
+            way = Nearby(self._ledger, mark, own, self._slot, peers)
+        else:
+            way = Afar(store, mark, own, group.rank(), len(ranks))
+        whole = len(world.pg_group_ranks.get(world.default_pg) or ())
+        return Group(str(group.group_name), own, ranks, whole, way)
+
+
+def _agree(store: Any, size: int) -> int | None:
+    """A number that is this group's alone, not that of one before with the same name: the first to come draws it."""
+    came = store.add("phalanx-check", 1) - 1
+    key = f"phalanx-check-{came // size}"
+    if came % size == 0:
+        mark = int.from_bytes(os.urandom(8), "little") | 1
+        store.set(key, str(mark))
+        return mark
+    end = time.monotonic() + WAIT
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.001)
+    return int(store.get(key))

@@ -1,0 +1,21 @@
+"""What a rule says: where, why it is wrong, what to write instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Error: hangs, or spoils the result. Warning: does so in some cases, or wastes something."""
+
+    line: int
+    rule: str
+    level: Level
+    reason: str
+    fix: str
+    last: int = 0  # the last line of what it is about: a comment there counts too
+    file: str = ""

@@ -1,0 +1,75 @@
+"""Whether a place is reached by every rank, as far as this file shows."""
+
+from __future__ import annotations
+
+import ast
+from functools import cached_property
+
+from phalanx.lint.origin import Origin
+from phalanx.lint.parting import Partings
+from phalanx.lint.ranks import SPAWNS
+from phalanx.lint.script import Function, Script
+
+_PROCESSES = ("Process", "start_processes", "spawn", "notebook_launcher", "elastic_launch", "fork")
+
+
+class Reach:
+    def __init__(self, script: Script, ranks: Origin, partings: Partings) -> None:
+        self.script = script
+        self.ranks = ranks
+        self.partings = partings
+        self._known: dict[ast.AST, bool] = {}
+
+    def everywhere(self, node: ast.AST) -> bool:
+        """Every rank comes here. A function that nobody in the file calls is reached by nobody that is known."""
+        if node not in self._known:
+            self._known[node] = False
+            self._known[node] = self.partings.find(node, self.ranks.depends) is None and self._entered(node)
+        return self._known[node]
+
+    def _entered(self, node: ast.AST) -> bool:
+        scope = self.script.scope(node)
+        if isinstance(scope, ast.Module):
+            # The first process, which starts the ranks, is none of them.
+            return not self.spawns
+        if isinstance(scope, ast.Lambda):
+            return self.everywhere(scope)
+        if scope in self.spawned:
+            return True
+        return any(self.everywhere(place) for place in self._uses(scope))
+
+    def _uses(self, function: Function) -> list[ast.AST]:
+        """Where it is named: a method behind a dot, its class for `__init__`."""
+        owner = self.script.parents[function]
+        if not isinstance(owner, ast.ClassDef):
+            return self._names.get(function.name, [])
+        if function.name in ("__init__", "__post_init__"):
+            parents = self.script.parents
+            return [n for n in self._names.get(owner.name, []) if getattr(parents[n], "func", None) is n]
+        return self._names.get(f".{function.name}", [])
+
+    @cached_property
+    def spawns(self) -> list[ast.Call]:
+        """Where the script starts processes itself."""
+        script = self.script
+        return [c for c in script.calls if script.name(c.func) in SPAWNS or script.last(c.func) in _PROCESSES]
+
+    @cached_property
+    def spawned(self) -> frozenset[Function]:
+        """The functions that it starts so."""
+        found: set[Function] = set()
+        for call in self.spawns:
+            targets = [word.value for word in call.keywords if word.arg in ("target", "fn", "function")]
+            for target in targets or call.args[:1]:
+                found |= set(self.script.functions.get(self.script.last(target), ()))
+        return frozenset(found)
+
+    @cached_property
+    def _names(self) -> dict[str, list[ast.AST]]:
+        found: dict[str, list[ast.AST]] = {}
+        for node in self.script.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found.setdefault(node.id, []).append(node)
+            elif isinstance(node, ast.Attribute):
+                found.setdefault(f".{node.attr}", []).append(node)
+        return found

@@ -1,0 +1,1 @@
+"""One rule a file: `NAME`, and `check(model) -> Findings`."""

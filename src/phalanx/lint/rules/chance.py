@@ -1,0 +1,31 @@
+"""A clock or a random number that decides, on each rank for itself, whether there is a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.lint.finding import Finding
+from phalanx.lint.model import Model
+from phalanx.lint.operations import Kind
+from phalanx.lint.rules.collective import lone
+
+NAME = "chance-collective"
+_KINDS: tuple[Kind, ...] = ("collective", "group", "model")
+
+
+def check(model: Model) -> Iterator[Finding]:
+    told: set[int] = set()  # conditions
+    for kind in _KINDS:
+        for one, parting in lone(model, kind, model.chance.depends):
+            if one.quiet or parting.line in told:
+                continue
+            told.add(parting.line)
+            yield Finding(
+                one.node.lineno,
+                NAME,
+                "error",
+                f"each rank decides for itself by `{parting.test}` (line {parting.line}), by its own clock or its own "
+                f"random numbers, whether it comes to {one.what}",
+                "let rank 0 decide and broadcast it, or decide by the step number",
+                one.node.end_lineno or 0,
+            )

@@ -1,0 +1,35 @@
+"""A wrapped model that some ranks only call: its ranks exchange gradients and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.lint.finding import Finding
+from phalanx.lint.model import Model
+from phalanx.lint.rules.collective import lone
+
+NAME = "rank-forward"
+
+
+def check(model: Model) -> Iterator[Finding]:
+    for one, parting in lone(model, "model", model.ranks.depends):
+        if one.quiet:
+            yield Finding(
+                one.node.lineno,
+                NAME,
+                "warning",
+                f"{parting.who}: {one.what} of a wrapped model waits for the others if it has buffers (batch norm)",
+                "call model.module there, which is the model itself",
+                one.node.end_lineno or 0,
+            )
+        else:
+            yield Finding(
+                one.node.lineno,
+                NAME,
+                "error",
+                f"{parting.who}: {one.what} of a wrapped model waits for the others for ever",
+                "do it on every rank; to look at the model on one, call model.module under torch.no_grad()"
+                if one.op == "forward"
+                else "do it on every rank, outside the condition",
+                one.node.end_lineno or 0,
+            )

@@ -1,0 +1,23 @@
+"""A group that some ranks only make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.lint.finding import Finding
+from phalanx.lint.model import Model
+from phalanx.lint.rules.collective import lone
+
+NAME = "rank-group"
+
+
+def check(model: Model) -> Iterator[Finding]:
+    for one, parting in lone(model, "group", model.ranks.depends):
+        yield Finding(
+            one.node.lineno,
+            NAME,
+            "error",
+            f"{parting.who}: every rank has to call {one.what}, in the same order, also for groups that it is not in",
+            f"call {one.via + '()' if one.via else one.op} on every rank, and use the group under the condition",
+            one.node.end_lineno or 0,
+        )

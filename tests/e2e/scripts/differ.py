@@ -1,0 +1,62 @@
+"""Each attempt, or the one that is named, goes wrong in another way."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def op(x):
+    if rank == 1:
+        dist.broadcast(x, 0)
+    else:
+        dist.all_reduce(x)
+
+
+def shape(x):
+    dist.all_reduce(torch.ones(12) if rank == 2 else x)
+
+
+def dtype(x):
+    dist.all_reduce(x if rank else x.int())
+
+
+def skipped(x):
+    if rank != 1:
+        dist.all_reduce(x)
+    dist.barrier()
+
+
+def subgroup(x):
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        dist.all_reduce(x, group=group)
+        dist.reduce(x, rank, group=group)
+    dist.barrier()
+
+
+def bucket(x):
+    model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    loss = model(x).sum()
+    if rank == 0:
+        dist.all_reduce(loss.detach())
+    loss.backward()
+    dist.barrier()
+
+
+def other(x):
+    """The same three times would end the run."""
+    raise ValueError("something else")
+
+
+kinds = (op, shape, other, dtype, skipped, other, subgroup, bucket)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for _ in range(40):  # more than are remembered
+    dist.all_reduce(torch.ones(10))
+kind = globals()[sys.argv[1]] if len(sys.argv) > 1 else kinds[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+print(f"this is {kind.__name__}", flush=True)
+kind(torch.ones(10))
+print("nobody has noticed", flush=True)

@@ -1,0 +1,85 @@
+"""--check-collectives: ranks that differ are stopped at once, and told with both places; healthy ones go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.crew import codes, texts, together
+from tests.e2e.places import script
+from tests.kit.cli import phalanx, stage
+from tests.kit.lab import Lab
+
+CHECK = ("--cpu", "--check-collectives")
+SURVIVE = str(Path(__file__).parents[1] / "train" / "scripts" / "survive.py")
+
+# Who is named for what, of ranks 0 to 2, in the order of scripts/differ.py; None: it failed of something else.
+FOUND = (
+    "rank 1 called broadcast where ranks 0, 2 called all_reduce (collective 41 of all ranks)",
+    "rank 2 called all_reduce(float32 [12], SUM) where ranks 0, 1 called all_reduce(float32 [10], SUM)",
+    None,
+    "rank 0 called all_reduce(int32 [10], SUM) where ranks 1, 2 called all_reduce(float32 [10], SUM)",
+    "rank 1 called barrier where ranks 0, 2 called all_reduce",
+    None,
+    "rank 2 called reduce(float32 [10], SUM, root 2) where rank 0 called reduce(float32 [10], SUM, root 0) "
+    "(collective 2 of group 1, ranks 0, 2)",
+    "rank 0 called all_reduce(float32 [], SUM) where ranks 1, 2 called all_reduce(float32 [11], SUM)",
+)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[dict[str, str | None]]:
+    with stage("torch._dynamo") as env:
+        yield {**env, "PYTHONWARNINGS": "ignore"}
+
+
+@pytest.mark.xdist_group("checker")
+def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]) -> None:
+    times = ("--max-restarts", str(len(FOUND) - 1))
+    done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), env=warm, timeout=120)
+    assert done.code == 1
+    assert "nobody has noticed" not in done.out
+    told = re.findall(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", done.err, re.MULTILINE)
+    assert len(told) == len(FOUND), done.err
+    for (_, text), expected in zip(told, FOUND, strict=True):
+        assert text.startswith(f"CollectiveMismatchError: {expected}" if expected else "ValueError"), text
+    # Told by the one that is wrong, with the lines of both.
+    rank, text = told[0]
+    assert rank == "1"
+    both = r"  rank 1: broadcast\(float32 \[10\], root 0\) at \S+/differ.py:\d+\n      dist.broadcast\(x, 0\)\n"
+    both += r"  ranks 0, 2: all_reduce\(float32 \[10\], SUM\) at \S+/differ.py:\d+\n      dist.all_reduce\(x\)\n"
+    assert re.search(both, text), text
+    assert "loss.backward()" in told[7][1]  # what DDP calls in C++
+
+
+@pytest.mark.xdist_group("checker")
+def test_healthy_ranks_get_the_same_from_every_collective(warm: dict[str, str | None], tmp_path: Path) -> None:
+    found = []
+    for name, options in (("checked", CHECK), ("plain", ("--cpu",))):
+        (tmp_path / name).mkdir()
+        done = phalanx("run", "-g", "3", *options, script("collectives.py"), str(tmp_path / name), env=warm)
+        assert done.code == 0, done.err
+        found.append([json.loads((tmp_path / name / f"{rank}.json").read_text()) for rank in range(3)])
+    assert found[0] == found[1]
+    assert all(len(one) > 40 for one in found[0])
+
+
+@pytest.mark.xdist_group("checker")
+def test_a_group_that_forms_anew_counts_anew(warm: dict[str, str | None], tmp_path: Path) -> None:
+    words = ("-g", "2", *CHECK, SURVIVE, str(tmp_path), json.dumps([[5, 1, "kill"]]))
+    done = phalanx("run", *words, env=warm)
+    assert done.code == 0, done.err
+    assert "regrouped" in done.err
+
+
+def test_on_two_nodes_they_are_compared_through_the_store(lab: Lab, tmp_path: Path) -> None:
+    jobs = together(lab, *CHECK, script("differ.py"), "shape", ranks=(2, 1))
+    assert codes(jobs) == [1, 1], texts(jobs)
+    first = re.search(r"^phalanx: rank 2 .*failed: .*\n(?:  .*\n)+", jobs[0].err, re.MULTILINE)
+    assert first, texts(jobs)
+    assert "rank 2 called all_reduce(float32 [12], SUM) where rank" in first[0]
+    assert "dist.all_reduce(torch.ones(12) if rank == 2 else x)" in first[0]

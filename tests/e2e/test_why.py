@@ -1,0 +1,87 @@
+"""`phalanx why`: of a run that goes on, of one that has ended, of a job that phalanx did not start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.e2e.places import script
+from tests.kit.cli import phalanx, start
+from tests.kit.lab import Lab, Slurm
+
+SCRIPT = script("outsider.py")
+
+
+def test_of_a_run_that_goes_on_and_of_its_remains(tmp_path: Path) -> None:
+    env = {"PHALANX_HOME": str(tmp_path)}
+    with start("run", "-g", "2", "--fresh", "--cpu", SCRIPT, env=env) as job:
+        job.wait_for("here", count=2)
+        told = phalanx("why", "--stacks", env=env)
+        assert told.code == 0, told.err  # nothing that anybody waits for
+        assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in told.out
+        assert told.out.count(f'File "{SCRIPT}", line 10 in linger') == 2
+        facts = json.loads(phalanx("why", "--json", env=env).out)
+        assert [rank["process"]["state"] for rank in facts["evidence"]["ranks"]] == ["S", "S"]
+        assert facts["verdicts"] == []
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait()
+    told = phalanx("why", env=env)
+    assert told.code == 1
+    assert f"its supervisor (process {job.pid}) was killed" in told.out
+    assert "ranks 0, 1 ran by then" in told.out
+
+
+def test_of_a_run_that_failed(tmp_path: Path) -> None:
+    env = {"PHALANX_HOME": str(tmp_path)}
+    assert phalanx("run", "-g", "2", "--fresh", "--cpu", SCRIPT, "fails", env=env).code == 1
+    told = phalanx("why", env=env)
+    assert told.code == 1
+    assert "rank 1 failed: ValueError: no such sample" in told.out
+    assert "outsider.py:14 in fail" in told.out
+    facts = json.loads(phalanx("why", "--json", env=env).out)
+    assert facts["first"] == "rank 1 failed: ValueError: no such sample"
+    assert {event["event"] for event in facts["events"]} >= {"worker-born", "worker-exited", "worker-failed"}
+
+
+def test_nothing_to_ask_about(tmp_path: Path) -> None:
+    env = {"PHALANX_HOME": str(tmp_path)}
+    for words, seen in (
+        ((), "no runs yet"),
+        (("nobody",), "no run called nobody is known here"),
+        (("--pid", "4194304"), "there is no process 4194304 here"),
+        (("--slurm", "x"), "a job is a number"),
+        (("this", "--pid", "1"), "this is a run, and --pid or --slurm another one"),
+    ):
+        told = phalanx("why", *words, env=env)
+        assert (told.code, seen in told.err) == (2, True), told.err
+
+
+def test_of_a_job_that_somebody_else_started() -> None:
+    """A launcher and its ranks, of which there is one below another process; what ranks have started is no rank."""
+    launcher = (
+        "import os, subprocess, sys\n"
+        "ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, 'RANK': str(rank)})"
+        " for rank in range(2)]\n"
+        "[rank.wait() for rank in ranks]\n"
+    )
+    with start(words=(sys.executable, "-c", launcher, SCRIPT)) as job:
+        job.wait_for("here", count=2)
+        told = phalanx("why", "--pid", str(job.pid))
+    assert told.code == 0, told.err
+    assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in told.out
+
+
+def test_of_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
+    """On two nodes, asked from a third: each node looks at its own."""
+    words = ("srun", "-N2", "-n3", "-J", "outsider", sys.executable, SCRIPT)
+    with lab[0].start(words=words, env=slurm.env) as job:
+        job.wait_for("here", count=3)
+        listed = lab[0].run(words=("squeue", "--noheader", "--name=outsider", "--format=%A"), env=slurm.env)
+        told = lab[2].run("why", "--slurm", listed.out.strip(), env=slurm.env)
+        job.signal(signal.SIGTERM)
+        job.wait()
+    assert told.code == 0, told.err
+    assert "ranks 0-2: sleeping at outsider.py:10 in linger" in told.out

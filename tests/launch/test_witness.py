@@ -1,0 +1,238 @@
+"""What a worker shows of itself, and that the script in it is none the wiser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from phalanx.diagnose.evidence import Call, Frame, Group, Thread
+from phalanx.launch import zygotes
+from phalanx.launch.witnesses import Board, Witness
+from phalanx.launch.zygote.witness import page, phases, recorder, witness
+from phalanx.launch.zygote.witness.steps import Steps
+from tests.kit.cli import environment, phalanx, stage
+
+SCRIPTS = Path(__file__).parent / "scripts"
+WAIT = 60  # seconds
+
+
+# -- one run with torch, in which rank 0 goes through all phases
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("phases")
+    with stage() as env:
+        done = phalanx("run", "-g", "2", "--cpu", str(SCRIPTS / "phases.py"), str(folder), env=env, timeout=240)
+    assert done.code == 0, done.out + done.err
+    found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    return found
+
+
+PHASES = {
+    "join": "join",
+    "reduced": "collective",
+    "received": "collective",
+    "monitored": "collective",
+    "bucket": "collective",
+    "work": "collective",
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+    "idle": "idle",
+}
+
+
+@pytest.mark.xdist_group("witness")
+def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) -> None:
+    texts = {name: seen[name]["page"]["text"] for name in PHASES}
+    assert {name: text["phase"] for name, text in texts.items()} == PHASES
+    places = {name: (os.path.basename(text["place"][0]), text["place"][2]) for name, text in texts.items()}
+    functions = {"data": "__getitem__", "backward": "backward", "optimizer": "step", "checkpoint": "__reduce__"}
+    functions |= {"forward": "forward", "idle": "spin"}
+    assert places == {name: ("phases.py", functions.get(name, "<module>")) for name in PHASES}
+    assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
+    assert seen["threads"] == ["MainThread"]
+    assert seen["size"] < recorder.LARGEST
+
+
+@pytest.mark.xdist_group("witness")
+def test_a_worker_tells_what_it_waits_in(seen: dict[str, Any]) -> None:
+    told = {name: msgspec.convert(one["calls"], list[Call]) for name, one in _framed(seen).items()}
+    waits = {name: told[name][-1] for name in PHASES if PHASES[name] in ("join", "collective")}
+    assert {name: call.op for name, call in waits.items()} == {
+        "join": "init_process_group",
+        "reduced": "all_reduce",
+        "received": "recv",
+        "monitored": "monitored_barrier",
+        "bucket": "all_reduce",
+        "work": "broadcast",
+    }
+    assert not any(call.done for call in waits.values())
+    reduced = waits["reduced"]
+    assert (reduced.reduction, reduced.shapes, reduced.dtypes, reduced.seq) == ("MAX", ((3, 4),), ("float32",), 2)
+    assert told["reduced"][-2].done
+    received = waits["received"]
+    assert (received.peer, received.tag, received.group, received.shapes) == (1, 5, "1", ((3, 4),))
+    assert all(any(frame.file.endswith("phases.py") for frame in call.site) for call in waits.values())
+    groups = {group.name: group for group in msgspec.convert(seen["work"]["groups"], list[Group])}
+    assert groups["1"].ranks == (0, 1)
+    assert groups["1"].backend == "gloo"
+    assert groups["0"].enqueued == groups["0"].completed + 1 == waits["work"].seq
+    main, *others = msgspec.convert(_framed(seen)["work"]["threads"], list[Thread])
+    assert main.main
+    assert main.frames[0].file.endswith("phases.py")
+    assert [thread.name for thread in others] == ["watch work"]
+
+
+def _framed(seen: dict[str, Any]) -> dict[str, Any]:
+    """Frames travel as lists."""
+
+    def frames(rows: list[Any]) -> list[Any]:
+        return [msgspec.to_builtins(Frame(*row)) for row in rows]
+
+    return {
+        name: {
+            "calls": [call | {"site": frames(call["site"])} for call in seen[name]["calls"]],
+            "threads": [thread | {"frames": frames(thread["frames"])} for thread in seen[name]["threads"]],
+        }
+        for name in PHASES
+    }
+
+
+# -- an interpreter that is executed, without torch
+
+
+def test_a_script_is_none_the_wiser(tmp_path: Path) -> None:
+    asyncio.run(_ask_around(tmp_path))
+    plain, worker, forked, fork, spawn = (
+        json.loads((tmp_path / name).read_text()) for name in ("plain", "worker", "forked", "fork", "spawn")
+    )
+    for name in ("environ", "path", "threads"):
+        assert worker[name] == plain[name], name
+    assert [fd for fd in worker["fds"] if fd < 1000] == plain["fds"]
+    assert worker["tasks"] == 2
+    for child, kept in ((forked, 1), (fork, 1), (spawn, 0)):  # where its stacks go, if somebody asks for them
+        assert child["tasks"] == 1
+        assert len([fd for fd in child["fds"] if fd > 1000]) == kept
+    assert not [fd for fd in json.loads((tmp_path / "executed").read_text()) if int(fd) > 1000]
+    # What was opened in the place of our descriptors is still what it was.
+    assert set(json.loads((tmp_path / "left").read_text())) == {os.stat(os.devnull).st_rdev}
+
+
+async def _ask_around(folder: Path) -> None:
+    script = str(SCRIPTS / "witnessed.py")
+    # The same without a witness.
+    look = f"import sys; sys.path[0] = {str(SCRIPTS)!r}; sys.argv[1:] = [{str(folder)!r}]; import witnessed as w; "
+    clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
+    subprocess.run([sys.executable, "-c", f"{look}w.child('plain')"], check=True, env=clean, timeout=WAIT)
+
+    board = Board()
+    slot = board.take()
+    assert slot is not None
+    heard: list[Any] = []
+    shown = Witness(board, slot, lambda message, fds: heard.append(message))
+    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [slot, 0, *shown.fds]))}
+    if "PYTHONPATH" in clean:
+        hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
+    process = subprocess.Popen([sys.executable, script, str(folder)], env=hooked, pass_fds=shown.fds)
+    shown.handed_over()
+    try:
+        await _until(lambda: (folder / "at told").exists() and shown.page.text.get("places", 0) > 0)
+        told = await shown.ask("tell", timeout=WAIT)
+        assert told is not None
+        main, other = told["threads"]
+        assert (main["main"], main["frames"][-1][2]) == (True, "<module>")
+        assert (other["name"], [row[2] for row in other["frames"]][:1]) == ("the other", ["wait_for"])
+        os.kill(process.pid, witness.SIGNAL)
+        await _until(lambda: os.pread(shown.stacks, 65536, 0).count(b"wait_for") == 2)
+        (folder / "told").touch()
+        await _until((folder / "at closed").exists)
+        before = shown.page.looks
+        await _until(lambda: shown.page.looks > before + 2)
+        (folder / "closed").touch()
+        assert await asyncio.to_thread(process.wait, WAIT) == 0
+        assert shown.page.text["ending"]
+        shown.close()
+        assert board.take() == slot
+        assert page.read(board.memory, slot).looks == 0
+    finally:
+        process.kill()
+        process.wait()
+        board.close()
+    assert heard == []
+
+
+async def _until(true: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.02)
+
+
+# -- parts
+
+
+def test_a_page_that_is_half_written_says_nothing() -> None:
+    memory = memoryview(bytearray(2 * page.SIZE))
+    own = page.Page(memory, 1)
+    own.write({"phase": "data", "place": ["x" * page.SIZE, 1, "f"]})
+    assert page.read(memory, 1).text == {"phase": "data", "cut": True}
+    own.write({"phase": "idle"})
+    page._TEXT.pack_into(memory, page.SIZE + page._TEXT_AT, 5, 16)
+    assert page.read(memory, 1).text == {}
+    assert page.read(memory, 0).looks == 0
+
+
+@pytest.mark.parametrize(
+    ("turns", "steps"),
+    [
+        ("aaaa", 4),
+        ("abab", 2),
+        ("abbbbbabbbbbabbbbb", 12),  # five of one, one of the other: the busier one counts
+        ("aaabbbbbbbb", 7),  # the first is no longer used
+        ("".join(chr(97 + number) for number in range(9)) * 3, 3),  # one for each parameter
+    ],
+)
+def test_steps_are_those_of_one_optimizer(turns: str, steps: int) -> None:
+    memory = memoryview(bytearray(page.SIZE))
+    counted = Steps(page.Page(memory, 0))
+    for name in turns:
+        counted._stepped(ord(name))
+    assert page.read(memory, 0).step == steps
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "phase"),
+    [
+        ("_dynamo/convert_frame.py", "_compile", "compile"),
+        ("_dynamo/eval_frame.py", "compile_wrapper", ""),
+        ("_inductor/compile_fx.py", "compile_fx", "compile"),
+        ("_inductor/runtime/triton_heuristics.py", "run", ""),
+        ("_inductor/runtime/triton_heuristics.py", "autotune_to_one_config", "compile"),
+        ("distributed/distributed_c10d.py", "get_rank", ""),
+        ("distributed/distributed_c10d.py", "all_gather_object", "collective"),
+        ("distributed/distributed_c10d.py", "_store_based_barrier", "join"),
+        ("distributed/checkpoint/state_dict_saver.py", "save", "checkpoint"),
+        ("amp/grad_scaler.py", "step", "optimizer"),
+        ("utils/checkpoint.py", "checkpoint", ""),
+    ],
+)
+def test_a_file_of_torch_has_a_phase(path: str, name: str, phase: str) -> None:
+    assert phases._of_torch(path, name) == phase
+
+
+def test_the_signal_of_a_witness_is_no_one_elses() -> None:
+    assert signal.SIGRTMIN < witness.SIGNAL < signal.SIGRTMAX

@@ -1,0 +1,35 @@
+"""Each rule finds what it is for, on its line, and nothing in the twin that does it right."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.lint.inspection import RULES, inspect
+from tests.lint.snippets import BAD, BAD_WHOLE, GOOD, GOOD_WHOLE, script, whole
+
+WRONG = [
+    *(pytest.param(r, script(s), id=f"{r}: {t}") for r, cases in BAD.items() for t, s in cases.items()),
+    *(pytest.param(r, whole(s), id=f"{r}: {t}") for r, cases in BAD_WHOLE.items() for t, s in cases.items()),
+]
+RIGHT = [
+    *(pytest.param(script(s), id=f"{r}: {t}") for r, cases in GOOD.items() for t, s in cases.items()),
+    *(pytest.param(whole(s), id=title) for title, s in GOOD_WHOLE.items()),
+]
+
+
+@pytest.mark.parametrize(("rule", "text"), WRONG)
+def test_what_is_wrong_is_found_on_its_line(rule: str, text: str) -> None:
+    marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# !")]
+    found = inspect(text)
+    assert [(one.rule, one.line) for one in found] == [(rule, line) for line in marked], found
+    assert all(one.reason and one.fix for one in found)
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_is_right_is_left_alone(text: str) -> None:
+    assert inspect(text) == []
+
+
+def test_every_rule_has_both() -> None:
+    assert set(BAD) | set(BAD_WHOLE) == set(RULES)
+    assert set(RULES) - set(GOOD) == {"no-destroy"}  # every other script here leaves its group
