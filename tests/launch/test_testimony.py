@@ -41,7 +41,8 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
             for _ in range(2):  # the file is begun anew each time
                 text = asyncio.run(stacks.written(fd, lambda: stacks.poke(process.pid, witness.SIGNAL), 20.0))
                 other, main = stacks.parsed(text)
-                assert (main.main, main.frames[0].function, main.frames[0].line) == (True, "spins", 9)
+                assert (main.main, main.frames[0].function) == (True, "spins")
+                assert main.frames[0].line in (8, 9)  # it may not have got to the next line yet
                 assert (other.main, other.frames[0].function) == (False, "waits")
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Looks once a second whether the ranks go on. When they do not, it says who is wrong, where and why.
+"""Looks twice a second whether the ranks go on. When they do not, it says who is wrong, where and why.
 
 Every supervisor has one. Those of other nodes tell node 0's what they see; that one decides, and asks all of them for
 what they know when there is an alarm. One that does not answer is evidence as well.
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt
     from phalanx.launch.supervisor import Supervisor
 
-EVERY = 1.0  # seconds between two looks
+EVERY = 0.5  # seconds between two looks
+_PULSE = 0.9  # seconds, at least, between two letters about them
 _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
 _SLOW = 10.0  # seconds for a node to begin to tell anything
@@ -78,6 +79,7 @@ class Observer:
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
         self._stalls = itertools.count(1)
         self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
+        self._told = 0.0  # when node 0 was last told what is seen here
         self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
         self._tasks: set[asyncio.Task[None]] = set()
         desk.answers("why", self._answer)
@@ -105,7 +107,7 @@ class Observer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- once a second
+    # -- looking
 
     async def _watch(self) -> None:
         while True:
@@ -127,7 +129,8 @@ class Observer:
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
         if not self._company.leads:
-            if attempt.living:
+            if attempt.living and now - self._told > _PULSE:
+                self._told = now
                 self._post.send("pulse", 0, _encoder.encode(own))
             return
         members = self._company.members()

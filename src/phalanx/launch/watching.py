@@ -1,4 +1,4 @@
-"""What is seen of every rank once a second, and how that goes on: from pages and the kernel to readings."""
+"""What is seen of every rank twice a second, and how that goes on: from pages and the kernel to readings."""
 
 from __future__ import annotations
 
