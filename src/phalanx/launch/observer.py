@@ -79,7 +79,7 @@ class Observer:
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
         self._stalls = itertools.count(1)
         self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
-        self._told = 0.0  # when node 0 was last told what is seen here
+        self._pulsed = 0.0  # when node 0 was last told what is seen here
         self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
         self._tasks: set[asyncio.Task[None]] = set()
         desk.answers("why", self._answer)
@@ -129,8 +129,8 @@ class Observer:
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
         if not self._company.leads:
-            if attempt.living and now - self._told > _PULSE:
-                self._told = now
+            if attempt.living and now - self._pulsed > _PULSE:
+                self._pulsed = now
                 self._post.send("pulse", 0, _encoder.encode(own))
             return
         members = self._company.members()
