@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
 
+# Three on two cores, because tests wait nearly as often as they compute.
 test: $(VENV)/ready
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone

@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Node, Process, Rank, Thread
+from phalanx.diagnose.diagnosis import diagnose
+from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Node, Process, Rank, Thread, decode, encode
+from phalanx.diagnose.verdict import Verdict
 
 HOME = "/home/user/work/"
 LIB = "/home/user/.venv/lib/python3.11/site-packages/"
@@ -15,6 +17,8 @@ STD = "/usr/lib/python3.11/"
 C10D = LIB + "torch/distributed/distributed_c10d.py"
 LOADER = LIB + "torch/utils/data/dataloader.py"
 DDP = LIB + "torch/nn/parallel/distributed.py"
+
+Case = tuple[Evidence, str, tuple[int, ...], list[str]]  # -> kind, ranks, what the text must say
 
 
 def frame(file: str, line: int, function: str = "<module>", **more: Any) -> Frame:
@@ -27,12 +31,12 @@ def collective(op: str, line: int = 52, file: str = "train.py", function: str = 
     return [frame(C10D, 3252, op), wrapper, frame(file, line, function, **more)]
 
 
-def backward(line: int = 60, **more: Any) -> list[Frame]:
+def backward(line: int = 60, function: str = "<module>", **more: Any) -> list[Frame]:
     return [
         frame(LIB + "torch/autograd/graph.py", 979, "_engine_run_backward"),
         frame(LIB + "torch/autograd/__init__.py", 395, "backward"),
         frame(LIB + "torch/_tensor.py", 623, "backward"),
-        frame("train.py", line, **more),
+        frame("train.py", line, function, **more),
     ]
 
 
@@ -129,3 +133,20 @@ def beside(*culprits: Rank, size: int = 4, **more: Any) -> Evidence:
     named = {each.rank for each in culprits}
     ranks = [*culprits, *(waiting(number, size=size) for number in range(size) if number not in named)]
     return evidence(*sorted(ranks, key=lambda each: each.rank), **more)
+
+
+HERE = frame("train.py", 33, "flush")
+ITEM = frame("dataset.py", 41, "__getitem__")
+GETS = frame(STD + "threading.py", 327, "wait")
+
+
+def named_right(case: Case) -> Verdict:
+    """The first verdict, by evidence that has travelled."""
+    seen, kind, ranks, said = case
+    verdicts = diagnose(decode(encode(seen)))
+    assert verdicts, "no verdict"
+    first = verdicts[0]
+    assert (first.kind, first.ranks) == (kind, ranks), first.text
+    for words in said:
+        assert words in first.text, first.text
+    return first

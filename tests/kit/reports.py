@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.launch.zygote.witness import witness
+from phalanx.launch.zygote.witness import debugger, witness
 from tests.kit.cli import TORCHRUN, Env, Result, environment, run, terminal
 from tests.kit.torchrun import Torchrun
 
@@ -213,12 +213,13 @@ def _without_warmth(report: Report) -> Report:
 
 
 def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's witness needs: a thread, a signal, and two descriptors out of everybody's way."""
+    """Without what a worker's witness needs: a thread, two signals, and two descriptors out of everybody's way."""
     high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - 16
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:
         return report
-    caught = int(report["kernel signals"]["SigCgt"], 16) & ~(1 << witness.SIGNAL - 1)
+    ours = 1 << witness.SIGNAL - 1 | 1 << debugger.SIGNAL - 1
+    caught = int(report["kernel signals"]["SigCgt"], 16) & ~ours
     signals = report["kernel signals"] | {"SigCgt": f"{caught:016x}"}
     return report | {"other fds": fds, "native threads": report["native threads"] - 1, "kernel signals": signals}
 

@@ -103,6 +103,21 @@ def test_the_last_traceback_of_stderr() -> None:
     assert read_traceback(["nothing of the kind"]).exception == ""
 
 
+def test_a_mismatch_of_collectives_is_told_with_both_places_whatever_torch_puts_before_its_lines() -> None:
+    told = [
+        "rank 1 called broadcast where rank 0 called all_reduce (collective 6 of all ranks)",
+        "  rank 1: broadcast(float32 [10], root 0) at train.py:8",
+        "      dist.broadcast(x, 0)",
+        "  rank 0: all_reduce(float32 [10], SUM) at train.py:10",
+        "      dist.all_reduce(x)",
+    ]
+    trace = ["Traceback (most recent call last):", '  File "train.py", line 8, in <module>', "    dist.broadcast(x, 0)"]
+    lines = [*trace, f"phalanx.CollectiveMismatchError: {told[0]}", *told[1:]]
+    death = Death(1, 1, 3.0, stderr=[*(f"[rank1]: {line}" for line in lines), "something else"])
+    text = block(death, tail=[], folder="/runs/x/1")
+    assert text.splitlines()[:5] == [f"rank 1 failed: CollectiveMismatchError: {told[0]}", *told[1:]]
+
+
 def test_the_block_has_all_that_is_known() -> None:
     death = Death(
         5,

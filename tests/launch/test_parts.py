@@ -165,7 +165,7 @@ def test_every_event_survives_the_file() -> None:
             if field not in values and field not in kind.__struct_defaults__:
                 hint = kind.__annotations__.get(field, "str")
                 values[field] = {"int": 3, "float": 2.0, "str": "x", "bool": True}.get(
-                    hint, ("a",) if "tuple" in hint else {}
+                    hint, (3,) if "tuple[int" in hint else ("a",) if "tuple" in hint else {}
                 )
         event = kind(**values)
         assert events.decode(events.encode(event)) == event

@@ -49,7 +49,7 @@ def _show(report: Report) -> None:
         sys.stderr.write(f"phalanx: {file} cannot be checked: {why}\n")
     where = "1 file" if report.files == 1 else f"{report.files} files"
     if not report.findings:
-        sys.stdout.write(f"nothing found in {where}\n")
+        sys.stdout.write(f"nothing found in {where}\n" if report.files else "")
         return
     counts = {level: sum(one.level == level for one in report.findings) for level in ("error", "warning")}
     told = [f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count]

@@ -165,6 +165,7 @@ def _showing(options: RunOptions, *, quiet: bool) -> Showing:
         stderr_needles=options.duplicate_stderr_filters,
         colour={"auto": None, "always": True, "never": False}[options.color],
         quiet=options.quiet or quiet,
+        paces=options.paces,
         events=options.event_log_handler == "console",
     )
 

@@ -124,6 +124,25 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     seconds: float  # that it stood still
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds a step; without steps: parts of its time."""
+
+    rank: int
+    steps: int
+    looks: int  # that this is known from
+    data: float
+    compute: float
+    waiting: float
+    throttled: str = ""  # why its GPU was slowed down
+
+
+class Paces(Event, frozen=True, kw_only=True, tag="paces"):
+    """What each rank has spent its time on, and who held the others up."""
+
+    ranks: tuple[Pace, ...]
+    late: tuple[str, ...] = ()  # a sentence each
+
+
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
@@ -154,6 +173,7 @@ AnyEvent = (
     | Stalled
     | Verdict
     | Resumed
+    | Paces
     | StoreLost
     | Note
     | RunEnded

@@ -8,7 +8,7 @@ from functools import cached_property
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Call, Frame
 from phalanx.diagnose.parting import Parting, alike, expected, guard, past, ways
-from phalanx.diagnose.standing import Field, Standing, bucket, named, site, trail
+from phalanx.diagnose.standing import Field, Standing, bucket, described, named, site, trail
 from phalanx.diagnose.verdict import Verdict
 
 SAME = "all ranks of a group have to call the same collectives in the same order"
@@ -83,6 +83,8 @@ class _Case:
 
     @property
     def mine(self) -> str:
+        if self.here is None and self.standing.place is not None:  # it has gone on since
+            return f"{words.numbered(self.call)} (by now {described(self.standing)})"
         return f"{words.numbered(self.call)}{words.at(self.here)}"
 
     @property
@@ -95,7 +97,7 @@ class _Case:
         if self.ways is not None and self.ways != (self.here, self.there):
             one, other = map(words.place, self.ways)
             details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
-        place = place or self.here
+        place = place or self.here or self.standing.place
         return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
 
@@ -115,10 +117,11 @@ def _evaluation(case: _Case) -> Verdict | None:
     if not alone or case.call.op != "broadcast" or frames.in_model(case.beside.site or case.other.frames):
         return None
     runs = words.verb(case.parting.ranks, "runs", "run")
+    asked = next((frame for frame in case.standing.frames if frame.guard), None)
     return case.verdict(
         "evaluation",
-        f"{case.who} alone {runs} the forward of a DDP model{words.inside(case.guard or case.here)}, which broadcasts "
-        f"its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
+        f"{case.who} alone {runs} the forward of a DDP model{words.inside(asked or case.standing.place)}, which "
+        f"broadcasts its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
         "evaluate with model.module(...), or on all ranks",
     )
 
@@ -140,9 +143,14 @@ def _left_loop(case: _Case) -> bool:
     if case.ways is None:
         return False
     mine, theirs = case.ways
+    if mine.line < theirs.line:
+        return False
+    stack = trail(case.other, case.beside)
+    if any(frame.loop for frame in stack[: stack.index(theirs)]):
+        return True
     if theirs.loop:
-        return mine.loop != theirs.loop and mine.line > theirs.line
-    return case.call.op == "barrier" and case.strange and mine.line > theirs.line and not mine.source
+        return mine.loop != theirs.loop
+    return case.call.op == "barrier" and case.strange and not mine.source
 
 
 def _unused(case: _Case) -> Verdict | None:

@@ -14,9 +14,10 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     if any(rank.debugged for rank in evidence.ranks):
         return []
     field = survey(evidence)
-    proven = [*process.nodes(field), *process.verdicts(field)]
     parted = partings(field)
-    found = [*proven, *(desync.judge(field, parting) for parting in parted), *circles.verdicts(field)]
+    found = list(process.nodes(field))
+    found += [desync.judge(field, parting) for parting in parted]  # before those who died of it
+    found += [*process.verdicts(field), *circles.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
     found += culprit.verdicts(field, accused)
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock") for verdict in found):

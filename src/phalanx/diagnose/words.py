@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Iterable
 
-from phalanx.diagnose.evidence import Call, Evidence, Frame, Rank
+from phalanx.diagnose.evidence import Call, Evidence, Frame
 
 _BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -116,11 +116,3 @@ def exit_text(code: int) -> str:
 
 def host(evidence: Evidence, node: int) -> str:
     return next((each.host for each in evidence.nodes if each.node == node and each.host), str(node))
-
-
-def device(evidence: Evidence, rank: Rank) -> str:
-    """(node b, GPU 1)"""
-    parts = [f"node {host(evidence, rank.node)}"] if len({each.node for each in evidence.ranks}) > 1 else []
-    if rank.gpu is not None:
-        parts.append(f"GPU {rank.gpu.index}")
-    return f" ({', '.join(parts)})" if parts else ""

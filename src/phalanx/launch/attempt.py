@@ -245,7 +245,6 @@ class Attempt:
         witness = self._witness(name)
         if witness is not None:
             order["witness"] = witness.slot
-            order["check"] = witness.checks
             witness.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
         try:
@@ -637,7 +636,7 @@ class Attempt:
                 silent = time.monotonic() - worker.heard
                 if worker.heard and not worker.done and silent > limit:
                     worker.heard = 0.0
-                    how = kernel.state(worker.pid)
+                    how = f"{kernel.state(worker.pid)}{_last_seen(worker)}"
                     self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
                     self.tell(name, signal.SIGKILL)
 
@@ -672,3 +671,9 @@ class Attempt:
             stderr=self.output.tail(worker.seat.rank, "stderr", 60),
             memory=kills if code == -signal.SIGKILL else "",
         )
+
+
+def _last_seen(worker: Worker) -> str:
+    """Where its main thread was, as far as it has shown."""
+    place = worker.witness.page.text.get("place") if worker.witness is not None else None
+    return f", last seen at {os.path.basename(place[0])}:{place[1]} in {place[2]}" if place else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -74,6 +75,10 @@ _FRAME = re.compile(
 )
 
 
+_TORCHS = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before each line of a traceback
+_IN_WORDS = "CollectiveMismatchError"  # its text has the places that matter
+
+
 def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
     found = [(m["file"], int(m["line"]), m["name"], m["code"] or "") for m in _FRAME.finditer(trace + "\n")]
     return tuple(found[-3:])
@@ -81,13 +86,17 @@ def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
 
 def read_traceback(lines: Sequence[str]) -> Report:
     """The last traceback in a worker's stderr, for workers that could not write an error file."""
-    text = "\n".join(lines)
+    text = _TORCHS.sub("", "\n".join(lines))
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return Report()
     trace = text[start:]
-    for line in trace.splitlines()[1:]:
+    told = trace.splitlines()
+    for at, line in enumerate(told[1:], 1):
         if line and not line.startswith((" ", "\t")):
+            if _IN_WORDS in line.partition(":")[0]:
+                more = itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :])
+                return Report(exception="\n".join([line.removeprefix("phalanx."), *more]))
             return Report(exception=line, frames=_frames(trace))
     return Report(frames=_frames(trace))
 

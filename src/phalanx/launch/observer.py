@@ -1,4 +1,4 @@
-"""Looks once a second whether the ranks go on. When they do not, it says who is wrong, where and why.
+"""Looks twice a second whether the ranks go on. When they do not, it says who is wrong, where and why.
 
 Every supervisor has one. Those of other nodes tell node 0's what they see; that one decides, and asks all of them for
 what they know when there is an alarm. One that does not answer is evidence as well.
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt
     from phalanx.launch.supervisor import Supervisor
 
-EVERY = 1.0  # seconds between two looks
+EVERY = 0.5  # seconds between two looks
+_PULSE = 0.9  # seconds, at least, between two letters about them
 _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
+_SLOW = 10.0  # seconds for a node to begin to tell anything
 _QUIET = 3.0  # seconds without a word from a node whose workers run
 
 
@@ -77,6 +79,7 @@ class Observer:
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
         self._stalls = itertools.count(1)
         self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
+        self._pulsed = 0.0  # when node 0 was last told what is seen here
         self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
         self._tasks: set[asyncio.Task[None]] = set()
         desk.answers("why", self._answer)
@@ -104,7 +107,7 @@ class Observer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- once a second
+    # -- looking
 
     async def _watch(self) -> None:
         while True:
@@ -126,15 +129,20 @@ class Observer:
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
         if not self._company.leads:
-            if attempt.living:
+            if attempt.living and now - self._pulsed > _PULSE:
+                self._pulsed = now
                 self._post.send("pulse", 0, _encoder.encode(own))
             return
         members = self._company.members()
         self._heard = {member: heard for member, heard in self._heard.items() if member in members}
         looks = list(own.looks)
-        for then, pulse in self._heard.values():
-            late = now - then if now - then > _QUIET else 0.0
-            looks += [replace(look, silent=look.silent + late) for look in pulse.looks]
+        for member, ranks in members.items():
+            if member in self._heard:
+                then, pulse = self._heard[member]
+                late = now - then if now - then > _QUIET else 0.0
+                looks += [replace(look, silent=look.silent + late) for look in pulse.looks]
+            elif now - self._watched.began > _SLOW:
+                looks += [Look(rank=rank, silent=now - self._watched.began) for rank in ranks]
         alarm = self._watched.see(now, looks)
         if plan.hanging.after is None:
             return
@@ -262,7 +270,8 @@ class Observer:
                 return testimony.decode(answer.result())
         answer.cancel()
         then, pulse = self._heard.get(member, (0.0, None))
-        silent = time.monotonic() - then if pulse is not None else _ANSWER
+        began = self._watched.began if self._watched is not None else time.monotonic() - _ANSWER
+        silent = time.monotonic() - (then if pulse is not None else began)
         node = Node(
             node=pulse.node if pulse is not None else member,
             host=pulse.host if pulse is not None else "",

@@ -31,6 +31,7 @@ class Showing:
     stderr_needles: tuple[str, ...] = ()
     colour: bool | None = None
     quiet: bool = False
+    paces: bool = False  # of all ranks at the end, whoever is slow
     events: bool = False  # torchrun's --event-log-handler console
 
     def shown(self, seat: Seat) -> Std:

@@ -36,8 +36,9 @@ from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
-if TYPE_CHECKING:  # it is not needed in the first second, and costs as much as the rest of us
+if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
     from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
@@ -107,6 +108,7 @@ class Supervisor:
         self._debugging: Debugging | None = None
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
+        self._paces: Paces | None = None  # how fast each of them is
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -141,8 +143,9 @@ class Supervisor:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                if self._observer is not None:
-                    await self._observer.end()
+                for watcher in (self._observer, self._paces):
+                    if watcher is not None:
+                        await watcher.end()
                 await self._close()
                 for held in (self._vault, self._debugging, self._desk, self._board):
                     if held is not None:
@@ -422,6 +425,9 @@ class Supervisor:
             if standing:
                 self._console.say(standing)
             return 128 + self._signal, ""
+        paces = self._paces.last_words(well=next_.code == 0) if self._paces is not None else ""
+        if paces:
+            self.say(paces)
         if next_.text:
             self._console.say(next_.text)
         if standing and next_.code:
@@ -466,15 +472,18 @@ class Supervisor:
 
     async def _observe(self) -> None:
         await asyncio.sleep(_LATER)
-        observer = await asyncio.to_thread(_observer)
+        observer, paces = await asyncio.to_thread(_watchers)
         if self._desk is not None:
             self._observer = observer(self, self._company, self.post, self._desk, self._folder)
+            self._paces = paces(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
         await self._company.settled()
+        if self._paces is not None:
+            self._paces.concluded()
         attempt.concluded()
         ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
@@ -659,10 +668,11 @@ class Supervisor:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _observer() -> type[Observer]:
+def _watchers() -> tuple[type[Observer], type[Paces]]:
     from phalanx.launch.observer import Observer
+    from phalanx.launch.paces import Paces
 
-    return Observer
+    return Observer, Paces
 
 
 def _few(ranks: list[int]) -> str:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
     from phalanx.launch.vitals import Vitals
 
-ANSWER = 0.8  # seconds for a rank to tell
+ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get to it
+_SILENT = 1.0  # for one that has published nothing for so long, a moment is enough
+_MOMENT = 0.3
 _STACKS = 0.7  # for one that has not, to write its stacks
 _CHILD = 0.15  # for a child of it
 _SPY = 1.2
@@ -111,9 +113,11 @@ async def _ask(worker: Worker, state: str) -> tuple[Told, str]:
         return Told(), "it has no witness"
     if state in _STOPPED:
         return Told(), "it is stopped, and answers nobody" if state in "Tt" else "it is dead"
-    answer = await worker.witness.ask("tell", timeout=ANSWER)
+    looked = worker.witness.page.looked
+    limit = _MOMENT if looked and time.monotonic() - looked > _SILENT else ANSWER
+    answer = await worker.witness.ask("tell", timeout=limit)
     if answer is None:
-        return Told(), f"it has not answered for {ANSWER:.1f} s"
+        return Told(), f"it has not answered for {limit} s"
     try:
         return read(answer), ""
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
@@ -137,7 +141,7 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
         sent = lambda: attempt.tell(name, witness.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
-        if threads and looked and time.monotonic() - looked > ANSWER:
+        if threads and looked and time.monotonic() - looked > _SILENT:
             threads = tuple(replace(each, holds_gil=each.main) for each in threads)
         if any(thread.frames for thread in threads):
             return threads, why

@@ -1,4 +1,4 @@
-"""What is seen of every rank once a second, and how that goes on: from pages and the kernel to readings."""
+"""What is seen of every rank twice a second, and how that goes on: from pages and the kernel to readings."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class Watched:
 
     def __init__(self, of: tuple[int, int], after: float | None) -> None:
         self.of = of
+        self.began = time.monotonic()
         self.looks: dict[int, Look] = {}
         self._watch = Watch(after) if after is not None else Watch()
         self._marks: dict[int, tuple[tuple[int, int], float]] = {}  # of every rank: how far, and since when

@@ -76,10 +76,6 @@ class Witness:
         """What the worker gets: board, channel, stacks."""
         return [self._board.fd, self._theirs.fileno(), self.stacks]
 
-    @property
-    def checks(self) -> bool:
-        return self._board.checks
-
     def seat(self, rank: int | None) -> None:
         self._board.seat(self.slot, rank)
 

@@ -51,7 +51,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Report:
-    files: int
+    files: int  # that were read
     findings: tuple[Finding, ...]
     unreadable: tuple[tuple[str, str], ...] = ()  # file, why
 
@@ -87,9 +87,11 @@ def inspect_all(paths: Sequence[str]) -> Report:
             unreadable.append((file, f"{where}not Python: {error.msg}"))
         except UnicodeDecodeError:
             unreadable.append((file, "not text"))
-        except (ValueError, RecursionError, MemoryError) as error:
+        except (RecursionError, MemoryError):
+            unreadable.append((file, "too deeply nested"))
+        except (ValueError, tokenize.TokenError) as error:
             unreadable.append((file, f"not Python: {error}"))
-    return Report(len(files), tuple(found), tuple(unreadable))
+    return Report(len(files) - len(unreadable), tuple(found), tuple(unreadable))
 
 
 def _files(path: str) -> Iterator[str]:

@@ -73,6 +73,7 @@ class RunOptions:
     event_log_handler: Literal["null", "console"]
     color: Literal["auto", "always", "never"]
     quiet: bool
+    paces: bool
 
     # start and end
     preload: tuple[str, ...]
@@ -177,6 +178,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         event_log_handler="console" if values.event_log_handler == "console" else "null",
         color=values.color,
         quiet=values.quiet,
+        paces=values.paces,
         preload=values.preload or (),
         fresh=values.fresh,
         warm=not values.no_warm,

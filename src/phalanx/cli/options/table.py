@@ -130,6 +130,7 @@ OPTIONS = (
     ),
     Option(OUTPUT, "--duplicate-stderr-filters", "The same for stderr.", kinds.FILTERS),
     _ours(OUTPUT, "--color", "Colours on the console.", one_of("auto", "always", "never"), "auto"),
+    _ours(OUTPUT, "--paces", "Shows at the end how long each rank computed and waited, though none is slow."),
     _ours(OUTPUT, "--quiet", "No lines of phalanx's own but errors."),
     Option(
         OUTPUT,

@@ -136,7 +136,7 @@ class Nursery:
         birth.dress(order)
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]
-            witness.begin(board, order["witness"], channel, stacks, check=order.get("check", False))
+            witness.begin(board, order["witness"], channel, stacks)
         if order.get("lesson"):
             imports.note_lesson(order["lesson"])
         return True

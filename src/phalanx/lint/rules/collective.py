@@ -31,12 +31,14 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Operation
     if _smaller(model):
         return
     seen: set[ast.Call] = set()
+    left: set[int] = set()  # where ranks leave early: one cause, told once
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
             continue
         parting = model.partings.find(one.node, divides, one.op)
-        if parting is not None:
+        if parting is not None and not (parting.left and parting.line in left):
             seen.add(one.node)
+            left |= {parting.line} if parting.left else set()
             yield one, parting
 
 

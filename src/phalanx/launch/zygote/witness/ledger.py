@@ -45,6 +45,11 @@ def size(slots: int) -> int:
     return slots * (page.SIZE + REGION)
 
 
+def kept(memory: Memory) -> bool:
+    """Whether this board has ledgers: ranks are to compare what they call."""
+    return len(memory) % (page.SIZE + REGION) == 0
+
+
 def _base(memory: Memory, slot: int) -> int:
     return len(memory) // (page.SIZE + REGION) * page.SIZE + slot * REGION
 

@@ -13,6 +13,7 @@ from . import page, phases, recorder, stacks
 
 _NUMBERS = {phase: number for number, phase in enumerate(page.PHASES)}
 _WINDOW = 50  # looks: five seconds
+_FULL = 5  # looks, of which one is written down with all that it saw, as long as the script gets on: read once a second
 _MOST = 4096  # code objects that are remembered
 _LONG = 1.0  # seconds in one place, after which it is worth while to ask what is pending
 
@@ -24,7 +25,7 @@ class Sampler:
     """The text of a page:
 
     phase, place [file, line, function]: the innermost of the user's own
-    groups: [{id, name, enqueued, completed}]
+    groups: [{id, name, nccl, enqueued, completed}]
     call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
     moved: when it was last seen to do anything, in seconds of `time.monotonic`
     places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
@@ -57,9 +58,10 @@ class Sampler:
             return
         here = (id(frame), id(frame.f_code), frame.f_lasti)
         phase, place, calls = self._look(frame)
+        stays, full = here == self._before, self._looks % _FULL == 0
         # Whoever has just come to torch.distributed may be recording a group's very first call, and that list of
         # torch's has no lock.
-        if here == self._before or not calls:
+        if stays or (not calls and (full or phase == "backward")):
             self._groups = recorder.groups()
         moved = self._follow(here, now)
         if phase in _MAY_WAIT and self._waits(phase, moved):
@@ -68,6 +70,8 @@ class Sampler:
         self._looks += 1
         self._phases[_NUMBERS[phase]] += 1
         self._page.look(now, self._looks, self._moves, self._phases)
+        if not stays and not full:
+            return
         text = {
             "phase": phase,
             "place": place,
@@ -91,7 +95,7 @@ class Sampler:
         if moved:
             self._moves += 1
             self._moved = now
-            self._before, self._done = here, done
+            self._before, self._done, self._call = here, done, {}
         self._recent.append(here[1])
         return moved
 
@@ -149,9 +153,7 @@ class Sampler:
         return text[text.rfind(b")") + 2 : text.rfind(b")") + 3] in (b"S", b"D")
 
     def _waited_in(self, frame: FrameType, phase: str, moved: bool, now: int) -> dict[str, Any]:
-        if moved or phase not in ("collective", "join"):
-            self._call = {}
-        elif not self._call:
+        if not moved and not self._call and phase in ("collective", "join"):
             self._call = recorder.present(frame)
             if not self._call and now - self._moved > _LONG * 1e9:
                 self._call = recorder.pending()

@@ -28,7 +28,7 @@ _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 current: Witness | None = None  # of this process
 
 
-def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = False) -> None:
+def begin(board: int, slot: int, channel: int, stacks: int) -> None:
     """In a worker that is about to run its script."""
     global current
     memory = kernel.shared(board)
@@ -38,7 +38,7 @@ def begin(board: int, slot: int, channel: int, stacks: int, *, check: bool = Fal
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
     atexit.register(witness.end)
-    if check:
+    if ledger.kept(memory):
         checker.begin(ledger.Ledger(memory, slot), slot)
     debugger.lay(witness.say)
     witness.start()

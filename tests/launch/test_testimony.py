@@ -1,0 +1,166 @@
+"""What is known of processes from outside: stacks that they write when they are told to, and the kernel's word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from phalanx.diagnose.evidence import Evidence, Process, Rank, decode
+from phalanx.diagnose.verdict import Verdict
+from phalanx.launch import stacks, stalls, testimony, vitals
+from phalanx.launch.zygote import kernel, wire
+from phalanx.launch.zygote.witness import witness
+from tests.kit.cli import until
+
+HANGING = """
+import faulthandler, sys, threading, time
+faulthandler.register({signal}, file={fd}, all_threads=True, chain=False)
+def waits():
+    time.sleep(1000)
+threading.Thread(target=waits, daemon=True).start()
+def spins():
+    print("ready", flush=True)
+    sum(range(10**12))
+spins()
+"""
+
+
+def test_stacks_come_while_the_lock_of_python_is_held() -> None:
+    fd = os.memfd_create("stacks")
+    code = HANGING.format(signal=int(witness.SIGNAL), fd=fd)
+    with subprocess.Popen([sys.executable, "-c", code], pass_fds=(fd,), stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            for _ in range(2):  # the file is begun anew each time
+                text = asyncio.run(stacks.written(fd, lambda: stacks.poke(process.pid, witness.SIGNAL), 20.0))
+                other, main = stacks.parsed(text)
+                assert (main.main, main.frames[0].function) == (True, "spins")
+                assert main.frames[0].line in (8, 9)  # it may not have got to the next line yet
+                assert (other.main, other.frames[0].function) == (False, "waits")
+        finally:
+            process.kill()
+            os.close(fd)
+
+
+def test_who_has_no_handler_gets_no_signal() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        assert not stacks.poke(process.pid, witness.SIGNAL)
+        assert process.poll() is None
+        process.kill()
+    assert not stacks.poke(process.pid, witness.SIGNAL)  # it has ended
+
+
+def test_threads_of_ours_are_left_out() -> None:
+    text = """\
+Thread 0x00007f12 [feeder] (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/usr/lib/python3.11/threading.py", line ??? in _bootstrap
+
+Thread 0x00007f13 (most recent call first):
+  File "/phalanx/launch/zygote/witness/witness.py", line 60 in _watch
+
+Current thread 0x00007f14 (most recent call first):
+  File "/home/me/train.py", line 7 in <module>
+  File "/phalanx/launch/zygote/standin.py", line 29 in <module>
+"""
+    feeder, main = stacks.parsed(text)
+    assert (feeder.name, [frame.line for frame in feeder.frames], feeder.main) == ("feeder", [327, 0], False)
+    assert (main.name, [frame.file for frame in main.frames], main.main) == ("MainThread", ["/home/me/train.py"], True)
+    assert stacks.parsed("") == ()
+    (child,) = stacks.parsed(text.partition("\n\n")[2], name="process 7 pt_data_worker")
+    assert (child.name, child.main) == ("process 7 pt_data_worker", False)
+
+
+def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> None:
+    looks = vitals.Vitals()
+    command = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True)\nwhile 1: 1"
+    )
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE) as process:
+        child = 0
+        try:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            looks.pulse(process.pid)
+            until(lambda: looks.pulse(process.pid).cpu > 0.5, 20, "it to be seen at work")
+            found = vitals.look(process.pid, looks.pulse(process.pid), kernel.families([process.pid])[process.pid])
+            assert found.state == "R"
+            assert found.resident > 1 << 20
+            assert found.threads == 1
+            assert found.children == (f"{child} S sleep 1000",)
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: looks.pulse(process.pid).state == "T", 10, "it to be stopped")
+        finally:
+            process.kill()
+            if child:
+                os.kill(child, signal.SIGKILL)
+    assert looks.pulse(process.pid).state == "X"
+
+
+def test_bytes_that_nobody_takes_are_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        other, _ = listener.accept()
+        sock.setblocking(False)
+        with other:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sock.send(bytes(1 << 16))
+            found = vitals.look(os.getpid(), vitals.Pulse("S"), [])
+            assert found.sockets >= 2
+            assert found.unsent > 0
+
+
+def test_what_a_rank_tells_is_read() -> None:
+    frame = ["train.py", 7, "step"]
+    told = testimony.read(
+        {
+            "is": "told",
+            "threads": [{"name": "MainThread", "main": True, "frames": [frame]}],
+            "groups": [{"name": "0", "backend": "gloo", "ranks": [0, 1], "enqueued": 4, "completed": 3}],
+            "calls": [{"group": "0", "seq": 4, "op": "all_reduce", "shapes": [[4]], "site": [frame]}],
+        }
+    )
+    assert told.threads[0].frames == told.calls[0].site
+    assert (told.calls[0].site[0].file, told.groups[0].ranks) == ("train.py", (0, 1))
+
+
+def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    process = Process(pid=5, state="T")
+    evidence = Evidence(time=1.0, waited=3.0, ranks=(Rank(rank=1, node=0, process=process, note="it is stopped"),))
+    verdict = Verdict(kind="stopped", ranks=(1,), text="rank 1 is stopped")
+    path = Path(stalls.write(str(tmp_path), 1, evidence, [verdict]))
+    assert decode((path / "evidence.json").read_bytes()) == evidence
+    assert "rank 1 on node 0, process 5 (T): it is stopped" in (path / "stacks.txt").read_text()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["stall_1"]
+    assert stalls.write(str(tmp_path / "missing"), 1, evidence, [verdict]) == ""
+    (tmp_path / "stall_2").write_text("a file is in the way")
+    assert stalls.write(str(tmp_path), 2, evidence, [verdict]) == ""
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_message_in_pieces_waits_for_nobody() -> None:
+    messages = [{"is": "told", "text": "x" * 1000}, {"is": "heard"}]
+    left, right = socket.socketpair()
+    with left, right:
+        for message in messages:
+            wire.send(left, message)
+        whole = right.recv(1 << 16)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        parcel = wire.Parcel()
+        found = []
+        for byte in whole:
+            theirs.send(bytes([byte]))
+            with contextlib.suppress(BlockingIOError):
+                found.append(parcel.receive(ours))
+        assert found == [(message, []) for message in messages]
+        theirs.close()
+        assert parcel.receive(ours) is None
