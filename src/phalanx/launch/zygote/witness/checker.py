@@ -33,10 +33,17 @@ _kept: list[Any] = []
 
 def begin(ledger: Ledger, slot: int) -> None:
     """Before the script, or as soon as it has imported torch: all ranks must count from the first collective on."""
+
+    def lay() -> None:
+        try:
+            _lay(ledger, slot)
+        except Exception as error:  # another torch than those that it was made for
+            sys.stderr.write(f"phalanx: collectives cannot be checked with this torch: {error!r}\n")
+
     if "torch" in sys.modules:
-        _lay(ledger, slot)
+        lay()
     else:
-        sys.meta_path.insert(0, _Torch(lambda: _lay(ledger, slot)))
+        sys.meta_path.insert(0, _Torch(lay))
 
 
 class _Torch:
