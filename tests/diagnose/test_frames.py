@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Frame
-from phalanx.diagnose.source import annotate, annotated
-from tests.diagnose.scene import C10D, LIB, STD, call, collective, frame, process, rank, workers
+from phalanx.diagnose.source import annotate
+from tests.diagnose.scene import C10D, LIB, STD, collective, frame, process, workers
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,3 @@ def test_what_the_text_says(line: int, source: str, guard: str, loop: int) -> No
 
 def test_text_that_is_no_python() -> None:
     assert annotate(frame("x.py", 1), "def (:\n").source == "def (:"
-
-
-def test_frames_of_a_rank_are_read_where_they_matter() -> None:
-    read: list[str] = []
-
-    def reader(path: str) -> str | None:
-        read.append(path)
-        return SCRIPT if path.endswith("train.py") else None
-
-    stack = [*collective("barrier", 5), frame("lost.py", 7)]
-    found = annotated(rank(0, stack, [call("barrier", 1, done=True, site=tuple(stack)), call("barrier", 2)]), reader)
-    inner, _, mine, lost = found.threads[0].frames
-    assert (inner.source, mine.guard, lost.source) == ("", "if rank == 0 and batch == 2", "")
-    assert len(read) == 2

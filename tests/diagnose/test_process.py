@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.diagnose.evidence import Gpu, Node
+from phalanx.diagnose.evidence import Gpu, Node, Rank
 from tests.diagnose.scene import (
     HERE,
     Case,
@@ -67,6 +67,16 @@ PROVEN: dict[str, Case] = {
         (1,),
         ["node b (rank 1) does not answer"],
     ),
+    "node that has not told of its ranks": (
+        evidence(
+            waiting(0, node=0, size=2),
+            Rank(rank=1, node=1, note="its node has not answered for 2 s", since=40.0),
+            nodes=[Node(node=0, host="a"), Node(node=1, host="b", silent=2.0)],
+        ),
+        "node",
+        (1,),
+        ["node b (rank 1) does not answer: link down"],
+    ),
     "node silent": (
         evidence(
             waiting(0, node=0),
@@ -83,4 +93,4 @@ PROVEN: dict[str, Case] = {
 @pytest.mark.parametrize("case", PROVEN)
 def test_named_right(case: str) -> None:
     verdict = named_right(PROVEN[case])
-    assert verdict.certain
+    assert verdict.certain == (case != "node that has not told of its ranks")

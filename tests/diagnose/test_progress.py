@@ -136,6 +136,15 @@ STALLS: dict[str, tuple[Script, int, tuple[int, ...], bool]] = {
         True,
     ),
     "all wait": (stuck_at(10, culprit={"waiting": True}), 40, (0, 1, 2, 3), True),
+    "one whose node does not tell any more": (
+        lambda second: [
+            going(0, second, 10, waiting=second > 10),
+            going(1, min(second, 12), 10, waiting=second > 10),
+        ],
+        40,
+        (0, 1),
+        True,
+    ),
     "all wait in their first": (
         lambda second: [Reading(number, float(second), waiting=True) for number in range(2)],
         30,

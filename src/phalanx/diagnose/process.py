@@ -10,13 +10,21 @@ from phalanx.diagnose.standing import LONGER, SPINS, Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
 _UNHEARD = 5.0  # seconds without a word of a node, which says one every second
+_MUTE = 1.5  # likewise, of one that has not said either how its ranks are, when it was asked
 _SWAPPED = 64e6  # bytes of a process on disk, at least
 _FAULTS = 50.0  # pages read back in a second
 _FULL = 0.03  # of a node's memory is left: it has none
 
 
 def lost_nodes(evidence: Evidence) -> list[Node]:
-    return [node for node in evidence.nodes if node.lost or node.silent >= _UNHEARD]
+    seen = {
+        rank.node for rank in evidence.ranks if rank.threads or rank.process or rank.calls or rank.ended is not None
+    }
+    return [
+        node
+        for node in evidence.nodes
+        if node.lost or node.silent >= _UNHEARD or (node.silent >= _MUTE and node.node not in seen)
+    ]
 
 
 def nodes(field: Field) -> Iterator[Verdict]:
@@ -31,6 +39,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
             text=f"node {name}{f' ({words.who(ranks)})' if ranks else ''} does not answer: {cause}",
             details=(seen,),
             fix="phalanx doctor shows the way to it",
+            certain=node.lost or node.silent >= _UNHEARD,
         )
 
 

@@ -67,13 +67,14 @@ class Watch:
     _past: dict[int, _Past] = field(default_factory=dict)
     _alarm: Alarm | None = None
     _told: float = 0.0
+    _now: float = 0.0  # of the newest reading: who does not tell any more does not go on either
 
     def see(self, readings: Sequence[Reading]) -> Alarm | None:
         alive = [each for each in readings if each.state not in ("Z", "X")]
         self._remember(alive)
         if not alive:
             return None
-        now = max(each.time for each in alive)
+        self._now = now = max(each.time for each in alive)
         if any(each.debugged for each in alive):
             for past in self._past.values():
                 past.moved = now
@@ -127,7 +128,7 @@ class Watch:
         return Alarm("stall", ranks, max(self._past[rank].moved for rank in ranks), limit, proven)
 
     def _still(self, reading: Reading) -> float:
-        return reading.time - self._past[reading.rank].moved
+        return self._now - self._past[reading.rank].moved
 
     def _limit(self, reading: Reading) -> float:
         return max(self.stall_after, _SEVERAL * reading.usual)
@@ -144,7 +145,7 @@ class Watch:
         if not any(each.met for each in self._past.values()):
             # Ranks that have nothing to do with each other: only what had a pace can lose it.
             rests = not reading.busy and reading.state != "R"
-            return past.stepped and rests and reading.time - max(past.moved, past.eased) >= limit
+            return past.stepped and rests and self._now - max(past.moved, past.eased) >= limit
         if self._still(reading) >= LONGER * limit:
             return True
         # It waits for others, and they are asked.
@@ -153,7 +154,7 @@ class Watch:
         # A first step takes its time. Where steps cannot be seen, it is one if it computes, or nobody waits.
         if reading.step < 0 and (reading.progress == 0 or reading.state == "R" or not awaited):
             return False
-        return reading.time - max(past.moved, past.eased) >= limit
+        return self._now - max(past.moved, past.eased) >= limit
 
 
 def _waits(reading: Reading) -> bool:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
 
-from phalanx.diagnose import frames
-from phalanx.diagnose.evidence import Frame, Rank
+from phalanx.diagnose.evidence import Frame
 
 _RANK = re.compile(r"rank|is_main|is_master|main_process|is_first|is_leader", re.IGNORECASE)
 _LONGEST = 60  # characters of a condition in a sentence
@@ -23,20 +21,6 @@ def annotate(frame: Frame, text: str) -> Frame:
         return frame
     guard, loop = _around(text, frame.line)
     return msgspec.structs.replace(frame, source=lines[frame.line - 1].strip()[:200], guard=guard, loop=loop)
-
-
-def annotated(rank: Rank, read: Callable[[str], str | None]) -> Rank:
-    """The user's frames of its main thread, and of the calls that are not done, with what their files say.
-
-    `read` gives the text of a file of that node, None where it cannot be had.
-    """
-
-    def whole(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-        return tuple(annotate(frame, read(frame.file) or "") if frames.mine(frame) else frame for frame in stack)
-
-    threads = (msgspec.structs.replace(each, frames=whole(each.frames)) if each.main else each for each in rank.threads)
-    calls = (each if each.done else msgspec.structs.replace(each, site=whole(each.site)) for each in rank.calls)
-    return msgspec.structs.replace(rank, threads=tuple(threads), calls=tuple(calls))
 
 
 @lru_cache(256)
