@@ -10,17 +10,18 @@ from phalanx.errors import OptionError
 
 def test_a_cost_is_that_of_pairs() -> None:
     # The machine was slow in the second round, for both: that is no difference between them.
-    found = cost(2, [(0.00101, 0.001), (0.0303, 0.03), (0.00101, 0.001)], [0.002, 0.001, 0.009])
-    assert found == Cost(2, 1.0, 0.01, 0.0, 0.002)
+    pairs = [(0.00101, 0.001), (0.0303, 0.03), (0.00101, 0.001)]
+    found = cost(2, pairs, [(0.02, 0.01)] * 3, [0.002, 0.001, 0.009])
+    assert found == Cost(2, 1.0, 0.01, 0.0, 1.0, 0.0, 0.002)
 
 
 @pytest.mark.parametrize(
     ("found", "met", "evidence"),
     [
-        (Cost(1, 1.0, 0.004, 0.001, 0.001), True, "+0.40% ± 0.10%"),
-        (Cost(1, 1.0, 0.006, 0.001, 0.001), False, "+0.60% ± 0.10%"),
-        (Cost(1, 1.0, 0.02, 0.01, 0.001), False, "+2.00% ± 1.00%"),  # whatever the error
-        (Cost(1, 1.0, 0.001, 0.06, 0.001), None, "too busy to tell"),
+        (Cost(1, 1.0, 0.004, 0.001), True, "+0.40% ± 0.10%"),
+        (Cost(1, 1.0, 0.006, 0.001), False, "+0.60% ± 0.10%"),
+        (Cost(1, 1.0, 0.02, 0.01), False, "+2.00% ± 1.00%"),  # whatever the error
+        (Cost(1, 1.0, 0.001, 0.06), None, "too busy to tell"),
         (Cost(1, failure="exit code 1"), None, "exit code 1"),
     ],
 )

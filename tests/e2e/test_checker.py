@@ -14,6 +14,7 @@ from tests.e2e.places import script
 from tests.kit.cli import phalanx, stage
 from tests.kit.lab import Lab
 
+pytestmark = pytest.mark.xdist_group("checker")  # they share what is warm
 CHECK = ("--cpu", "--check-collectives")
 SURVIVE = str(Path(__file__).parents[1] / "train" / "scripts" / "survive.py")
 
@@ -34,10 +35,9 @@ FOUND = (
 @pytest.fixture(scope="module")
 def warm() -> Iterator[dict[str, str | None]]:
     with stage("torch._dynamo") as env:
-        yield {**env, "PYTHONWARNINGS": "ignore"}
+        yield dict(env)
 
 
-@pytest.mark.xdist_group("checker")
 def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]) -> None:
     times = ("--max-restarts", str(len(FOUND) - 1))
     done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), env=warm, timeout=120)
@@ -56,7 +56,6 @@ def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]
     assert "loss.backward()" in told[7][1]  # what DDP calls in C++
 
 
-@pytest.mark.xdist_group("checker")
 def test_healthy_ranks_get_the_same_from_every_collective(warm: dict[str, str | None], tmp_path: Path) -> None:
     found = []
     for name, options in (("checked", CHECK), ("plain", ("--cpu",))):
@@ -68,7 +67,6 @@ def test_healthy_ranks_get_the_same_from_every_collective(warm: dict[str, str | 
     assert all(len(one) > 40 for one in found[0])
 
 
-@pytest.mark.xdist_group("checker")
 def test_a_group_that_forms_anew_counts_anew(warm: dict[str, str | None], tmp_path: Path) -> None:
     words = ("-g", "2", *CHECK, SURVIVE, str(tmp_path), json.dumps([[5, 1, "kill"]]))
     done = phalanx("run", *words, env=warm)

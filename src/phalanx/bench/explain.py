@@ -35,25 +35,38 @@ class Cost:
     milliseconds: float = 0.0  # a step without
     cost: float = 0.0  # of a step: 0.001 is a thousandth
     error: float = 0.0  # what that may be off by, in 19 of 20 runs
+    computing: float = 0.0  # the same of the seconds that cores compute, which others on the machine hardly change
+    computing_error: float = 0.0
     used: float = 0.0  # cores that the witness keeps busy: a second of computing in a second is 1
     failure: str = ""
 
 
-def cost(ranks: int, pairs: Sequence[tuple[float, float]], used: Sequence[float]) -> Cost:
+Pairs = Sequence[tuple[float, float]]  # with the witness, without
+
+
+def cost(ranks: int, pairs: Pairs, computing: Pairs, used: Sequence[float]) -> Cost:
+    alone = statistics.median(alone for _, alone in pairs) * 1000
+    numbers = (*_more(pairs), *_more(computing), round(statistics.median(used), 5))
+    return Cost(ranks, round(alone, 4), *numbers)
+
+
+def _more(pairs: Pairs) -> tuple[float, float]:
+    """By how much, and what that may be off by."""
     ratios = sorted(watched / alone for watched, alone in pairs)
     low, high = ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]
     # A median's standard error, twice; the quartiles stand for the spread, for outliers are many.
     error = 2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(ratios))
-    alone = statistics.median(alone for _, alone in pairs) * 1000
-    part = statistics.median(ratios) - 1
-    return Cost(ranks, round(alone, 4), round(part, 5), round(error, 5), round(statistics.median(used), 5))
+    return round(statistics.median(ratios) - 1, 5), round(error, 5)
 
 
 def target(found: Cost) -> Target:
     what = f"a step of {found.milliseconds:.2f} ms, {_ranks(found.ranks)}: the witness costs at most {LIMIT:.1%}"
     if found.failure:
         return Target(what, found.failure, None)
-    text = f"{found.cost:+.2%} ± {found.error:.2%}; it computes for {found.used:.2%} of the time"
+    text = (
+        f"{found.cost:+.2%} ± {found.error:.2%}, of the CPU's time {found.computing:+.2%} ± {found.computing_error:.2%}"
+    )
+    text += f"; it computes for {found.used:.2%} of the time"
     if found.error > LIMIT and found.cost - found.error <= LIMIT:
         return Target(what, f"{text}. This machine is too busy to tell, or the rounds too few", None)
     return Target(what, text, found.cost <= LIMIT)
@@ -69,7 +82,7 @@ def measure(ranks: int, options: argparse.Namespace, inherited: Mapping[str, str
             return Cost(ranks, failure=failure)
         with open(file) as text:
             result = json.load(text)
-    return cost(ranks, result["pairs"], result["used"])
+    return cost(ranks, result["pairs"], result["computing"], result["used"])
 
 
 # -- the verb

@@ -12,9 +12,9 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from phalanx.cluster.sources.surroundings import environment
+from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import desk, runfolder
+from phalanx.launch import desk
 from phalanx.launch.runfolder import RunRecord
 from phalanx.launch.zygote import wire
 from phalanx.launch.zygote.witness.terminal import LEAVE
@@ -134,29 +134,10 @@ def _received(stream: socket.socket) -> bytes:
 
 
 def _find(name: str | None, rank: int) -> RunRecord:
-    known = list(runfolder.all_runs(runfolder.home(environment())))
-    living = [run for run in known if run.alive]
-    names = [run.id for run in living]
-    if name is None:
-        if len(living) == 1:
-            return living[0]
-        raise UsageError(
-            "which run?" if living else "nothing is running",
-            details=names,
-            fix=f"phalanx attach {rank} {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
-        )
-    found = [run for run in living if run.id == name] or [run for run in living if run.id.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    past = next((run for run in reversed(known) if run.id.startswith(name)), None)
-    if not found and past is not None:
-        there = not past.here and past.ended is None
-        raise UsageError(
-            f"{past.id} runs on {past.host}" if there else f"{past.id} has ended",
-            fix=f"on {past.host}: phalanx attach {rank} {past.id}" if there else f"phalanx why {past.id}",
-        )
-    raise UsageError(
-        f"{name} is the beginning of {len(found)} runs" if found else f"no run called {name} is running",
-        details=[run.id for run in found] or [f"running: {', '.join(names) or 'nothing'}"],
-        fix="phalanx ps",
-    )
+    verb = f"attach {rank}"
+    run = choice.running(None, verb=verb) if name is None else choice.any_run(name, verb=verb)
+    if run.alive:
+        return run
+    if run.ended is None and not run.here:
+        raise UsageError(f"{run.id} runs on {run.host}", fix=f"on {run.host}: phalanx {verb} {run.id}")
+    raise UsageError(f"{run.id} has ended", fix=f"phalanx why {run.id}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EVERY = 1.0  # seconds between two looks at the pages
 _TELL = 5  # looks between two letters to node 0, and two questions to the driver
 _WARM = 2  # steps that are not like the others
-_STEPS = 8  # as many must have been seen of every rank, for a word nobody has asked for
+_STEPS = 8  # as many must have been seen of a rank, for a word nobody has asked for
 _SURE = 4.0  # standard deviations of what was counted: ranks that are alike differ by less
 _OFTEN = 0.25  # of the looks at a GPU found it slowed down
 _ANSWER = 2.0  # seconds for node 0
@@ -148,6 +148,9 @@ class Paces:
         if attempt is not self._attempt:
             self._attempt, self._paces = attempt, {}
             self._heard.clear()
+        if self._company.leads and not attempt.over.is_set():  # who is gone has no ranks any more
+            members = self._company.members()
+            self._heard = {member: totals for member, totals in self._heard.items() if member in members}
         for name, worker in attempt.workers.items():
             if worker.witness is not None and not worker.spare:
                 self._paces.setdefault(name, Pace()).see(worker.witness.page)
@@ -197,7 +200,7 @@ class Paces:
         if not self._company.leads:
             return ""
         totals = self.totals()
-        found = late(totals) if len(totals) > 1 and all(total.steps >= _STEPS for total in totals) else []
+        found = late([total for total in totals if total.steps >= _STEPS])
         asked = self._supervisor.plan.showing.paces
         if not totals or not (asked or (found and well)):
             return ""

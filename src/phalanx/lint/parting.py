@@ -74,12 +74,15 @@ class Partings:
             yield from above.body
             node, above = above, self.script.parents[above]
 
-    def _later(self, node: ast.If) -> Iterator[ast.AST]:
-        """What those do who do not leave."""
-        scope = self.script.scope(node)
-        for other in self.script.inside(*scope.body) if not isinstance(scope, ast.Lambda) else ():
-            if isinstance(other, ast.stmt) and other.lineno > (node.end_lineno or node.lineno):
-                yield other
+    def _later(self, node: ast.AST) -> Iterator[ast.stmt]:
+        """What those do who do not leave: what follows it, and what follows what it is in."""
+        for above in self.script.above(node):
+            for block in _blocks(above):
+                if node in block:
+                    yield from block[block.index(node) + 1 :]
+            if isinstance(above, Function):
+                return
+            node = above
 
     def _does(self, nodes: Sequence[ast.AST], op: str) -> bool:
         return any(one.op == op for one in self.operations.below(*nodes))

@@ -12,7 +12,8 @@ import json
 import pickle
 import sys
 import time
-from types import FrameType
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
@@ -69,6 +70,7 @@ def groups() -> list[dict[str, Any]]:
         for number, one in _ask(recorder, collectives=False).get("pg_status", {}).items():
             # What was recorded by others than NCCL can be read at any time.
             if recorder != "nccl" and (recorder, number) not in _known:
+                _known[recorder, number] = ""  # if its calls are forgotten already, they are not looked for again
                 _learn(recorder, _ask(recorder, collectives=True).get("entries", []))
             found.append(
                 {
@@ -155,10 +157,30 @@ def _entries(recorder: str) -> dict[str, Any]:
         if not _stands():
             return _ask(recorder, collectives=False)
     try:
-        found = _Plain(io.BytesIO(dump(includeCollectives=True, includeStackTraces=True))).load()
+        with _no_compiler():
+            text = dump(includeCollectives=True, includeStackTraces=True)
+        found = _Plain(io.BytesIO(text)).load()
     except Exception:
         return _ask(recorder, collectives=True)
     return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _no_compiler() -> Iterator[None]:
+    """To name a frame, torch asks torch._inductor whether it is of code that it has made: and imports it for that, for
+    seconds. Where it was not imported there is no such code, and this stands in for it."""
+    torch = sys.modules["torch"]
+    if "_inductor" in torch.__dict__:
+        yield
+        return
+    cache = SimpleNamespace(stack_frames_for_code=lambda *_: None)
+    standin = SimpleNamespace(codecache=SimpleNamespace(PyCodeCache=cache))
+    torch.__dict__["_inductor"] = standin
+    try:
+        yield
+    finally:
+        if torch.__dict__.get("_inductor") is standin:
+            del torch.__dict__["_inductor"]
 
 
 def _stands() -> bool:

@@ -25,7 +25,7 @@ class Sampler:
     """The text of a page:
 
     phase, place [file, line, function]: the innermost of the user's own
-    groups: [{id, name, enqueued, completed}]
+    groups: [{id, name, nccl, enqueued, completed}]
     call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
     moved: when it was last seen to do anything, in seconds of `time.monotonic`
     places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
