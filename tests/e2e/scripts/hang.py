@@ -164,6 +164,8 @@ def backtrack() -> None:
 
 
 def loop() -> None:
+    """What computes, and has not done a step yet, may well be in its first."""
+    train(model())
     if last:
         number = 1
         while number:  # here: loop
@@ -273,7 +275,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     if kind in ("data", "loader"):
         from_loader()
-    elif kind in ("uneven", "evaluate", "healthy", "once"):
+    elif kind in ("uneven", "evaluate", "loop", "healthy", "once"):
         globals()[kind]()
     else:
         collectives()
