@@ -24,3 +24,4 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(100):
     model(batch(step)).sum().backward()
     optimizer.step()
+dist.destroy_process_group()
