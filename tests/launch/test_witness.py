@@ -144,7 +144,7 @@ async def _ask_around(folder: Path) -> None:
     assert slot is not None
     heard: list[Any] = []
     shown = Witness(board, slot, lambda message, fds: heard.append(message))
-    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [slot, 0, *shown.fds]))}
+    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [slot, *shown.fds]))}
     if "PYTHONPATH" in clean:
         hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
     process = subprocess.Popen([sys.executable, script, str(folder)], env=hooked, pass_fds=shown.fds)

@@ -44,7 +44,7 @@ def _serve(task: str) -> None:
 
 def _be_witnessed(task: str) -> None:
     """A worker that was executed. Without a witness it runs as well."""
-    slot, check, *fds = (int(number) for number in task.split(":"))
+    slot, *fds = (int(number) for number in task.split(":"))
     for fd in fds:
         os.set_inheritable(fd, False)
     try:
@@ -52,7 +52,7 @@ def _be_witnessed(task: str) -> None:
         from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
 
         board, channel, stacks = fds
-        witness.begin(board, slot, channel, stacks, check=bool(check))
+        witness.begin(board, slot, channel, stacks)
     except Exception:
         pass
 
