@@ -164,9 +164,9 @@ def test_every_event_survives_the_file() -> None:
         for field in kind.__struct_fields__:
             if field not in values and field not in kind.__struct_defaults__:
                 hint = kind.__annotations__.get(field, "str")
-                values[field] = {"int": 3, "float": 2.0, "str": "x", "bool": True}.get(
-                    hint, (3,) if "tuple[int" in hint else ("a",) if "tuple" in hint else {}
-                )
+                some = {"int": 3, "float": 2.0, "str": "x", "bool": True, "tuple[str, ...]": ("a",)}
+                some["tuple[int, ...]"] = (3,)
+                values[field] = some.get(hint, () if "tuple" in hint else {})
         event = kind(**values)
         assert events.decode(events.encode(event)) == event
 

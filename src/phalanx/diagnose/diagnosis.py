@@ -38,7 +38,7 @@ def remarks(evidence: Evidence) -> list[str]:
 
 def _is_slow(field: Field, rank: int) -> bool:
     standing = field.standings.get(rank)
-    return standing is not None and not standing.gone and culprit.slow(field, standing)
+    return standing is not None and not (standing.gone or standing.stopped) and culprit.slow(field, standing)
 
 
 def _remark(field: Field, rank: int) -> str:

@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -74,6 +75,7 @@ class Observer:
         self._vitals = vitals.Vitals()
         self._kills = memory.read()
         self._watched: Watched | None = None
+        self._attempt: Attempt | None = None  # the last there was
         self._heard: dict[int, tuple[float, Pulse]] = {}  # of other nodes: when, and what
         self._numbers = itertools.count(1)
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
@@ -102,8 +104,8 @@ class Observer:
         """Of a run that ends while nobody went on: why that was."""
         return self._standing[1] if self._standing is not None else ""
 
-    def _begin(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -115,25 +117,25 @@ class Observer:
             try:
                 await self._look()
             except Exception as error:  # what only looks must not end what it looks at
-                self._supervisor.note(f"what stands still cannot be explained: {error!r}")
-                self._watched = None
+                self._supervisor.note(f"it is not looked any more whether ranks go on: {error!r}")
+                return
 
     async def _look(self) -> None:
-        attempt, plan = self._supervisor.attempt, self._supervisor.plan
-        if attempt is None or attempt.stopping or attempt.over.is_set():
+        self._attempt = attempt = self._supervisor.attempt or self._attempt
+        plan, members, now = self._supervisor.plan, self._company.members(), time.monotonic()
+        # Ranks of other nodes may go on, and stand still, when ours have ended.
+        if attempt is None or attempt.stopping or (self._company.leads and attempt.over.is_set() and not members):
             self._watched = None
             return
-        now = time.monotonic()
         if self._watched is None or self._watched.of != (attempt.number, attempt.generation):
             self._watched = Watched((attempt.number, attempt.generation), plan.hanging.after)
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
         if not self._company.leads:
-            if attempt.living and now - self._pulsed > _PULSE:
+            if now - self._pulsed > _PULSE:
                 self._pulsed = now
                 self._post.send("pulse", 0, _encoder.encode(own))
             return
-        members = self._company.members()
         self._heard = {member: heard for member, heard in self._heard.items() if member in members}
         looks = list(own.looks)
         for member, ranks in members.items():
@@ -174,7 +176,7 @@ class Observer:
 
     async def _alarm(self, attempt: Attempt, after: float) -> None:
         evidence, verdicts = await self.explain()
-        if attempt is not self._supervisor.attempt or attempt.stopping:
+        if attempt is not self._attempt or attempt.stopping:
             return
         if not verdicts:  # slow, and not stuck; if it lasts, more will be seen
             self._unclear = time.monotonic() + max(after, _SOONEST)
@@ -295,7 +297,7 @@ class Observer:
             swapping=round(self._vitals.swapping(), 1),
             out_of_memory=memory.read().since(self._kills),
         )
-        attempt = self._supervisor.attempt
+        attempt = self._supervisor.attempt or self._attempt
         if attempt is None:
             return Testimony(node=node, ranks=())
         return await testimony.take(attempt, self._vitals, node)
