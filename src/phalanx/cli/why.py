@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     outside.add_argument("--slurm", metavar="JOB", help="the same, by the number of a Slurm job")
     parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
     parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
+    parser.add_argument("--paces", action="store_true", help="also how long each rank computes and waits, so far")
     parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
     options = parser.parse_args(argv)
     if options.pid or options.slurm:
@@ -46,7 +47,10 @@ def main(argv: list[str]) -> int:
         run = choice.any_run(options.run, verb="why")
         if not run.alive:
             return _ended(run, as_json=options.json)
-        answer = _ask(run)
+        answer = _ask(run, "why")
+        if options.paces:
+            paces = _ask(run, "paces")
+            answer["report"] += "\n\n" + "\n".join([*paces["late"], *(paces["table"] or ["no steps to be seen yet"])])
     if options.json:
         sys.stdout.write(json.dumps({name: answer[name] for name in ("verdicts", "evidence")}) + "\n")
     else:
@@ -56,14 +60,14 @@ def main(argv: list[str]) -> int:
     return 1 if answer["verdicts"] else 0
 
 
-def _ask(run: RunRecord) -> dict[str, Any]:
-    with desk.call(run, {"ask": "why"}) as line:
+def _ask(run: RunRecord, what: str) -> dict[str, Any]:
+    with desk.call(run, {"ask": what}) as line:
         line.settimeout(_PATIENCE)
         try:
             received = wire.receive(line)
         except TimeoutError:
             received = None
-    if received is None or received[0].get("is") != "why":
+    if received is None or received[0].get("is") != what:
         why = received[0].get("why", "") if received is not None else "its supervisor does not answer"
         raise LaunchError(f"{run.id} cannot be asked: {why}", fix=f"phalanx why --pid {run.pid}")
     return received[0]
