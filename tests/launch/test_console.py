@@ -797,6 +797,7 @@ def chunked(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> list[bytes]:
 @given(chunked(STREAMS), st.sampled_from([3, 7, 1 << 20]))
 @example([b"x\x1b", b"[A\ry\n"], 1 << 20)
 @example([b"abc\r", b"\n"], 1 << 20)
+@example([b"abc\r", b"\n\x1b[Ax"], 1 << 20)
 def test_any_chunks_of_a_stream_give_the_same_lines(chunks: list[bytes], limit: int) -> None:
     whole, pieces = Lines(limit=limit), Lines(limit=limit)
     expected = whole.feed(b"".join(chunks)) + whole.end()

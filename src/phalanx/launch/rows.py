@@ -228,11 +228,14 @@ class Lines:
             self._at -= 1
 
     def _up(self, number: int, done: list[bytes]) -> None:
+        first = not self.rows[self._at].text  # its column, which a move up keeps
         self._at -= number
         while self._at < 0 and len(self.rows) <= REACH:
             self.rows.insert(0, self._reclaim(done))
             self._at += 1
         self._at = max(self._at, 0)
+        if first:
+            self.rows[self._at].rewind()
         self._reach = max(self._reach, len(self.rows) - 1 - self._at)
 
     def _reclaim(self, done: list[bytes]) -> Row:

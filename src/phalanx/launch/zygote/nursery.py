@@ -111,7 +111,11 @@ class Nursery:
             os.kill(os.getpid(), signal.SIGINT)
             os._exit(128 + signal.SIGINT)
         except BaseException as error:
-            os.write(fds[2], f"phalanx: this process could not be set up: {error!r}\n".encode())
+            told = f"phalanx: this process could not be set up: {error!r}\n".encode()
+            try:
+                os.write(fds[2], told)
+            except OSError:  # it has been made standard error by now
+                os.write(2, told)
             os._exit(70)
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> bool:
