@@ -10,7 +10,8 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.runfolder import RunRecord
@@ -18,6 +19,7 @@ from phalanx.launch.zygote import kernel, wire
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE = 5.0  # seconds for a caller to say what it wants
+_BEGINNING = 10.0  # seconds for somebody to be there who knows: a run that has only just begun
 
 # What it wants and the connection itself, which is the answerer's from then on.
 Answerer = Callable[[wire.Message, socket.socket], Awaitable[None]]
@@ -35,6 +37,7 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 class Desk:
     def __init__(self) -> None:
         self._answerers: dict[str, Answerer] = {}
+        self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -44,6 +47,11 @@ class Desk:
 
     def answers(self, what: str, answerer: Answerer) -> None:
         self._answerers[what] = answerer
+        self._begin(self._tell())
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
 
     def _called(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -51,24 +59,30 @@ class Desk:
             if _peer(caller)[1] != os.getuid():
                 caller.close()
                 return
-            task = self._loop.create_task(self._serve(caller))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._serve(caller))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, caller: socket.socket) -> None:
         caller.settimeout(_PATIENCE)
         with contextlib.suppress(OSError, ValueError):
             received = await asyncio.to_thread(wire.receive, caller)
-            answerer = self._answerers.get(received[0].get("ask", "")) if received is not None else None
+            answerer = await self._who_knows(received[0].get("ask", "")) if received is not None else None
             if received is not None and answerer is not None:
                 caller.settimeout(None)
                 await answerer(received[0], caller)
                 return
-            wire.send(
-                caller,
-                {"is": "refused", "why": "it has only just begun, or knows no such question: ask again in a moment"},
-            )
+            wire.send(caller, {"is": "refused", "why": "its ranks have not been started yet"})
         caller.close()
+
+    async def _who_knows(self, what: str) -> Answerer | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_BEGINNING), self._news:
+                await self._news.wait_for(lambda: what in self._answerers)
+        return self._answerers.get(what)
 
     def close(self) -> None:
         for task in self._tasks:
