@@ -171,6 +171,8 @@ class Checker:
             file = frame.f_code.co_filename
             line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
             site = f"{file[-160:]}\0{frame.f_lineno}\0{line[:100]}".encode(errors="replace")
+            if len(self._sites) > _MOST:
+                self._sites.clear()
             self._sites[key] = site
         return site
 
@@ -206,7 +208,8 @@ class Checker:
         way: Way
         if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
             peers = {rank: seats[rank] for rank in ranks if rank != own}
-            way = Nearby(self._ledger, mark, own, self._slot, peers)
+            way = nearby = Nearby(self._ledger, mark, own, self._slot, peers)
+            weakref.finalize(group, self._ledger.close, nearby.lane).atexit = False
         else:
             way = Afar(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
