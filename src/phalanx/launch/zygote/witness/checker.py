@@ -112,6 +112,7 @@ class Checker:
         self._ledger = ledger
         self._slot = slot
         self._groups: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
+        self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._calls: dict[Call, tuple[int, bytes]] = {}
         self._sites: dict[tuple[CodeType, int], bytes] = {}
         self._foreign: dict[str, bool] = {}
@@ -196,9 +197,7 @@ class Checker:
         places: dict[int, int] = world.pg_group_ranks.get(group) or {}
         if len(places) < 2 or group not in world.pg_map:
             return None
-        store = world.pg_map[group][1]
-        with contextlib.suppress(Exception):  # a connection of its own: another thread may wait with the first
-            store = store.clone()
+        store = self._store(world, group)
         ranks = sorted(places, key=lambda rank: places[rank])
         own = ranks[group.rank()]
         mark = _agree(store, len(ranks))
@@ -214,6 +213,18 @@ class Checker:
             way = Afar(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
         return Group(str(group.group_name), own, ranks, whole, way)
+
+    def _store(self, world: Any, group: Any) -> Any:
+        """A connection of our own, for another thread may wait with the first; one for all groups, as torch is seconds
+        late with every 25th."""
+        first = world.default_pg if world.default_pg in world.pg_map else group
+        store = self._stores.get(first)
+        if store is None:
+            store = world.pg_map[first][1]
+            with contextlib.suppress(Exception):
+                store = store.clone()
+            self._stores[first] = store
+        return sys.modules["torch._C._distributed_c10d"].PrefixStore(f"phalanx-check-{group.group_name}", store)
 
 
 def _agree(store: Any, size: int) -> int | None:
