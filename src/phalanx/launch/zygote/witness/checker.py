@@ -28,6 +28,7 @@ _MOST = 4096  # of what is remembered
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 _OURS = tuple(os.path.join(_ROOT, room, "") for room in ("join", "launch", "train"))
+_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _kept: list[Any] = []
 
 
@@ -157,9 +158,14 @@ class Checker:
 
     def _site(self) -> bytes:
         """File, line and text of the user's own line."""
-        frame = sys._getframe(3)
+        frame: Any = sys._getframe(3)
+        bottom = outer = None  # the last of all, and the last of torch
         while frame is not None and self._is_foreign(frame.f_code.co_filename):
-            frame = frame.f_back  # type: ignore[assignment]
+            bottom = frame
+            outer = frame if frame.f_code.co_filename.startswith(self._torch) else outer
+            frame = frame.f_back
+        if frame is None and outer is not None and _is_pythons(bottom.f_code.co_filename):
+            frame = outer  # a thread of torch's, for its own ends
         if frame is None:  # a thread of autograd: the main thread waits for it
             frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
             while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
@@ -180,7 +186,7 @@ class Checker:
     def _is_foreign(self, file: str) -> bool:
         found = self._foreign.get(file)
         if found is None:
-            found = self._foreign[file] = file.startswith((self._torch, "<frozen", *_OURS))
+            found = self._foreign[file] = _is_pythons(file) or file.startswith((self._torch, "<frozen", *_OURS))
         return found
 
     def _group(self, group: Any) -> Group | None:
@@ -225,6 +231,10 @@ class Checker:
                 store = store.clone()
             self._stores[first] = store
         return sys.modules["torch._C._distributed_c10d"].PrefixStore(f"phalanx-check-{group.group_name}", store)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_LIBRARY) and not file.startswith(("site-packages", "dist-packages"), len(_LIBRARY))
 
 
 def _agree(store: Any, size: int) -> int | None:
