@@ -159,7 +159,8 @@ class Checker:
     def _site(self) -> bytes:
         """File, line and text of the user's own line."""
         frame: Any = sys._getframe(3)
-        bottom = outer = None  # the last of all, and the last of torch
+        bottom: Any = None  # the last of all
+        outer: Any = None  # the last of torch
         while frame is not None and self._is_foreign(frame.f_code.co_filename):
             bottom = frame
             outer = frame if frame.f_code.co_filename.startswith(self._torch) else outer
