@@ -56,6 +56,8 @@ class Pace:
 
     def see(self, now: Reading) -> None:
         """A script whose steps nobody sees counts from when it has joined the others."""
+        if not now.looked:  # nobody looks there, or not any more
+            return
         if self.first is None:
             began = now.step >= _WARM or (not now.step and now.text.get("phase") not in (None, "import", "join"))
             self.first = self.last = now if began else None

@@ -32,8 +32,11 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 
 async def written(fd: int, send: Callable[[], object], limit: float) -> str:
     """What a process writes there once it has its signal; empty: nothing, within the limit."""
-    os.lseek(fd, 0, os.SEEK_SET)  # theirs too: it is one open file
-    os.ftruncate(fd, 0)
+    try:
+        os.lseek(fd, 0, os.SEEK_SET)  # theirs too: it is one open file
+        os.ftruncate(fd, 0)
+    except OSError:  # its process is gone, and was taken leave of
+        return ""
     send()
     loop = asyncio.get_running_loop()
     end = loop.time() + limit

@@ -7,6 +7,8 @@ come by a signal, or by py-spy. Nothing here waits for longer than its limit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from phalanx.launch.zygote.witness import witness
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
     from phalanx.launch.vitals import Vitals
+    from phalanx.launch.witnesses import Witness
 
 ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get to it
 _SILENT = 1.0  # for one that has published nothing for so long, a moment is enough
@@ -119,7 +122,7 @@ async def _ask(worker: Worker, state: str) -> tuple[Told, str]:
     if answer is None:
         return Told(), f"it has not answered for {limit} s"
     try:
-        return read(answer), ""
+        return read(answer), str(answer.get("why", ""))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
         return Told(), f"what it says cannot be read: {error}"
 
@@ -137,7 +140,7 @@ def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:
     """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
-    if worker.witness is not None and state not in _STOPPED and kernel.handles(worker.pid, witness.SIGNAL):
+    if worker.witness is not None and state not in _STOPPED and _stacks_by_signal(worker.witness, worker.pid):
         sent = lambda: attempt.tell(name, witness.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
@@ -149,6 +152,20 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
     return threads, "; ".join(filter(None, (why, trouble)))
 
 
+def _stacks_by_signal(shown: Witness, pid: int) -> bool:
+    """Not to whoever has another handler for it: a program that was executed, or a script with a use for it. Nor to one
+    that has closed the file."""
+    if not kernel.handles(pid, witness.SIGNAL) or shown.page.text.get("deaf"):
+        return False
+    with contextlib.suppress(OSError):
+        ours = os.readlink(f"/proc/self/fd/{shown.stacks}")
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") == ours:
+                    return True
+    return False
+
+
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
     """Of those that the rank has forked, which have its handler: workers of a DataLoader. One after the other, for they
     write into the same file."""
@@ -157,7 +174,7 @@ async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
         return found
     for child in process.children[:_MOST_CHILDREN]:
         pid, state, *words = child.split(maxsplit=2)
-        if state in _STOPPED or not kernel.handles(int(pid), witness.SIGNAL):
+        if state in _STOPPED or not _stacks_by_signal(worker.witness, int(pid)):
             continue
         sent = lambda pid=int(pid): stacks.poke(pid, witness.SIGNAL)  # noqa: E731
         text = await stacks.written(worker.witness.stacks, sent, _CHILD)

@@ -68,6 +68,9 @@ def attach(sock: socket.socket, answer: Answer) -> None:
     try:
         import pdb
 
+        if signal.getsignal(SIGNAL) is not _called:
+            raise RuntimeError(f"the script uses signal {SIGNAL} for something else")
+
         came = _thread.allocate_lock()
         came.acquire()
         _callers.append((sock, came))
