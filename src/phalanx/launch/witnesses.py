@@ -118,13 +118,19 @@ class Witness:
             return
         except (OSError, ValueError):
             pass
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """It is gone: nobody waits for its answers any more."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(BrokenPipeError())
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:
-            self._loop.remove_reader(self._channel.fileno())
-            self._channel.close()
+            self._hang_up()
         self._theirs.close()
         os.close(self.stacks)
         self._board.leave(self.slot)
