@@ -38,6 +38,10 @@ def _redirect(module: ModuleType) -> None:
         session.prompts += 1
         try:
             return interaction(self, frame, *rest, **named)
+        except BaseException:  # a signal of the script's own, most likely: Python traces nothing any more
+            if session.pdb is self:
+                session.end()
+            raise
         finally:
             session.prompts -= 1
             # The script goes on: nothing is traced, or nothing but breakpoints; or it was a post-mortem.
@@ -81,6 +85,7 @@ def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Sessi
     session = terminal.session()
     if session is None or session.thread != _thread.get_ident():
         trace = rest[0] if rest else None
+        trace = getattr(trace, "__traceback__", trace)  # an exception, in later versions of Python
         while trace is not None:  # a post-mortem: where it died
             frame, trace = trace.tb_frame, trace.tb_next
         terminal.take_turn()
