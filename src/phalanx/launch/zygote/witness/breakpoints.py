@@ -77,6 +77,9 @@ def _redirect(module: ModuleType) -> None:
 def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Session | None:
     """None: this one has been given something else to read from, or there is nobody to ask."""
     ours = isinstance(pdb.stdin, Stream) or (pdb.use_rawinput and type(pdb).cmdloop is _cmdloop())
+    if ours and not terminal.reachable() and not _typed_to():
+        who = f"process {os.getpid()}, which is no rank but was started by one"
+        sys.stderr.write(f"phalanx: {who}, is at a breakpoint, and has no terminal (of a DataLoader: num_workers=0)\n")
     if not ours or not terminal.reachable():
         return None
     for stream in (sys.stdout, sys.stderr):
@@ -98,6 +101,13 @@ def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Sessi
     pdb.skip = {*(pdb.skip or ()), __name__.replace("breakpoints", "debugger")}
     pdb.use_rawinput, pdb.nosigint = 0, True  # Ctrl-C comes by a signal of ours; SIGINT is the run's
     return session
+
+
+def _typed_to() -> bool:
+    try:
+        return sys.stdin.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def _announce(frame: FrameType | None) -> socket.socket | None:
