@@ -90,8 +90,8 @@ class Observer:
         post.reads("testimony", self._answered)
         post.reads("why", lambda who, number, _: self._begin(self._because(who, number)))
         post.reads("because", self._answered)
-        post.reads("kill", lambda _, __, content: self._kill(_ranks.decode(content)))
-        post.reads("verdict", lambda _, __, content: self._supervisor.say(content.decode(errors="replace")))
+        post.reads("kill", self._told_to_kill)
+        post.reads("verdict", self._told_verdict)
         self._begin(self._watch())
 
     async def end(self) -> None:
@@ -171,6 +171,16 @@ class Observer:
         if who is not None:
             with contextlib.suppress(msgspec.DecodeError):
                 self._heard[who] = (time.monotonic(), _pulses.decode(content))
+
+    # -- what node 0 orders, and nobody else
+
+    def _told_to_kill(self, who: int | None, _: int, content: bytes) -> None:
+        if who is None:
+            self._kill(_ranks.decode(content))
+
+    def _told_verdict(self, who: int | None, _: int, content: bytes) -> None:
+        if who is None:
+            self._supervisor.say(content.decode(errors="replace"))
 
     # -- telling
 

@@ -120,8 +120,10 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
-        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
-        self._debugging = Debugging(self, self._company, self._console, self._folder)
+        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk(self._folder)
+        gathering = self._plan.gathering
+        trusted = gathering is None or bool(gathering.token.key)
+        self._debugging = Debugging(self, self._company, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
         code, text = 1, ""
         with self._signals.taken(

@@ -124,20 +124,20 @@ class Witness:
             return
         except (OSError, ValueError):
             pass
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """It is gone: nobody waits for its answers any more."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        for question in self._questions.values():  # nobody will answer
+        for question in self._questions.values():
             if not question.done():
-                question.set_exception(ConnectionResetError())
+                question.set_exception(BrokenPipeError())
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:
-            self._loop.remove_reader(self._channel.fileno())
-            self._channel.close()
+            self._hang_up()
         self._theirs.close()
-        stacks, self.stacks = (
-            self.stacks,
-            -1,
-        )  # somebody may be about to empty it, and that is another file soon
-        os.close(stacks)
+        os.close(self.stacks)
+        self.stacks = -1  # somebody may be about to empty it, and the number is another file's soon
         self._board.leave(self.slot)

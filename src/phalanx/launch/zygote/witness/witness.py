@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import checker, debugger, ledger, page, patience, recorder, sampler
+from . import checker, debugger, ledger, page, patience, recorder, sampler, terminal
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -147,6 +147,7 @@ class Witness:
     def _resign(self) -> None:
         """That nobody looks any more must not be taken for a lock of Python's that is held."""
         with contextlib.suppress(Exception):
+            debugger.untrace()  # what it is made of goes away piece by piece
             self._sampler.end()
 
     # -- in a thread of its own
@@ -197,6 +198,7 @@ class Witness:
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
+            terminal.tidy()
             self._sampler.publish(time.monotonic_ns())
             if self._sampler.phase not in ("import", "optimizer"):
                 self._steps.lay()
