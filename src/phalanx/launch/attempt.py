@@ -44,6 +44,7 @@ class Worker:
     code: int | None = None  # exit code, or minus the signal
     ended: float = 0.0  # by the clock on the wall, which error files go by
     stopped: bool = False  # it was told to stop before it ended
+    hung: bool = False  # it was killed because it stood still
     step: int | None = None  # committed, as far as it has told
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
@@ -667,6 +668,7 @@ class Attempt:
             code=code,
             time=worker.ended,
             stopped=worker.stopped,
+            hung=worker.hung,
             device=str(worker.seat.slot.device or ""),
             error=error,
             stderr=self.output.tail(worker.seat.rank, "stderr", 60),

@@ -40,6 +40,7 @@ class Death:
     error: str = ""  # content of its error.json
     stderr: Sequence[str] = ()
     memory: str = ""  # what the kernel says about memory
+    hung: bool = False  # we have killed it for that
     skew: float = 0.0  # of its node's clock, which the error file goes by
 
     @property
@@ -185,6 +186,8 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left
             lines.append(f"      {code.strip()}")
     if death.memory:
         lines.append(f"  {death.memory}")
+    elif death.hung:
+        lines.append("  it stood still, and phalanx has killed it (--on-hang kill)")
     elif death.code == -signal.SIGKILL:
         lines.append("  killed from outside: no memory limit was hit, as far as the kernel tells")
     elif -death.code in _ADVICE:

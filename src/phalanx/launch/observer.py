@@ -222,6 +222,7 @@ class Observer:
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
                 self._supervisor.note(f"rank {worker.seat.rank} stands still: SIGKILL (--on-hang kill)")
+                worker.hung = True
                 attempt.tell(name, signal.SIGKILL)
 
     # -- evidence
