@@ -20,6 +20,8 @@ _PEER_LOST = re.compile(
 
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
 
+HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
+
 _ADVICE = {
     signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
     signal.SIGABRT: "native code gave up; its last words are below",

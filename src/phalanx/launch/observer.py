@@ -24,7 +24,7 @@ from phalanx.diagnose import diagnosis, report
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
-from phalanx.launch import memory, stalls, testimony, vitals
+from phalanx.launch import cause, memory, stalls, testimony, vitals
 from phalanx.launch.desk import Desk
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
@@ -221,7 +221,7 @@ class Observer:
         attempt = self._supervisor.attempt
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
-                self._supervisor.note(f"rank {worker.seat.rank} stands still: SIGKILL (--on-hang kill)")
+                self._supervisor.note(f"rank {worker.seat.rank} {cause.HUNG}")
                 worker.hung = True
                 attempt.tell(name, signal.SIGKILL)
 
