@@ -66,10 +66,11 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
         try:
             received = wire.receive(line)
         except TimeoutError:
-            received = None
-    if received is None or received[0].get("is") != what:
-        why = received[0].get("why", "") if received is not None else "its supervisor does not answer"
-        raise LaunchError(f"{run.id} cannot be asked: {why}", fix=f"phalanx why --pid {run.pid}")
+            received = {"why": "its supervisor does not answer"}, []
+    if received is None:
+        raise LaunchError(f"{run.id} has ended while it was asked", fix=f"phalanx why {run.id}")
+    if received[0].get("is") != what:
+        raise LaunchError(f"{run.id} cannot be asked: {received[0].get('why', '')}", fix=f"phalanx why --pid {run.pid}")
     return received[0]
 
 

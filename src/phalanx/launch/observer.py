@@ -90,7 +90,7 @@ class Observer:
         post.reads("testimony", self._answered)
         post.reads("why", lambda who, number, _: self._begin(self._because(who, number)))
         post.reads("because", self._answered)
-        post.reads("kill", lambda _, __, content: self._kill(_ranks.decode(content)))
+        post.reads("kill", self._told_to_kill)
         post.reads("verdict", lambda _, __, content: self._supervisor.say(content.decode(errors="replace")))
         self._begin(self._watch())
 
@@ -210,20 +210,26 @@ class Observer:
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
                 culprits = verdicts[0].ranks
-                if culprits:
-                    self._kill(culprits)
-                    for member, ranks in self._company.members().items():
-                        theirs = tuple(rank for rank in ranks if rank in culprits)
-                        if theirs:
-                            self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                found = self._kill(culprits)
+                for member, ranks in self._company.members().items():
+                    theirs = tuple(rank for rank in ranks if rank in culprits)
+                    if theirs:
+                        found = True
+                        self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                if not found:
+                    self._supervisor.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
 
-    def _kill(self, ranks: tuple[int, ...]) -> None:
-        attempt = self._supervisor.attempt
+    def _told_to_kill(self, _: int | None, __: int, content: bytes) -> None:
+        self._kill(_ranks.decode(content))
+
+    def _kill(self, ranks: tuple[int, ...]) -> bool:
+        attempt, found = self._supervisor.attempt, False
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
                 self._supervisor.note(f"rank {worker.seat.rank} {cause.HUNG}")
-                worker.hung = True
+                worker.hung = found = True
                 attempt.tell(name, signal.SIGKILL)
+        return found
 
     # -- evidence
 
