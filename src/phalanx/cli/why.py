@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from phalanx.cli import choice
+from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import desk, postmortem, stalls
@@ -70,7 +71,12 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
     if received is None:
         raise LaunchError(f"{run.id} has ended while it was asked", fix=f"phalanx why {run.id}")
     if received[0].get("is") != what:
-        raise LaunchError(f"{run.id} cannot be asked: {received[0].get('why', '')}", fix=f"phalanx why --pid {run.pid}")
+        notes = [event.text for event in postmortem.read(run).happened if isinstance(event, events.Note)]
+        raise LaunchError(
+            f"{run.id} cannot be asked: {received[0].get('why', '')}",
+            details=[f"the last that it said: {note}" for note in notes[-1:]],
+            fix=f"phalanx why --pid {run.pid}",
+        )
     return received[0]
 
 

@@ -66,7 +66,10 @@ class Desk:
                 return
             wire.send(
                 caller,
-                {"is": "refused", "why": "it has only just begun, or knows no such question: ask again in a moment"},
+                {
+                    "is": "refused",
+                    "why": "none of its ranks has begun, or it knows no such question",
+                },
             )
         caller.close()
 
