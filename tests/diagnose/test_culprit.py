@@ -225,7 +225,7 @@ KEPT: dict[str, Case] = {
         evidence(*(rank(number, [frame("train.py", 48, source="work.wait()")]) for number in range(2))),
         "message",
         (0, 1),
-        ["ranks 0, 1 are waiting for what is under way at train.py:48"],
+        ["ranks 0, 1 are waiting for a message (Work.wait) at train.py:48"],
     ),
     "crashed": (
         beside(behind(1, [], ended=1)),

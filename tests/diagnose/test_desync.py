@@ -129,6 +129,25 @@ DESYNC: dict[str, Case] = {
         (3,),
         ["shapes differ in all_reduce #3 at train.py:52: rank 3 has [10], the other 3 have [12]"],
     ),
+    # Who has gone on to the next one does not tell its reduction any more.
+    "shapes, and gone on": (
+        evidence(
+            *(
+                rank(
+                    number,
+                    collective("all_reduce" if stays else "barrier", line=52 if stays else 53),
+                    [
+                        call("all_reduce", 3, size, reduction="SUM" if stays else "", done=not stays),
+                        *([] if stays else [call("barrier", 4)]),
+                    ],
+                )
+                for number, size, stays in ((0, 12, True), (1, 12, False), (2, 12, True), (3, 10, False))
+            )
+        ),
+        "shapes differ",
+        (3,),
+        ["shapes differ in all_reduce #3", "rank 3 has [10], the other 3 have [12]"],
+    ),
     "dtypes": (
         parted(
             [call("all_reduce", 3, 10, dtype="Half")],

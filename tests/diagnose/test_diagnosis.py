@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import Rank, Thread
@@ -101,6 +102,16 @@ def test_thread_that_holds_the_lock_is_named() -> None:
     other = Thread(name="logger", frames=(frame("log.py", 5, "write"),), holds_gil=True)
     seen = beside(Rank(**{**_fields(seen), "threads": (*seen.threads, other)}))
     assert "spins holding the GIL at log.py:5 in write in thread logger" in diagnose(seen)[0].text
+
+
+def test_main_thread_that_waits_for_the_lock_does_not_hold_it() -> None:
+    bare = behind(2, [frame("train.py", 33)], proc=process(wchan="futex_wait_queue"), silent=38.0)
+    one, other = (Thread(name=f"thread {n}", frames=(frame("poll.py", n, "poll"),)) for n in (1, 2))
+    known = beside(Rank(**{**_fields(bare), "threads": (*bare.threads, replace(one, holds_gil=True))}))
+    assert "rank 2 holds the GIL at poll.py:1 in poll in thread 1; the other 3 wait" in diagnose(known)[0].text
+    unknown = diagnose(beside(Rank(**{**_fields(bare), "threads": (*bare.threads, one, other)})))[0]
+    assert "a thread of rank 2 holds the GIL, and its main thread waits for that at train.py:33" in unknown.text
+    assert unknown.details == ("thread 1 at poll.py:1 in poll", "thread 2 at poll.py:2 in poll")
 
 
 def test_bucket_is_numbered_where_that_can_be_seen() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.demo import digits
-from tests.kit.cli import Result, phalanx, python, terminal, warm
+from tests.kit.cli import Result, phalanx, python, start, terminal, warm
 from tests.kit.torchrun import Torchrun
 
 pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all of them
@@ -297,6 +297,33 @@ def test_survive() -> None:
     assert any(entered.startswith("[0, ") for _, entered, _ in found.values())
     (percent,) = {percent for _, _, percent in found.values()}
     assert float(percent) > 88
+
+
+# Ranks that wait for ever
+
+HANGS = {  # what is said first
+    "data": "probably: rank 2 is in data loading, hang.py:{} in __getitem__ (waiting for a lock); the other 2 wait",
+    "uneven": "rank 2 left the loop earlier than the others, to barrier #{} at hang.py:{}, while the other 2 are still",
+    "skip": "rank 0 called one more collective than the others, barrier #{} inside `if rank == 0` at hang.py:{} in",
+    "mismatch": "rank 2 called broadcast at hang.py:{} in mismatch where the other 2 called all_reduce at hang.py:{}",
+    "order": "deadlock between two groups: rank 0 is in all_reduce #1 of group data at hang.py:{} in order, which",
+    "message": "rank 0 is in recv from rank 1 at hang.py:{} in message, and rank 1 does not send it: it is in",
+    "stopped": "rank 2 is stopped (SIGSTOP) at hang.py:{} in stopped; the other 2 wait for it in all_reduce #{} (DDP,",
+}
+
+
+def test_hang() -> None:
+    """All kinds beside each other, for most of their time they wait; and the one that does not hang."""
+    *words, script = command("hang")
+    options = (*words, "--cpu", "--stall-after", "2", "--on-hang", "stop", script)
+    jobs = {kind: start(*options, "--kind", kind, cwd=str(ROOT), env=places) for kind in HANGS}
+    plain = phalanx(*options, cwd=str(ROOT), env=places)
+    assert (plain.code, noise(plain)) == (0, [])
+    assert sorted(said(plain, r"rank (\d) of 3: (\d+) steps, and nobody waited in vain")) == ["0", "1", "2"]
+    for kind, job in jobs.items():
+        assert job.wait(60) == 1, job.err
+        lines = re.findall(r"^phalanx: (.*)", job.err, re.MULTILINE)
+        assert re.match(re.escape(HANGS[kind]).replace(r"\{\}", r"\d+"), lines[1]), job.err
 
 
 # Scripts of other libraries, unchanged

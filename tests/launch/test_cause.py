@@ -47,6 +47,21 @@ def test_first_cause(deaths: list[Death], rank: int) -> None:
         assert found.rank == rank
 
 
+def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
+    lost = Death(0, 1, 9.9, error=error(LOST, 9.9))
+    assert "rank 2 had ended by then, with exit code 0" in block(lost, tail=(), folder="x", left=[2])
+    assert "had ended" not in block(lost, tail=(), folder="x")
+    assert "had ended" not in block(Death(0, 1, 9.9, error=error("ValueError: x", 9.9)), tail=(), folder="x", left=[2])
+
+
+def test_sizes_that_do_not_fit() -> None:
+    said = (
+        "  what(): 24 vs 20. Received data size doesn't match expected size. Is there a distributed collective "
+        "mismatch in your code?"
+    )
+    assert "--check-collectives shows where" in block(Death(3, -6, 9.9, stderr=[said]), tail=(), folder="x")
+
+
 def test_nobody_failed_by_itself() -> None:
     assert first_cause([]) is None
     assert first_cause([Death(0, -15, 1.0, stopped=True)]) is None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from phalanx.cli import choice
+from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import desk, postmortem, stalls
@@ -71,10 +72,16 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
         try:
             received = wire.receive(line)
         except TimeoutError:
-            received = None
-    if received is None or received[0].get("is") != what:
-        why = received[0].get("why", "") if received is not None else "its supervisor does not answer"
-        raise LaunchError(f"{run.id} cannot be asked: {why}", fix=f"phalanx why --pid {run.pid}")
+            received = {"why": "its supervisor does not answer"}, []
+    if received is None:
+        raise LaunchError(f"{run.id} has ended while it was asked", fix=f"phalanx why {run.id}")
+    if received[0].get("is") != what:
+        notes = [event.text for event in postmortem.read(run).happened if isinstance(event, events.Note)]
+        raise LaunchError(
+            f"{run.id} cannot be asked: {received[0].get('why', '')}",
+            details=[f"the last that it said: {note}" for note in notes[-1:]],
+            fix=f"phalanx why --pid {run.pid}",
+        )
     return received[0]
 
 

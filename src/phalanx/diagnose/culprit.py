@@ -27,11 +27,7 @@ _KEPT: dict[What, tuple[str, str, str]] = {
     "file": ("file", "", ""),
     "socket": ("socket", "", "give it a timeout"),
     "store": ("store", ", which nobody has set", "every key that is waited for has to be set by some rank"),
-    "work": (
-        "message",
-        ", which does not end",
-        "every irecv needs an isend of the other rank, and the other way round",
-    ),
+    "work": ("message", "", "every irecv needs an isend of the other rank, and the other way round"),
 }
 
 

@@ -216,7 +216,7 @@ def _differs(case: _Case) -> Verdict:
     if words.elements(call.shapes) != words.elements(beside.shapes):
         text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
         return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
-    if call.root != beside.root:
+    if None not in (call.root, beside.root) and call.root != beside.root:
         text = sentence("roots", f"root {call.root}", f"root {beside.root}")
         return case.verdict("roots differ", text, "the same root on all ranks")
     text = sentence("reductions", call.reduction or "none", beside.reduction or "none")

@@ -53,15 +53,12 @@ def partings(field: Field) -> list[Parting]:
 
 def _first(name: str, called: dict[int, list[_Pair]]) -> Parting | None:
     for seq in sorted(called):
-        pairs = called[seq]
-        kinds: dict[tuple[object, ...], list[_Pair]] = {}
-        for standing, call in pairs:
-            kinds.setdefault(_kind(call), []).append((standing, call))
-        if len(kinds) < 2 or _merely_unknown(list(kinds)):
+        kinds = _kinds(called[seq])
+        if len(kinds) < 2:
             continue
         # The fewest are odd. Of equally many those whose code asks for the rank, or that rank 0 is not among.
         *odd, rest = sorted(
-            kinds.values(),
+            kinds,
             key=lambda each: (len(each), all(guard(*pair) is None for pair in each), -each[0][0].number),
         )
         by_rank = sorted((pair for each in odd for pair in each), key=lambda pair: pair[0].number)
@@ -78,9 +75,20 @@ def _kind(call: Call) -> tuple[object, ...]:
     return call.op, size, call.dtypes[0] if call.dtypes else None, call.reduction or None, call.root
 
 
-def _merely_unknown(kinds: list[tuple[object, ...]]) -> bool:
-    """What one rank does not tell is no difference."""
-    return all(len({kind[index] for kind in kinds} - {None}) < 2 for index in range(len(kinds[0])))
+def _kinds(pairs: list[_Pair]) -> list[list[_Pair]]:
+    """Those together who have called the same. What a rank does not tell is no difference: it is with the most."""
+    found: dict[tuple[object, ...], list[_Pair]] = {}
+    by_kind: dict[tuple[object, ...], list[_Pair]] = {}
+    for standing, call in pairs:
+        by_kind.setdefault(_kind(call), []).append((standing, call))
+    for kind in sorted(by_kind, key=lambda kind: (kind.count(None), -len(by_kind[kind]))):
+        like = [known for known in found if _compatible(kind, known)]
+        found.setdefault(max(like, key=lambda known: len(found[known]), default=kind), []).extend(by_kind[kind])
+    return [sorted(each, key=lambda pair: pair[0].number) for each in found.values()]
+
+
+def _compatible(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
 
 
 def alike(one: Call, other: Call) -> bool:

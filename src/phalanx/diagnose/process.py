@@ -13,6 +13,7 @@ _UNHEARD = 5.0  # seconds without a word of a node, which says one every second
 _MUTE = 1.5  # likewise, of one that has not said either how its ranks are, when it was asked
 _SWAPPED = 64e6  # bytes of a process on disk, at least
 _FAULTS = 50.0  # pages read back in a second
+_RELEASE = "native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long"
 _FULL = 0.03  # of a node's memory is left: it has none
 
 
@@ -137,9 +138,13 @@ def _lock(field: Field, standing: Standing) -> Verdict | None:
         return None  # native code of a compiler, or of an import
     holder = next((thread for thread in standing.rank.threads if thread.holds_gil), None)
     place = (frames.own(holder.frames) if holder is not None else None) or standing.place
-    thread = f" in thread {holder.name}" if holder is not None and not holder.main else ""
+    thread = f" in thread {holder.name.removeprefix('thread ')}" if holder is not None and not holder.main else ""
+    if holder is None and len(standing.rank.threads) > 2 and frames.asleep(process).what == "lock":
+        return _other_thread(field, standing)
     if process.state == "R" or process.cpu >= SPINS:
         how = "spins holding the GIL"
+    elif holder is not None and not holder.main:  # the kernel speaks of the main thread
+        how = "holds the GIL"
     else:
         doing = frames.asleep(process)
         how = f"holds the GIL while {doing.words}" if doing.words else "holds the GIL and does nothing"
@@ -149,6 +154,22 @@ def _lock(field: Field, standing: Standing) -> Verdict | None:
         text=f"rank {standing.number} {how}{words.at(place)}{thread}{field.wait_for([standing.number])}",
         details=(f"no Python of this process has run for {words.duration(standing.rank.silent)}",),
         place=place,
-        fix="native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long",
+        fix=_RELEASE,
+        certain=standing.rank.silent >= field.evidence.limit,
+    )
+
+
+def _other_thread(field: Field, standing: Standing) -> Verdict:
+    """The main thread waits for the lock, and it cannot be seen which of the others has it."""
+    others = [thread for thread in standing.rank.threads if not thread.main and thread.frames]
+    places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)
+    return Verdict(
+        kind="gil",
+        ranks=(standing.number,),
+        text=f"a thread of rank {standing.number} holds the GIL, and its main thread waits for that"
+        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
+        details=tuple(f"{name}{words.at(place)}" for name, place in places)[:8],
+        place=standing.place,
+        fix=_RELEASE,
         certain=standing.rank.silent >= field.evidence.limit,
     )

@@ -44,6 +44,7 @@ class Worker:
     code: int | None = None  # exit code, or minus the signal
     ended: float = 0.0  # by the clock on the wall, which error files go by
     stopped: bool = False  # it was told to stop before it ended
+    hung: bool = False  # it was killed because it stood still
     step: int | None = None  # committed, as far as it has told
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
@@ -659,7 +660,8 @@ class Attempt:
         also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
-        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also)
+        left = [one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time]
+        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left)
 
     def _death(self, worker: Worker, kills: str) -> cause.Death:
         error = ""
@@ -671,6 +673,7 @@ class Attempt:
             code=code,
             time=worker.ended,
             stopped=worker.stopped,
+            hung=worker.hung,
             device=str(worker.seat.slot.device or ""),
             error=error,
             stderr=self.output.tail(worker.seat.rank, "stderr", 60),

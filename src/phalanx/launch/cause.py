@@ -18,9 +18,13 @@ _PEER_LOST = re.compile(
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
 )
 
+_MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
+
+HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
+
 _ADVICE = {
     signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
-    signal.SIGABRT: "native code gave up; its last words are above",
+    signal.SIGABRT: "native code gave up; its last words are below",
     signal.SIGBUS: "a mapped file shrank, or /dev/shm is full",
     signal.SIGILL: "code for another processor",
 }
@@ -38,6 +42,7 @@ class Death:
     error: str = ""  # content of its error.json
     stderr: Sequence[str] = ()
     memory: str = ""  # what the kernel says about memory
+    hung: bool = False  # we have killed it for that
     skew: float = 0.0  # of its node's clock, which the error file goes by
 
     @property
@@ -169,8 +174,8 @@ def place(death: Death) -> str:
     return "" if death.code == -signal.SIGKILL and not death.memory else in_words(death.code)
 
 
-def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> str:
-    """What the user reads at the end: the first cause, told once."""
+def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left: Sequence[int] = ()) -> str:
+    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then."""
     report = report_of(death)
     lines = [summary(death)]
     if report.exception:
@@ -183,10 +188,17 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0) -> s
             lines.append(f"      {code.strip()}")
     if death.memory:
         lines.append(f"  {death.memory}")
+    elif death.hung:
+        lines.append("  it stood still, and phalanx has killed it (--on-hang kill)")
     elif death.code == -signal.SIGKILL:
         lines.append("  killed from outside: no memory limit was hit, as far as the kernel tells")
     elif -death.code in _ADVICE:
         lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
+    if left and _PEER_LOST.search(report.exception):
+        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
+        lines.append(f"  {who} had ended by then, with exit code 0: uneven data, or an early return or exit?")
+    if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
+        lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
     last = [*tail, *([] if report.exception else death.stderr[-10:])]  # else stderr is the traceback, told above
     if last:
         lines.append("  its last lines:")

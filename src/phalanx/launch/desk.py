@@ -85,7 +85,7 @@ class Desk:
                 caller.setblocking(True)
                 await answerer(question, caller)
                 return
-            wire.send(caller, {"is": "refused", "why": "its ranks have not been started yet"})
+            wire.send(caller, {"is": "refused", "why": "none of its ranks has begun, or it knows no such question"})
         caller.close()
 
     async def _who_knows(self, what: str) -> Answerer | None:

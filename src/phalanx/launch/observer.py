@@ -24,7 +24,7 @@ from phalanx.diagnose import diagnosis, report
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
-from phalanx.launch import memory, stalls, testimony, vitals
+from phalanx.launch import cause, memory, stalls, testimony, vitals
 from phalanx.launch.desk import Desk
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
@@ -220,19 +220,23 @@ class Observer:
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
                 culprits = verdicts[0].ranks
-                if culprits:
-                    self._kill(culprits)
-                    for member, ranks in self._company.members().items():
-                        theirs = tuple(rank for rank in ranks if rank in culprits)
-                        if theirs:
-                            self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                found = self._kill(culprits)
+                for member, ranks in self._company.members().items():
+                    theirs = tuple(rank for rank in ranks if rank in culprits)
+                    if theirs:
+                        found = True
+                        self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                if not found:
+                    self._supervisor.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
 
-    def _kill(self, ranks: tuple[int, ...]) -> None:
-        attempt = self._supervisor.attempt
+    def _kill(self, ranks: tuple[int, ...]) -> bool:
+        attempt, found = self._supervisor.attempt, False
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
-                self._supervisor.note(f"rank {worker.seat.rank} stands still: SIGKILL (--on-hang kill)")
+                self._supervisor.note(f"rank {worker.seat.rank} {cause.HUNG}")
+                worker.hung = found = True
                 attempt.tell(name, signal.SIGKILL)
+        return found
 
     # -- evidence
 

@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -44,9 +44,13 @@ def read(record: RunRecord) -> Remains:
 def _deaths(remains: Remains) -> list[cause.Death]:
     """Of the last attempt."""
     last = max((event.attempt for event in remains.happened if isinstance(event, events.AttemptStarted)), default=0)
+    notes = {event.text for event in remains.happened if isinstance(event, events.Note)}
     stopping = min((event.time for event in remains.happened if isinstance(event, events.Stopping)), default=None)
     return [
-        _death(remains.record.folder, event, stopped=stopping is not None and event.time > stopping)
+        replace(
+            _death(remains.record.folder, event, stopped=stopping is not None and event.time > stopping),
+            hung=f"rank {event.rank} {cause.HUNG}" in notes,
+        )
         for event in remains.happened
         if isinstance(event, events.WorkerExited) and event.attempt == last and event.code
     ]

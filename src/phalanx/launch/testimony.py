@@ -31,6 +31,8 @@ ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get t
 _SILENT = 1.0  # for one that has published nothing for so long, a moment is enough
 _MOMENT = 0.3
 _STACKS = 0.7  # for one that has not, to write its stacks
+_LOOKS = 0.05  # between two looks at how often a main thread wakes
+_WAKES = 4  # times in between: it waits for Python's lock
 _CHILD = 0.15  # for a child of it
 _SPY = 1.2
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
@@ -145,7 +147,7 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
         if threads and looked and time.monotonic() - looked > _SILENT:
-            threads = tuple(replace(each, holds_gil=each.main) for each in threads)
+            threads = await _with_holder(worker.pid, threads)
         if any(thread.frames for thread in threads):
             return threads, why
     threads, trouble = await stacks.spied(worker.pid, native=state not in _STOPPED, limit=_SPY)
@@ -164,6 +166,16 @@ def _stacks_by_signal(shown: Witness, pid: int) -> bool:
                 if os.readlink(f"/proc/{pid}/fd/{fd}") == ours:
                     return True
     return False
+
+
+async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
+    """Who has Python's lock: the main thread, unless that waits for it, and wakes every 5 ms to look. Then it is
+    another, if there is only one."""
+    before = vitals.switches(pid)
+    await asyncio.sleep(_LOOKS)
+    if vitals.switches(pid) - before < _WAKES or len(threads) < 2:
+        return tuple(replace(each, holds_gil=each.main) for each in threads)
+    return tuple(replace(each, holds_gil=not each.main and len(threads) == 2) for each in threads)
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:

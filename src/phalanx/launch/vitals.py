@@ -104,6 +104,11 @@ def look(pid: int, pulse: Pulse, children: list[int]) -> Process:
     )
 
 
+def switches(pid: int) -> int:
+    """How often its main thread has gone to sleep."""
+    return _status(pid).get("voluntary_ctxt_switches", 0)
+
+
 def machine() -> tuple[int, int]:
     """Bytes of memory, and how many of them can be had."""
     fields = dict(_fields("/proc/meminfo"))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _STEPS = 31  # that say what is usual
 _PLACES = 3  # pieces of code that it must be seen in, to count as busy
+_MODEL = ("forward", "backward", "optimizer")  # whoever moves in there computes, however few places it is seen at
 _COMPUTES = 0.1  # cores
 _LATELY = 1.5  # seconds
 _WAITS = ("collective", "join")
@@ -73,13 +74,14 @@ class Watched:
         pace = self._paces.setdefault(worker.pid, _Pace())
         pace.see(page.step, page.stepped)
         lately = now - float(text.get("moved", 0.0)) < _LATELY
+        elsewhere = text.get("places", 0) >= _PLACES or text.get("phase") in _MODEL
         return replace(
             bare,
             step=page.step or -1,
             progress=sum(max(0, each["enqueued"]) + max(0, each["completed"]) for each in text.get("groups", ())),
             phase=text.get("phase", "idle"),
             silent=round(now - page.looked, 1) if page.looked and not text.get("ending") else 0.0,
-            busy=lately and text.get("places", 0) >= _PLACES and pulse.cpu >= _COMPUTES,
+            busy=lately and elsewhere and pulse.cpu >= _COMPUTES,
             usual=pace.usual,
         )
 

@@ -155,14 +155,14 @@ OPTIONS = (
     _ours(
         START,
         "--stall-after",
-        "Says why, once no rank has gone on for so long, and for much longer than usual.",
+        "Says which rank is to blame, where and why, once no rank has gone on for so long and for several usual steps.",
         kinds.DURATION_OR_OFF,
         "30s",
     ),
     _ours(
         START,
         "--on-hang",
-        "Whom that names: is only told, killed (the others recover), or the end of the run.",
+        "What then: only report it, kill the rank that is to blame (the others recover), or stop the run.",
         kinds.one_of("report", "kill", "stop"),
         "report",
     ),

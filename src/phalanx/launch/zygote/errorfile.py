@@ -8,6 +8,8 @@ import time
 import traceback
 from typing import Any
 
+_THEIRS = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
+
 
 def write(path: str, kind: Any, value: Any, trace: Any) -> None:
     """Called while the interpreter reports an exception: must not raise, must not replace an earlier report."""
@@ -31,10 +33,16 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             "time": now,
             "exception": kind.__name__,
             "text": str(value),
-            "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in frames[-3:]],
+            "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in _shown(frames)],
         }
         with open(f"{path}.part", "w") as file:
             json.dump(record, file)
         os.replace(f"{path}.part", path)
     except Exception:
         pass
+
+
+def _shown(frames: list[Any]) -> list[Any]:
+    """The last ones, and in any case the innermost of the user's own: libraries raise deep inside."""
+    own = [frame for frame in frames if not frame.filename.startswith(_THEIRS) and "-packages" not in frame.filename]
+    return frames[-3:] if not own or own[-1] in frames[-3:] else [own[-1], *frames[-2:]]

@@ -47,5 +47,6 @@ def _for_tests(model: Model, call: ast.Call) -> bool:
 def _name(model: Model, call: ast.Call) -> str:
     for above in model.script.above(call):
         if isinstance(above, ast.Assign) and len(above.targets) == 1 and not isinstance(above.targets[0], ast.Tuple):
-            return ast.unparse(above.targets[0])
+            name = ast.unparse(above.targets[0])
+            return name if above.value is call else f"{name}.sampler"  # made in the call of a DataLoader
     return "sampler"
