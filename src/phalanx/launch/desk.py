@@ -18,6 +18,8 @@ from phalanx.launch.zygote import kernel, wire
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE = 5.0  # seconds for a caller to say what it wants
+_SOON = 4.0  # seconds for somebody to be there who answers that
+_LOOK = 0.1
 
 # What it wants and the connection itself, which is the answerer's from then on.
 Answerer = Callable[[wire.Message, socket.socket], Awaitable[None]]
@@ -59,7 +61,7 @@ class Desk:
         caller.settimeout(_PATIENCE)
         with contextlib.suppress(OSError, ValueError):
             received = await asyncio.to_thread(wire.receive, caller)
-            answerer = self._answerers.get(received[0].get("ask", "")) if received is not None else None
+            answerer = await self._answerer(received[0].get("ask", "")) if received is not None else None
             if received is not None and answerer is not None:
                 caller.settimeout(None)
                 await answerer(received[0], caller)
@@ -69,6 +71,14 @@ class Desk:
                 {"is": "refused", "why": "it has only just begun, or knows no such question: ask again in a moment"},
             )
         caller.close()
+
+    async def _answerer(self, what: str) -> Answerer | None:
+        """Some come a moment after the first ranks were started."""
+        for _ in range(round(_SOON / _LOOK)):
+            if what in self._answerers:
+                break
+            await asyncio.sleep(_LOOK)
+        return self._answerers.get(what)
 
     def close(self) -> None:
         for task in self._tasks:
