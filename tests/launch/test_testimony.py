@@ -11,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.diagnose.evidence import Evidence, Process, Rank, decode
+from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
 from phalanx.launch import stacks, stalls, testimony, vitals
+from phalanx.launch.watching import Look, Watched
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.witness import witness
 from tests.kit.cli import until
@@ -47,6 +48,29 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
         finally:
             process.kill()
             os.close(fd)
+
+
+def test_who_has_the_lock_of_python() -> None:
+    """The main thread if it runs, else the one that waits for nothing."""
+    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    spins = Thread(name="logger", frames=(Frame("log.py", 5, "write"),))
+    waits = Thread(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
+    for state, threads, holder in (
+        ("R", (spins, waits, main), "MainThread"),
+        ("S", (spins, waits, main), "logger"),
+        ("S", (waits, main), "MainThread"),
+        ("S", (spins, spins, main), "MainThread"),
+    ):
+        found = [each.name for each in testimony._with_holder(threads, state) if each.holds_gil]
+        assert found == [holder]
+
+
+def test_who_has_answered_is_not_silent() -> None:
+    watched = Watched((0, 0), 30.0)
+    watched.see(1.0, [Look(rank=0, silent=60.0)])
+    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
+    assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
 
 
 def test_who_has_no_handler_gets_no_signal() -> None:

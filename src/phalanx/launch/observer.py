@@ -83,6 +83,7 @@ class Observer:
         self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
         self._pulsed = 0.0  # when node 0 was last told what is seen here
         self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
+        self._looking = asyncio.Lock()  # stacks of a rank are written into one file
         self._tasks: set[asyncio.Task[None]] = set()
         desk.answers("why", self._answer)
         post.reads("pulse", self._pulse)
@@ -189,11 +190,14 @@ class Observer:
         text = report.text(evidence, verdicts)
         short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
         self._standing = (time.monotonic() - evidence.waited, f"no rank went on when the run ended:\n{short}")
-        whole = f"{text}\n  stacks, and all that is known: {path}"
-        self._supervisor.say(whole)
+        self._say(f"{text}\n  stacks, and all that is known: {path}" if path else text)
+        self._act(evidence, verdicts)
+
+    def _say(self, text: str) -> None:
+        """On all nodes."""
+        self._supervisor.say(text)
         for member in self._company.members():
-            self._post.send("verdict", 0, whole.encode(), to=member)
-        self._act(verdicts)
+            self._post.send("verdict", 0, text.encode(), to=member)
 
     def _resumed(self) -> None:
         self._unclear = None
@@ -201,21 +205,24 @@ class Observer:
             return
         seconds, self._standing = time.monotonic() - self._standing[0], None
         self._folder.event(events.Resumed(time=time.time(), seconds=round(seconds, 1)))
-        self._supervisor.say(f"the run goes on, after {seconds:.0f} s")
+        self._say(f"the run goes on, after {seconds:.0f} s")
 
-    def _act(self, verdicts: list[Verdict]) -> None:
+    def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
         match self._supervisor.plan.hanging.then:
             case "stop":
                 why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
-                culprits = verdicts[0].ranks
-                if culprits:
-                    self._kill(culprits)
-                    for member, ranks in self._company.members().items():
-                        theirs = tuple(rank for rank in ranks if rank in culprits)
-                        if theirs:
-                            self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                ended = {rank.rank for rank in evidence.ranks if rank.ended is not None}
+                blamed = (set(verdict.ranks) - ended for verdict in verdicts)
+                culprits = next(filter(None, blamed), set[int]())
+                if not culprits:
+                    self._supervisor.note("--on-hang kill: no rank that still runs is to blame, and none is killed")
+                self._kill(tuple(culprits))
+                for member, ranks in self._company.members().items():
+                    theirs = tuple(rank for rank in ranks if rank in culprits)
+                    if theirs:
+                        self._post.send("kill", 0, _encoder.encode(theirs), to=member)
 
     def _kill(self, ranks: tuple[int, ...]) -> None:
         attempt = self._supervisor.attempt
@@ -239,6 +246,11 @@ class Observer:
         own = asyncio.create_task(self._testimony())
         if waiting:
             await asyncio.wait(waiting.values(), timeout=_ANSWER)
+            # A node that is there, and not yet through with all that it asks.
+            recent = time.monotonic() - _QUIET
+            slow = [answer for who, answer in waiting.items() if not answer.done() and self._last(who) > recent]
+            if slow:
+                await asyncio.wait(slow, timeout=testimony.LONGEST - _ANSWER)
         found = [await own]
         for member, answer in waiting.items():
             del self._asked[member, number]
@@ -264,6 +276,10 @@ class Observer:
         answer = self._asked.get((who, number))
         if answer is not None and not answer.done():
             answer.set_result(content)
+
+    def _last(self, member: int) -> float:
+        """When it was last heard."""
+        return self._heard[member][0] if member in self._heard else 0.0
 
     def _told(self, member: int, ranks: tuple[int, ...], answer: asyncio.Future[bytes]) -> Testimony:
         """What a node has told; else what is known of it without that."""
@@ -300,7 +316,8 @@ class Observer:
         attempt = self._supervisor.attempt or self._attempt
         if attempt is None:
             return Testimony(node=node, ranks=())
-        return await testimony.take(attempt, self._vitals, node)
+        async with self._looking:
+            return await testimony.take(attempt, self._vitals, node)
 
     # -- whoever asks
 

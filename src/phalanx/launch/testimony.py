@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
 from phalanx.launch import gpus, stacks, vitals
 from phalanx.launch.sources import Sources
@@ -30,6 +31,7 @@ _MOMENT = 0.3
 _STACKS = 0.7  # for one that has not, to write its stacks
 _CHILD = 0.15  # for a child of it
 _SPY = 1.2
+_DRIVER = 1.2  # for the GPUs' driver, which may hang when one of them is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
 _MOST_CHILDREN = 8  # of a rank, whose stacks are taken
 _STOPPED = ("T", "t", "Z", "X")
@@ -68,7 +70,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
-        asyncio.to_thread(gpus.look, [worker.seat.slot.device for worker in workers.values()]),
+        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
         asyncio.gather(*(_rank(attempt, name, looks, below) for name in workers)),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
@@ -96,7 +98,9 @@ async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, lis
     threads += await _of_children(worker, process)
     if worker.code is not None:  # it has ended meanwhile
         return replace(bare, ended=worker.code, process=process)
-    looked = worker.witness.page.looked if worker.witness is not None else 0.0
+    page = worker.witness.page if worker.witness is not None else None
+    # At its end it has no witness any more: then silence says nothing.
+    looked = page.looked if page is not None and not page.text.get("ending") else 0.0
     return replace(
         bare,
         threads=threads,
@@ -142,11 +146,19 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
         if threads and looked and time.monotonic() - looked > _SILENT:
-            threads = tuple(replace(each, holds_gil=each.main) for each in threads)
+            threads = _with_holder(threads, state)
         if any(thread.frames for thread in threads):
             return threads, why
     threads, trouble = await stacks.spied(worker.pid, native=state not in _STOPPED, limit=_SPY)
     return threads, "; ".join(filter(None, (why, trouble)))
+
+
+def _with_holder(threads: tuple[Thread, ...], state: str) -> tuple[Thread, ...]:
+    """Nobody says which thread has Python's lock: the main one if it runs, else the only other one that is seen to wait
+    for nothing."""
+    able = [each for each in threads if not each.main and frames.act(each.frames).what == "nothing"]
+    holder = able[0] if state != "R" and len(able) == 1 else None
+    return tuple(replace(each, holds_gil=each is holder if holder is not None else each.main) for each in threads)
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
