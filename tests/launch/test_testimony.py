@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launch import stacks, stalls, testimony, vitals
+from phalanx.launch import outsiders, stacks, stalls, testimony, vitals
 from phalanx.launch.watching import Look, Watched
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.witness import witness
@@ -71,6 +72,17 @@ def test_who_has_answered_is_not_silent() -> None:
     main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
     assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
+
+
+def test_answers_of_nodes_that_are_mixed() -> None:
+    """As srun shows them: whole lines, each with the number of its task."""
+    answers = [{"evidence": {"ranks": [number], "note": "a: b"}} for number in range(2)]
+    lines = [
+        [f"{number}: {line}" for line in json.dumps(each, indent=0).splitlines()] for number, each in enumerate(answers)
+    ]
+    mixed = ["0: a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair), "1: }", "2: {"]
+    assert list(outsiders.apart("\n".join(mixed[:-2]))) == answers
+    assert list(outsiders.apart("\n".join(mixed))) == answers[:1]  # what is broken is left out
 
 
 def test_who_has_no_handler_gets_no_signal() -> None:

@@ -48,7 +48,9 @@ def main(argv: list[str]) -> int:
             return _ended(run, as_json=options.json)
         answer = _ask(run)
     if options.json:
-        sys.stdout.write(json.dumps({name: answer[name] for name in ("verdicts", "evidence")}) + "\n")
+        indent = 0 if options.here else None  # srun mixes long lines of several nodes
+        found = {name: answer[name] for name in ("verdicts", "evidence")}
+        sys.stdout.write(json.dumps(found, indent=indent) + "\n")
     else:
         sys.stdout.write(answer["report"] + "\n")
         if options.stacks:

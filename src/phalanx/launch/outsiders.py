@@ -6,13 +6,14 @@ Nothing in such a job was prepared: there is no page, no flight recorder that an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -50,14 +51,22 @@ def of_job(job: str, *, here: bool) -> Evidence:
         return below(strangers.of_job(job))
     program = shutil.which("srun") or "srun"
     asked = [sys.executable, "-m", "phalanx", "why", "--slurm", job, "--here", "--json"]
-    words = [program, f"--jobid={job}", "--overlap", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--input=none"]
+    words = [
+        program,
+        f"--jobid={job}",
+        "--overlap",
+        f"--nodes={len(nodes)}",
+        "--ntasks-per-node=1",
+        "--input=none",
+        "--label",
+    ]
     try:
         done = subprocess.run([*words, *asked], capture_output=True, text=True, timeout=_ELSEWHERE, check=False)
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"the nodes of job {job} do not answer", fix=f"phalanx why --slurm {job} --here, on one"
         ) from None
-    found = [_evidence(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [decode(json.dumps(answer["evidence"]).encode()) for answer in apart(done.stdout)]
     if not found:
         said = (done.stderr.strip() or "srun said nothing").splitlines()[-3:]
         raise LaunchError(
@@ -66,8 +75,17 @@ def of_job(job: str, *, here: bool) -> Evidence:
     return _together(found)
 
 
-def _evidence(line: str) -> Evidence:
-    return decode(json.dumps(json.loads(line)["evidence"]).encode())
+def apart(text: str) -> Iterator[dict[str, Any]]:
+    """What each task has said. srun mixes what they write: whole lines, as long as these are short, and says
+    before each whose it is: "1: ..."."""
+    told: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        task, _, words = line.partition(": ")
+        if words == "{" or task in told:
+            told.setdefault(task, []).append(words)
+    for lines in told.values():
+        with contextlib.suppress(ValueError):
+            yield json.loads("\n".join(lines))
 
 
 def _together(found: list[Evidence]) -> Evidence:
