@@ -56,6 +56,14 @@ def test_of_a_rank_of_another_node(tmp_path: Path) -> None:
     told = postmortem.report(remains)
     assert "rank 7 failed: ValueError: x\n  on another node" in told
     assert "Connection closed" not in told
+    there = tmp_path / "node_1" / "attempt_0" / "7"  # they share a disk
+    there.mkdir(parents=True)
+    (there / "stderr.log").write_text(
+        'Traceback (most recent call last):\n  File "a.py", line 3, in f\nValueError: x\n'
+    )
+    told = postmortem.report(remains)
+    assert "a.py:3 in f" in told
+    assert f"all of its output: {there}" in told
 
 
 def test_a_stall_that_was_told_again_is_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import events
-from phalanx.diagnose import diagnosis, report
+from phalanx.diagnose import diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
@@ -67,7 +67,16 @@ _ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, 
 
 
 class Observer:
-    def __init__(self, supervisor: Supervisor, company: Carrier, post: Post, desk: Desk, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        company: Carrier,
+        post: Post,
+        desk: Desk,
+        folder: RunFolder,
+        *,
+        attempt: Attempt | None = None,
+    ) -> None:
         self._supervisor = supervisor
         self._company = company
         self._post = post
@@ -75,7 +84,7 @@ class Observer:
         self._vitals = vitals.Vitals()
         self._kills = memory.read()
         self._watched: Watched | None = None
-        self._attempt: Attempt | None = None  # the last there was
+        self._attempt = attempt  # the last there was: it may be over already
         self._heard: dict[int, tuple[float, Pulse]] = {}  # of other nodes: when, and what
         self._numbers = itertools.count(1)
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
@@ -213,8 +222,8 @@ class Observer:
                 why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
-                ended = {rank.rank for rank in evidence.ranks if rank.ended is not None}
-                blamed = (set(verdict.ranks) - ended for verdict in verdicts)
+                living = {rank.rank for rank in evidence.ranks if rank.ended is None}
+                blamed = (set(verdict.ranks) & living for verdict in verdicts)
                 culprits = next(filter(None, blamed), set[int]())
                 if not culprits:
                     self._supervisor.note("--on-hang kill: no rank that still runs is to blame, and none is killed")
@@ -222,6 +231,7 @@ class Observer:
                 for member, ranks in self._company.members().items():
                     theirs = tuple(rank for rank in ranks if rank in culprits)
                     if theirs:
+                        self._supervisor.note(f"{words.who(theirs)} stands still: SIGKILL by its node (--on-hang kill)")
                         self._post.send("kill", 0, _encoder.encode(theirs), to=member)
 
     def _kill(self, ranks: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -80,8 +80,8 @@ def _failure(remains: Remains) -> events.WorkerFailed | None:
     return found[-1] if found and found[-1].attempt == _last_attempt(remains) else None
 
 
-def _death(folder: str, event: events.WorkerExited, *, stopped: bool) -> cause.Death:
-    place = os.path.join(folder, f"attempt_{event.attempt}", str(event.rank))
+def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, stopped: bool) -> cause.Death:
+    place = _place(folder, event.attempt, event.rank)
     return cause.Death(
         rank=event.rank,
         code=event.code,
@@ -90,6 +90,14 @@ def _death(folder: str, event: events.WorkerExited, *, stopped: bool) -> cause.D
         error=_text(os.path.join(place, "error.json")),
         stderr=_text(os.path.join(place, "stderr.log")).splitlines()[-60:],
     )
+
+
+def _place(folder: str, attempt: int, rank: int) -> str:
+    """Of a rank of this node, or of another one that shares the disk."""
+    inside = os.path.join(f"attempt_{attempt}", str(rank))
+    parts = glob.glob(os.path.join(glob.escape(folder), "node_*", inside))
+    here = os.path.join(folder, inside)
+    return here if os.path.isdir(here) or not parts else parts[0]
 
 
 def _text(path: str) -> str:
@@ -115,10 +123,14 @@ def report(remains: Remains) -> str:
     death, failure = None, _failure(remains)
     if failure is not None:
         death = next((each for each in remains.deaths if each.rank == failure.rank), None)
+        if death is None and os.path.isdir(_place(record.folder, failure.attempt, failure.rank)):
+            death = _death(record.folder, failure, stopped=False)
+            if death.code > 128:  # as a shell says it
+                death = replace(death, code=128 - death.code)
     elif record.code or record.code is None:
         death = cause.first_cause(remains.deaths)
     if death is not None:
-        folder = os.path.join(record.folder, f"attempt_{_last_attempt(remains)}", str(death.rank))
+        folder = _place(record.folder, _last_attempt(remains), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
         also = sum(1 for other in remains.deaths if not other.stopped and other.rank != death.rank)
         lines.append(cause.block(death, tail=tail, folder=folder, also=also))
