@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
 from phalanx.launch import outsiders, stacks, stalls, testimony, vitals
@@ -83,6 +85,36 @@ def test_answers_of_nodes_that_are_mixed() -> None:
     mixed = ["0: a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair), "1: }", "2: {"]
     assert list(outsiders.apart("\n".join(mixed[:-2]))) == answers
     assert list(outsiders.apart("\n".join(mixed))) == answers[:1]  # what is broken is left out
+
+
+def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:
+    """The number of what it wrote its stacks to may be that of a log by then."""
+    fd = os.memfd_create("stacks")
+    log = tmp_path / "log"
+    log.write_text("what a rank has written")
+
+    def forgotten() -> None:
+        with log.open("rb+") as file:
+            os.dup2(file.fileno(), fd)
+
+    try:
+        assert asyncio.run(stacks.written(fd, forgotten, 0.05)) == ""
+    finally:
+        os.close(fd)
+    assert asyncio.run(stacks.written(-1, forgotten, 0.05)) == ""
+    assert log.read_text() == "what a rank has written"
+
+
+def test_names_that_are_no_text() -> None:
+    code = r"import ctypes; ctypes.CDLL(None).prctl(15, b'tr\xc3'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        seen = vitals.look(process.pid, vitals.Vitals().pulse(process.pid), [])
+        process.kill()
+    assert seen.resident > 0
+    told = testimony.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
+    assert msgspec.json.encode(told)
 
 
 def test_who_has_no_handler_gets_no_signal() -> None:

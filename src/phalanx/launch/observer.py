@@ -41,6 +41,7 @@ _PULSE = 0.9  # seconds, at least, between two letters about them
 _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
 _SLOW = 10.0  # seconds for a node to begin to tell anything
+_TIMES = 5  # that a look may fail, one after the other: ranks come and go while they are looked at
 _QUIET = 3.0  # seconds without a word from a node whose workers run
 
 
@@ -122,13 +123,17 @@ class Observer:
     # -- looking
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY)
+        failed = 0
+        while failed < _TIMES:
+            await asyncio.sleep(EVERY * (1 + failed) ** 3)
             try:
                 await self._look()
             except Exception as error:  # what only looks must not end what it looks at
-                self._supervisor.note(f"it is not looked any more whether ranks go on: {error!r}")
-                return
+                failed += 1
+                last = error
+            else:
+                failed = 0
+        self._supervisor.note(f"it is not looked any more whether ranks go on: {last!r}")
 
     async def _look(self) -> None:
         self._attempt = attempt = self._supervisor.attempt or self._attempt

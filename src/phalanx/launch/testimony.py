@@ -71,7 +71,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
         gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
-        asyncio.gather(*(_rank(attempt, name, looks, below) for name in workers)),
+        asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
     return Testimony(node=node, ranks=await asyncio.to_thread(_annotated, found))
@@ -81,8 +81,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
     return tuple(map(Sources().annotated, ranks))
 
 
-async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, list[int]]) -> Rank:
-    worker = attempt.workers[name]
+async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
     if worker.code is not None:
@@ -136,7 +135,12 @@ def read(answer: dict[str, Any]) -> Told:
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"file": file, "line": line, "function": function} for file, line, function in frames]
+    return [{"file": _plain(file), "line": line, "function": _plain(function)} for file, line, function in frames]
+
+
+def _plain(name: str) -> str:
+    """A file may be called by bytes that are no text, which JSON has no letters for."""
+    return name if name.isascii() else name.encode(errors="replace").decode()
 
 
 async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:

@@ -127,4 +127,5 @@ class Witness:
             self._channel.close()
         self._theirs.close()
         os.close(self.stacks)
+        self.stacks = -1  # the number may be another file's at once
         self._board.leave(self.slot)
