@@ -1,7 +1,8 @@
-"""What is done about a stall."""
+"""What is done about a stall, and what is none."""
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,3 +38,16 @@ def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tu
     assert killed == [here]
     assert sent == ([] if there is None else [b"[2]"])
     assert noted in notes[0]
+
+
+def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
+    """Too few nodes are left: with --on-hang kill that would cost what was trained."""
+    attempt = SimpleNamespace(held="node 2 is lost", stopping=False, over=asyncio.Event())
+    stub: Any = SimpleNamespace(
+        _supervisor=SimpleNamespace(attempt=attempt, plan=None),
+        _company=SimpleNamespace(members=dict, leads=True),
+        _attempt=None,
+        _watched="something",
+    )
+    asyncio.run(Observer._look(cast("Observer", stub)))
+    assert stub._watched is None

@@ -139,7 +139,12 @@ class Observer:
         self._attempt = attempt = self._supervisor.attempt or self._attempt
         plan, members, now = self._supervisor.plan, self._company.members(), time.monotonic()
         # Ranks of other nodes may go on, and stand still, when ours have ended.
-        if attempt is None or attempt.stopping or (self._company.leads and attempt.over.is_set() and not members):
+        if (
+            attempt is None
+            or attempt.stopping
+            or attempt.held
+            or (self._company.leads and attempt.over.is_set() and not members)
+        ):
             self._watched = None
             return
         if self._watched is None or self._watched.of != (attempt.number, attempt.generation):
@@ -251,7 +256,14 @@ class Observer:
     async def explain(self) -> tuple[Evidence, list[Verdict]]:
         """Of all nodes, now."""
         evidence = await self._gather()
+        if self._held:  # whoever waits, is meant to
+            return evidence, []
         return evidence, await asyncio.to_thread(diagnosis.diagnose, evidence)
+
+    @property
+    def _held(self) -> str:
+        attempt = self._supervisor.attempt
+        return attempt.held if attempt is not None else ""
 
     async def _gather(self) -> Evidence:
         plan = self._supervisor.plan
@@ -351,7 +363,10 @@ class Observer:
     async def _why(self) -> Because | None:
         if self._company.leads:
             evidence, verdicts = await self.explain()
-            return Because(evidence=evidence, verdicts=tuple(verdicts), report=report.text(evidence, verdicts))
+            text = report.text(evidence, verdicts)
+            if self._held:
+                text = f"too few nodes are left, and the ranks wait for others ({self._held})\n\n{text}"
+            return Because(evidence=evidence, verdicts=tuple(verdicts), report=text)
         number = next(self._numbers)
         answer = self._ask(None, "why", number)
         try:
