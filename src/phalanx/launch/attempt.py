@@ -158,6 +158,11 @@ class Attempt:
         return self._escalation is not None
 
     @property
+    def held(self) -> str:
+        """Why its ranks wait, and are meant to; empty: they are not."""
+        return self._held
+
+    @property
     def failed(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.code and not worker.spare]
 

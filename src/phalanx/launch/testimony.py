@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
 from phalanx.launch import gpus, stacks, vitals
 from phalanx.launch.sources import Sources
@@ -35,6 +36,7 @@ _LOOKS = 0.05  # between two looks at how often a main thread wakes
 _WAKES = 4  # times in between: it waits for Python's lock
 _CHILD = 0.15  # for a child of it
 _SPY = 1.2
+_DRIVER = 1.2  # for the GPUs' driver, which may hang when one of them is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
 _MOST_CHILDREN = 8  # of a rank, whose stacks are taken
 _STOPPED = ("T", "t", "Z", "X")
@@ -73,8 +75,8 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
-        asyncio.to_thread(gpus.look, [worker.seat.slot.device for worker in workers.values()]),
-        asyncio.gather(*(_rank(attempt, name, looks, below) for name in workers)),
+        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
+        asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
     return Testimony(node=node, ranks=await asyncio.to_thread(_annotated, found))
@@ -84,8 +86,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
     return tuple(map(Sources().annotated, ranks))
 
 
-async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, list[int]]) -> Rank:
-    worker = attempt.workers[name]
+async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
     if worker.code is not None:
@@ -101,7 +102,9 @@ async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, lis
     threads += await _of_children(worker, process)
     if worker.code is not None:  # it has ended meanwhile
         return replace(bare, ended=worker.code, process=process)
-    looked = worker.witness.page.looked if worker.witness is not None else 0.0
+    page = worker.witness.page if worker.witness is not None else None
+    # At its end it has no witness any more: then silence says nothing.
+    looked = page.looked if page is not None and not page.text.get("ending") else 0.0
     return replace(
         bare,
         threads=threads,
@@ -137,7 +140,12 @@ def read(answer: dict[str, Any]) -> Told:
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"file": file, "line": line, "function": function} for file, line, function in frames]
+    return [{"file": _plain(file), "line": line, "function": _plain(function)} for file, line, function in frames]
+
+
+def _plain(name: str) -> str:
+    """A file may be called by bytes that are no text, which JSON has no letters for."""
+    return name if name.isascii() else name.encode(errors="replace").decode()
 
 
 async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:
@@ -170,12 +178,13 @@ def _stacks_by_signal(shown: Witness, pid: int) -> bool:
 
 async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
     """Who has Python's lock: the main thread, unless that waits for it, and wakes every 5 ms to look. Then it is
-    another, if there is only one."""
+    another, if only one is seen to wait for nothing."""
     before = vitals.switches(pid)
     await asyncio.sleep(_LOOKS)
     if vitals.switches(pid) - before < _WAKES or len(threads) < 2:
         return tuple(replace(each, holds_gil=each.main) for each in threads)
-    return tuple(replace(each, holds_gil=not each.main and len(threads) == 2) for each in threads)
+    able = [each for each in threads if not each.main and frames.act(each.frames).what == "nothing"]
+    return tuple(replace(each, holds_gil=[each] == able) for each in threads)
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:

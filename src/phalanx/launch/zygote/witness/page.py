@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     looks: int
     moves: int  # looks that found the main thread elsewhere than the one before, or further
     phases: dict[str, int]  # how many looks saw it there
-    text: dict[str, Any]  # phase, place, groups, call, moved, places; ending: see sampler.py
+    text: dict[str, Any]  # phase, place, batches, groups, call, moved, places; ending: see sampler.py
 
 
 class Page:

@@ -19,6 +19,8 @@ _FULL = 5  # looks, of which one is written down with all that it saw, as long a
 _MOST = 4096  # code objects that are remembered
 _LONG = 1.0  # seconds in one place, after which it is worth while to ask what is pending
 
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
 # While a collective is pending, who sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
 _MAY_WAIT = ("idle", "forward", "backward", "optimizer")
 
@@ -29,6 +31,7 @@ class Sampler:
     phase, place [file, line, function]: the innermost of the user's own
     groups: [{id, name, nccl, enqueued, completed}]
     call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
+    batches: how many the DataLoader has given that it was last seen in
     moved: when it was last seen to do anything, in seconds of `time.monotonic`
     places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
     deaf: the script has taken the signal by which stacks are asked for: it is not to be sent
@@ -47,6 +50,7 @@ class Sampler:
         self._groups: list[dict[str, Any]] = []
         self._call: dict[str, Any] = {}
         self._sought = False  # what is pending, since it moved
+        self._batches = 0
         self._written: dict[str, Any] = {}
         self._number = number  # of the signal by which stacks are asked for, and whose it was
         self._handler = signal.getsignal(number)
@@ -80,9 +84,12 @@ class Sampler:
         self._page.look(now, self._looks, self._moves, self._phases)
         if not stays and not full:
             return
+        if phase == "data":
+            self._batches = _batches(stacks.main()) or self._batches
         text = {
             "phase": phase,
             "place": place,
+            "batches": self._batches,
             "groups": self._groups,
             "call": self._waited_in(phase, moved, now),
             "moved": round(self._moved / 1e9, 3),
@@ -173,3 +180,13 @@ class Sampler:
             if counts and "seq" not in self._call:
                 self._call["seq"] = counts[0]
         return self._call
+
+
+def _batches(frame: FrameType | None) -> int:
+    """Of a DataLoader of torch's that the main thread is in, by its own count: an evaluation has no steps."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__next__" and code.co_filename.endswith(_LOADER):
+            return int(getattr(frame.f_locals.get("self"), "_num_yielded", 0))
+        frame = frame.f_back
+    return 0
