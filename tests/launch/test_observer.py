@@ -21,7 +21,7 @@ HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certa
     [
         ([HERE], (1, 2), (2,), "rank 2 stands still: SIGKILL by its node"),
         ([GONE, HERE], (1, 2), (2,), "rank 2 stands still: SIGKILL by its node"),  # who has ended cannot be killed
-        ([GONE], (), None, "no rank that still runs is to blame"),
+        ([GONE], (), None, "nobody who still runs is to blame"),
     ],
 )
 def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tuple[int, ...], noted: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
@@ -54,18 +54,17 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
 
 
 def test_who_has_the_lock_of_python() -> None:
-    """The main thread if it runs, else the one that waits for nothing."""
+    """The main thread, or if that waits for it the one that waits for nothing."""
     main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     spins = Thread(name="logger", frames=(Frame("log.py", 5, "write"),))
     waits = Thread(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
-    for state, threads, holder in (
-        ("R", (spins, waits, main), "MainThread"),
-        ("S", (spins, waits, main), "logger"),
-        ("S", (waits, main), "MainThread"),
-        ("S", (spins, spins, main), "MainThread"),
+    for wakes, threads, names in (
+        (False, (spins, waits, main), ["MainThread"]),
+        (True, (spins, waits, main), ["logger"]),
+        (True, (waits, main), []),
+        (True, (spins, replace(spins, name="another"), main), []),
     ):
-        found = [each.name for each in testimony._with_holder(threads, state) if each.holds_gil]
-        assert found == [holder]
+        assert [each.name for each in testimony.holder(threads, waits=wakes) if each.holds_gil] == names
 
 
 def test_who_has_answered_is_not_silent() -> None:
@@ -77,14 +76,17 @@ def test_who_has_answered_is_not_silent() -> None:
 
 
 def test_answers_of_nodes_that_are_mixed() -> None:
-    """As srun shows them: whole lines, each with the number of its task."""
-    answers = [{"evidence": {"ranks": [number], "note": "a: b"}} for number in range(2)]
+    """As srun shows them: whole lines, in any order."""
+    ranks = tuple(Rank(rank=number, node=0, note="x" * 3000) for number in range(2))
+    answers = [Evidence(time=1.0, waited=0.0, ranks=(rank,)) for rank in ranks]
+    here = os.uname().nodename
     lines = [
-        [f"{number}: {line}" for line in json.dumps(each, indent=0).splitlines()] for number, each in enumerate(answers)
+        [line.replace(here, f"host{number}") for line in outsiders.parcel(each).splitlines()]
+        for number, each in enumerate(answers)
     ]
-    mixed = ["0: a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair), "1: }", "2: {"]
-    assert list(outsiders.apart("\n".join(mixed[:-2]))) == answers
-    assert list(outsiders.apart("\n".join(mixed))) == answers[:1]  # what is broken is left out
+    mixed = ["a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair)]
+    assert outsiders.opened("\n".join(mixed)) == answers
+    assert outsiders.opened("\n".join(mixed[:-2])) == []  # what is broken is left out
 
 
 def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -59,7 +60,7 @@ def of_job(job: str, *, here: bool) -> Evidence:
         raise LaunchError(
             f"the nodes of job {job} do not answer", fix=f"phalanx why --slurm {job} --here, on one"
         ) from None
-    found = [decode(text) for text in _opened(done.stdout)]
+    found = opened(done.stdout)
     if not found:
         said = (done.stderr.strip() or "srun said nothing").splitlines()[-3:]
         raise LaunchError(
@@ -75,14 +76,18 @@ def parcel(evidence: Evidence) -> str:
     return "".join(f"parcel {host} {number} {piece}\n" for number, piece in enumerate(pieces))
 
 
-def _opened(output: str) -> list[bytes]:
-    """Of every host."""
+def opened(output: str) -> list[Evidence]:
+    """Of every host whose parcel is whole."""
     parcels: dict[str, dict[int, str]] = {}
     for line in output.splitlines():
         match line.split():
             case ["parcel", host, number, piece]:
                 parcels.setdefault(host, {})[int(number)] = piece
-    return [base64.b64decode("".join(pieces[number] for number in sorted(pieces))) for pieces in parcels.values()]
+    found = []
+    for pieces in parcels.values():
+        with contextlib.suppress(ValueError, msgspec.MsgspecError):
+            found.append(decode(base64.b64decode("".join(pieces[number] for number in sorted(pieces)))))
+    return found
 
 
 def _together(found: list[Evidence]) -> Evidence:

@@ -181,10 +181,17 @@ async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, .
     another, if only one is seen to wait for nothing."""
     before = vitals.switches(pid)
     await asyncio.sleep(_LOOKS)
-    if vitals.switches(pid) - before < _WAKES or len(threads) < 2:
-        return tuple(replace(each, holds_gil=each.main) for each in threads)
-    able = [each for each in threads if not each.main and frames.act(each.frames).what == "nothing"]
+    return holder(threads, waits=vitals.switches(pid) - before >= _WAKES)
+
+
+def holder(threads: tuple[Thread, ...], *, waits: bool) -> tuple[Thread, ...]:
+    """`waits`: the main thread does, for the lock."""
+    able = [each for each in threads if each.main is not waits and (each.main or _at_work(each))]
     return tuple(replace(each, holds_gil=[each] == able) for each in threads)
+
+
+def _at_work(thread: Thread) -> bool:
+    return frames.act(thread.frames).what == "nothing"
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
