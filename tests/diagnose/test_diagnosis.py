@@ -40,6 +40,19 @@ HEALTHY = {
     "one waits for processes that compile for it": beside(
         behind(1, [frame(STD + "concurrent/futures/_base.py", 451, "result"), *COMPILER])
     ),
+    "all wait for processes that compile for them, for long": evidence(
+        *(
+            rank(number, COMPILER, proc=process(children=("7 S python", "8 R cc1plus")), since=900.0)
+            for number in (0, 1)
+        ),
+        waited=900.0,
+    ),
+    "a very long checkpoint": beside(
+        behind(
+            0, [frame(LIB + "torch/serialization.py", 1003, "save"), HERE], proc=process("D", written=2e8), since=900.0
+        ),
+        waited=900.0,
+    ),
     "one imports": beside(behind(1, [frame("<frozen importlib._bootstrap>", 241, "_load"), HERE], proc=process("R"))),
     "one writes a checkpoint": beside(
         behind(0, [frame(LIB + "torch/serialization.py", 1003, "save"), HERE], proc=process("D", written=2e8))

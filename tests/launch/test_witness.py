@@ -22,7 +22,7 @@ from phalanx.diagnose.evidence import Call, Frame, Group, Thread
 from phalanx.launch import witnesses, zygotes
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel
-from phalanx.launch.zygote.witness import page, phases, recorder, witness
+from phalanx.launch.zygote.witness import page, phases, recorder, sampler, witness
 from phalanx.launch.zygote.witness.steps import Steps
 from tests.kit.cli import environment, phalanx, stage
 
@@ -353,3 +353,11 @@ def test_a_file_of_torch_has_a_phase(path: str, name: str, phase: str) -> None:
 
 def test_the_signal_of_a_witness_is_no_one_elses() -> None:
     assert signal.SIGRTMIN < witness.SIGNAL < signal.SIGRTMAX
+
+
+def test_batches_of_a_loader_are_counted() -> None:
+    text = "class Loader:\n    _num_yielded = 7\n    def __next__(self):\n        return look()\n"
+    names: dict[str, Any] = {"look": lambda: sampler._batches(sys._getframe())}
+    exec(compile(text, "/x/torch/utils/data/dataloader.py", "exec"), names)
+    assert next(names["Loader"]()) == 7
+    assert sampler._batches(sys._getframe()) == 0

@@ -75,7 +75,7 @@ def overdue(field: Field, standing: Standing) -> bool:
 
 
 def slow(field: Field, standing: Standing) -> bool:
-    return standing.moves and not overdue(field, standing)
+    return standing.proceeds or (standing.moves and not overdue(field, standing))
 
 
 def _judge(field: Field, kept: Sequence[Standing]) -> Verdict | None:

@@ -100,6 +100,13 @@ class Standing:
         return bool(self.long) and process.cpu > RESTS
 
     @property
+    def proceeds(self) -> bool:
+        """It compiles, or has a checkpoint in hand, and the kernel sees it do so: that ends, however long it takes."""
+        if self.long == "compile":
+            return self.works or self._others_work
+        return self.long == "checkpoint" and self.moves
+
+    @property
     def _others_work(self) -> bool:
         """What it has started computes, and none of it is dead."""
         children = self.rank.process.children if self.rank.process is not None else ()
