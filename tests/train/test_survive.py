@@ -54,6 +54,14 @@ def ended(folder: Path, ranks: int) -> tuple[dict[str, list[float]], int]:
     return end, generation
 
 
+def as_undisturbed(done: Result, folder: Path, ranks: int) -> bool:
+    """Exactly, unless nobody was left that gloo had let go: what is in memory does not say how DDP was laid out, and of
+    three numbers the sum depends on their order."""
+    exact = "going on from memory" not in done.out
+    found, expected = ended(folder, ranks)[0], undisturbed(ranks)
+    return found == (expected if exact else {name: pytest.approx(value) for name, value in expected.items()})
+
+
 def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     ways = ["kill", "segv", "exit", "raise"]
     done = trained(tmp_path, 2, *([3 * number + 3, 1, how] for number, how in enumerate(ways)))
@@ -93,15 +101,14 @@ def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     faults = [[7, 1, "kill", "backward"]] if where == "backward" else [[6, 1, "kill"], [0, 1, "kill", "handover"]]
     done = trained(tmp_path, 3, *faults)
     assert done.code == 0, done.err
-    end, generation = ended(tmp_path, 3)
-    assert end == undisturbed(3)
-    assert generation >= len(faults)
+    assert as_undisturbed(done, tmp_path, 3)
+    assert ended(tmp_path, 3)[1] >= len(faults)
 
 
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
-    assert ended(tmp_path, 3)[0] == undisturbed(3)
+    assert as_undisturbed(done, tmp_path, 3)
     assert re.search("rank 1 cannot leave the group.*: SIGKILL", done.err)
 
 
@@ -117,7 +124,7 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
 def test_two_at_once_and_all_at_once(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 0, "kill"], [5, 2, "kill"])
     assert done.code == 0, done.err
-    assert ended(tmp_path, 3)[0] == undisturbed(3)
+    assert as_undisturbed(done, tmp_path, 3)
 
 
 def test_all_at_once_begin_again(tmp_path: Path) -> None:

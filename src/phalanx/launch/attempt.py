@@ -505,7 +505,8 @@ class Attempt:
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
         if told.step is None:
-            self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+            if worker.formed >= 0:  # else it has nothing that could be lost
+                self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
             return
         self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
         self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
