@@ -17,6 +17,7 @@ from phalanx.launch.runfolder import RunRecord
 from phalanx.launch.zygote import kernel, wire
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SOON = 3.0  # seconds for whoever answers to be there
 _PATIENCE = 5.0  # seconds for a caller to say what it wants
 
 # What it wants and the connection itself, which is the answerer's from then on.
@@ -55,11 +56,18 @@ class Desk:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def _answerer(self, what: str) -> Answerer | None:
+        """Some come only a moment after the ranks."""
+        end = self._loop.time() + _SOON
+        while what not in self._answerers and self._loop.time() < end:
+            await asyncio.sleep(0.1)
+        return self._answerers.get(what)
+
     async def _serve(self, caller: socket.socket) -> None:
         caller.settimeout(_PATIENCE)
         with contextlib.suppress(OSError, ValueError):
             received = await asyncio.to_thread(wire.receive, caller)
-            answerer = self._answerers.get(received[0].get("ask", "")) if received is not None else None
+            answerer = await self._answerer(received[0].get("ask", "")) if received is not None else None
             if received is not None and answerer is not None:
                 caller.settimeout(None)
                 await answerer(received[0], caller)
