@@ -225,7 +225,25 @@ KEPT: dict[str, Case] = {
         evidence(*(rank(number, [frame("train.py", 48, source="work.wait()")]) for number in range(2))),
         "message",
         (0, 1),
-        ["ranks 0, 1 are waiting for a message (Work.wait) at train.py:48"],
+        ["ranks 0, 1 are waiting for an operation under way at train.py:48"],
+    ),
+    "sleeps alone": (
+        evidence(rank(0, [frame("g.py", 5, "get", source="time.sleep(1000)")], step=30)),
+        "sleep",
+        (0,),
+        ["rank 0 is sleeping at g.py:5 in get"],
+    ),
+    "all stand at one place": (
+        evidence(*(rank(number, [HERE], step=30) for number in range(2))),
+        "stands",
+        (0, 1),
+        ["ranks 0, 1 have stood for 40 s at train.py:33 in flush"],
+    ),
+    "does not end": (
+        evidence(rank(0, [frame(C10D, 2300, "destroy_process_group"), frame("train.py", 99)]), rank(1, [], ended=0)),
+        "leaving",
+        (0,),
+        ["rank 0 is in destroy_process_group at train.py:99, and does not end"],
     ),
     "crashed": (
         beside(behind(1, [], ended=1)),

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import Rank, Thread
 from tests.diagnose.scene import (
+    GETS,
     HERE,
     ITEM,
     LIB,
@@ -23,6 +24,7 @@ from tests.diagnose.scene import (
     process,
     rank,
     waiting,
+    workers,
 )
 
 COMPILER = [frame(LIB + "torch/_dynamo/convert_frame.py", 62, "compile_inner"), frame("train.py", 40, "step")]
@@ -46,6 +48,16 @@ HEALTHY = {
     "a debugger, and all wait": evidence(*(waiting(number, debugged=number == 0) for number in range(4))),
     "ranks that compute alone": evidence(*(rank(number, [HERE], proc=process("R"), busy=True) for number in range(2))),
     "alone, in one long call": evidence(rank(0, [HERE], proc=process("R"))),
+    "inference by all, for long": evidence(
+        *(rank(number, [HERE], proc=process("R"), busy=True, since=900.0) for number in range(2)), waited=900.0
+    ),
+    "a parameter server while others train": evidence(
+        *(waiting(number, since=0.1, step=90) for number in range(2)), rank(2, [GETS, HERE], since=900.0), waited=0.1
+    ),
+    "its DataLoader workers compute": beside(
+        behind(1, workers(), proc=process(children=("77 S pt_data_worker", "78 R pt_data_worker")))
+    ),
+    "a data set is read": beside(behind(0, [HERE], proc=process("D", wchan="folio_wait_bit_common", read=2e8))),
     "all ended": evidence(*(rank(number, [], ended=0) for number in range(2))),
     "an all_gather that may be uneven": evidence(
         *(

@@ -99,6 +99,42 @@ HEALTHY: dict[str, tuple[Script, int]] = {
         lambda second: [going(number, second // 25 * 25, waiting=second % 25 > 0, usual=25.0) for number in range(4)],
         300,
     ),
+    "a parameter server, while others train": (
+        lambda second: [*(going(number, second, waiting=second % 2 > 0) for number in range(3)), Reading(3, second)],
+        4000,
+    ),
+    "inference after the model was broadcast": (
+        lambda second: [
+            Reading(number, float(second), progress=9, busy=True, state="RS"[second % 2]) for number in range(2)
+        ],
+        4000,
+    ),
+    "a long evaluation by all": (
+        lambda second: [going(number, second, 50, busy=second > 50, state="R") for number in range(2)],
+        4000,
+    ),
+    "an evaluation that waits for its data": (
+        lambda second: [going(number, second, 50, phase="data", batches=second // 20) for number in range(2)],
+        4000,
+    ),
+    "a file is read in native code before the first step": (
+        lambda second: [Reading(0, float(second), silent=float(second), state="R")],
+        4000,
+    ),
+    "the same, and another one waits for it": (
+        lambda second: [
+            Reading(0, float(second), silent=float(second), state="R"),
+            Reading(1, float(second), waiting=True),
+        ],
+        299,
+    ),
+    "it was we who were stopped": (
+        lambda second: [
+            going(0, second + (500 if second > 20 else 0), 10, waiting=True),
+            going(1, second + (500 if second > 20 else 0), 10, silent=500.0 if second > 20 else 0.0),
+        ],
+        40,
+    ),
     "one has ended": (
         lambda second: [going(0, second, 10, state="Z"), *(going(number, second) for number in (1, 2))],
         300,
@@ -172,6 +208,12 @@ STALLS: dict[str, tuple[Script, int, tuple[int, ...], bool]] = {
         (0,),
         False,
     ),
+    "a first step of all that rests": (
+        lambda second: [Reading(number, float(second), progress=9, phase="data") for number in range(2)],
+        300,
+        (0, 1),
+        False,
+    ),
     "two that wait for each other while the rest goes on": (
         lambda second: [
             *(going(number, second, 10, waiting=second > 10) for number in (0, 1)),
@@ -237,3 +279,31 @@ def test_time_in_a_debugger_does_not_count() -> None:
         return [going(number, second, 10, waiting=second > 10, debugged=10 < second < 500) for number in range(2)]
 
     assert [second for second, _ in alarms(script, 560)] == [529]
+
+
+def test_a_look_by_a_debugger_does_not_end_a_stall() -> None:
+    def script(second: int) -> list[Reading]:
+        return [going(number, second, 10, waiting=second > 10, debugged=60 < second < 90) for number in range(2)]
+
+    assert [(second, alarm.what) for second, alarm in alarms(script, 200)] == [(40, "stall")]
+
+
+def test_who_was_kept_goes_on_while_another_rests_for_ever() -> None:
+    def script(second: int) -> list[Reading]:
+        server = Reading(2, float(second))
+        busy = going(0, second, 10 if second < 400 else 10**6, busy=10 < second < 400, state="R")
+        kept = going(1, second, 10 if second < 400 else 10**6, waiting=10 < second < 400)
+        return [busy, kept, server]
+
+    assert [(second, alarm.what, alarm.ranks) for second, alarm in alarms(script, 2000)] == [
+        (300, "stall", (2,)),
+        (400, "resumed", (2,)),
+    ]
+
+
+def test_one_that_ends_does_not_end_a_stall_of_others() -> None:
+    def script(second: int) -> list[Reading]:
+        ended = [] if second > 60 else [going(4, second)]
+        return [*stuck_at(10, culprit={})(second), *ended]
+
+    assert [(second, alarm.what) for second, alarm in alarms(script, 200)] == [(40, "stall")]

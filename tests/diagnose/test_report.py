@@ -37,7 +37,7 @@ def test_fix_and_certainty_are_told() -> None:
     lines = report.text(seen, diagnose(seen), more="").splitlines()
     assert lines[0].startswith("rank 1 is stopped (SIGSTOP) at train.py:9")
     assert "  fix: kill -CONT 4000" in lines
-    assert lines[-2] == "  rank 1: stopped, at work at train.py:9"
+    assert lines[-2] == "  rank 1: stopped at train.py:9"
 
 
 def test_nothing_wrong_says_why_it_stands() -> None:

@@ -111,6 +111,11 @@ def test_a_running_rank_is_looked_at_and_goes_on(env: Env, tmp_path: Path) -> No
         assert f"'step {first}'" in held.out
         typed(held, "cl 1\n", "c\n", before=5)  # nothing to stop at any more: it is let go
         assert held.wait() == 0
+    with terminal("attach", "0", env=env) as lost:  # while nothing stops: no prompt would notice
+        typed(lost, "b limit\n", "c\n")
+        lost.signal(signal.SIGKILL)
+        lost.wait()
+    cli.until(lambda: attach(env, 0, "p 1").code == 0, 30, "rank 0 to be let go")
     later = attach(env, 0, "import __main__", "__main__.step", "where")
     assert later.code == 0
     assert "debugged.py" in later.out

@@ -133,8 +133,8 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
     assert ended(tmp_path) == undisturbed()
     one, two = "rank 0 failed", "rank 1 failed"
     recovered_from(done.err, (two,), (one,), (two,), (one, one), (two, two), (one, one), (two,), (one,))
-    assert re.search(r"rank 1 is silent for \d+ s \(stopped\): SIGKILL", done.err)
-    assert re.search(r"rank 0 is silent for \d+ s \(\w+\): SIGKILL", done.err)
+    assert re.search(r"rank 1 is silent for \d+ s \(stopped\b.*\): SIGKILL", done.err)
+    assert re.search(r"rank 0 is silent for \d+ s \(\w+\b.*\): SIGKILL", done.err)
     assert f"{len(faults) - 1 + len(replaced(done.err))} faults survived" in done.err
     # Whom SIGCONT would wake is gone before another takes its place.
     lives = [
@@ -361,7 +361,7 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
     for before, after in ((first[pid], last[pid]) for pid in first.keys() & last.keys()):
         assert after.descriptors <= before.descriptors + 3
         assert after.threads <= before.threads + 1
-        assert after.memory <= before.memory + 64 * count  # kB
+        assert after.memory <= before.memory + 1024 + 80 * count  # kB: pages that it shared with the zygote, too
 
 
 class Size(NamedTuple):

@@ -260,4 +260,4 @@ def test_a_clean_comparison_is_cheap() -> None:
         assert leaks.Before(os.environ["TMPDIR"]).leaks() == []
         return time.perf_counter() - began
 
-    assert min(once() for _ in range(20)) < 0.005
+    assert min(once() for _ in range(20)) < 0.02  # more than a thousand tests pay for it

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx.launch.bridge import Bridge
+from phalanx.launch.bridge import WINDOW, Bridge
 
 
 class Pair:
@@ -94,5 +94,29 @@ def test_whoever_is_lost_takes_the_other_end_along() -> None:
             await pair.until_ended()
             for sock in (pair.left, pair.right):
                 sock.close()
+
+    asyncio.run(play())
+
+
+def test_who_does_not_read_holds_back_who_writes() -> None:
+    async def play() -> None:
+        pair, loop = Pair(), asyncio.get_running_loop()
+        pair.meet()
+        much = b"p everything\n" * 300_000
+        sending = loop.create_task(loop.sock_sendall(pair.left, much))
+        before = -1
+        while before != pair.a._underway:  # until nothing moves any more
+            before = pair.a._underway
+            await asyncio.sleep(0.1)
+        assert WINDOW <= before < 2 * WINDOW
+        assert not sending.done()
+        found = 0
+        while found < len(much):
+            found += len(await asyncio.wait_for(loop.sock_recv(pair.right, 1 << 20), 20))
+        await sending
+        pair.left.close()
+        assert await read(pair.right) == b""
+        pair.right.close()
+        await pair.until_ended()
 
     asyncio.run(play())

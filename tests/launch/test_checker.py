@@ -133,6 +133,19 @@ def test_records_of_a_group_before_are_not_of_this_one(node: Node) -> None:
     assert [node.call(way, 1, 6, waits=False) for way in after] == [[], [], []]
 
 
+def test_a_lane_is_one_groups_alone_until_that_is_gone(node: Node) -> None:
+    own = node.ledgers[0]
+    lanes = [own.open(mark) for mark in range(1, ledger.LANES + 1)]
+    assert sorted(lanes) == list(range(ledger.LANES))
+    with pytest.raises(LookupError):
+        own.open(100)
+    own.close(lanes[3])
+    own.close(lanes[9])
+    assert [own.open(100), own.open(101)] == [lanes[3], lanes[9]]
+    assert own.lane(node.slots[0], 4) is None
+    assert own.lane(node.slots[0], 100) == lanes[3]
+
+
 ALL_REDUCE = Call("all_reduce", "torch.float32", ((2, 5),), 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,9 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.diagnose.evidence import Evidence, Process, Rank, decode
+import msgspec
+
+from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launch import stacks, stalls, testimony, vitals
+from phalanx.launch import outsiders, stacks, stalls, testimony, vitals
+from phalanx.launch.watching import Look, Watched
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygote.witness import witness
 from tests.kit.cli import until
@@ -47,6 +51,70 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
         finally:
             process.kill()
             os.close(fd)
+
+
+def test_who_has_the_lock_of_python() -> None:
+    """The main thread if it runs, else the one that waits for nothing."""
+    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    spins = Thread(name="logger", frames=(Frame("log.py", 5, "write"),))
+    waits = Thread(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
+    for state, threads, holder in (
+        ("R", (spins, waits, main), "MainThread"),
+        ("S", (spins, waits, main), "logger"),
+        ("S", (waits, main), "MainThread"),
+        ("S", (spins, spins, main), "MainThread"),
+    ):
+        found = [each.name for each in testimony._with_holder(threads, state) if each.holds_gil]
+        assert found == [holder]
+
+
+def test_who_has_answered_is_not_silent() -> None:
+    watched = Watched((0, 0), 30.0)
+    watched.see(1.0, [Look(rank=0, silent=60.0)])
+    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
+    assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
+
+
+def test_answers_of_nodes_that_are_mixed() -> None:
+    """As srun shows them: whole lines, each with the number of its task."""
+    answers = [{"evidence": {"ranks": [number], "note": "a: b"}} for number in range(2)]
+    lines = [
+        [f"{number}: {line}" for line in json.dumps(each, indent=0).splitlines()] for number, each in enumerate(answers)
+    ]
+    mixed = ["0: a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair), "1: }", "2: {"]
+    assert list(outsiders.apart("\n".join(mixed[:-2]))) == answers
+    assert list(outsiders.apart("\n".join(mixed))) == answers[:1]  # what is broken is left out
+
+
+def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:
+    """The number of what it wrote its stacks to may be that of a log by then."""
+    fd = os.memfd_create("stacks")
+    log = tmp_path / "log"
+    log.write_text("what a rank has written")
+
+    def forgotten() -> None:
+        with log.open("rb+") as file:
+            os.dup2(file.fileno(), fd)
+
+    try:
+        assert asyncio.run(stacks.written(fd, forgotten, 0.05)) == ""
+    finally:
+        os.close(fd)
+    assert asyncio.run(stacks.written(-1, forgotten, 0.05)) == ""
+    assert log.read_text() == "what a rank has written"
+
+
+def test_names_that_are_no_text() -> None:
+    code = r"import ctypes; ctypes.CDLL(None).prctl(15, b'tr\xc3'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        seen = vitals.look(process.pid, vitals.Vitals().pulse(process.pid), [])
+        process.kill()
+    assert seen.resident > 0
+    told = testimony.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
+    assert msgspec.json.encode(told)
 
 
 def test_who_has_no_handler_gets_no_signal() -> None:

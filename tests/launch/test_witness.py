@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ import msgspec
 import pytest
 
 from phalanx.diagnose.evidence import Call, Frame, Group, Thread
-from phalanx.launch import zygotes
+from phalanx.launch import witnesses, zygotes
 from phalanx.launch.witnesses import Board, Witness
+from phalanx.launch.zygote import kernel
 from phalanx.launch.zygote.witness import page, phases, recorder, witness
 from phalanx.launch.zygote.witness.steps import Steps
 from tests.kit.cli import environment, phalanx, stage
@@ -133,7 +137,6 @@ def test_a_script_is_none_the_wiser(tmp_path: Path) -> None:
 
 
 async def _ask_around(folder: Path) -> None:
-    script = str(SCRIPTS / "witnessed.py")
     # The same without a witness.
     look = f"import sys; sys.path[0] = {str(SCRIPTS)!r}; sys.argv[1:] = [{str(folder)!r}]; import witnessed as w; "
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
@@ -144,11 +147,7 @@ async def _ask_around(folder: Path) -> None:
     assert slot is not None
     heard: list[Any] = []
     shown = Witness(board, slot, lambda message, fds: heard.append(message))
-    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [slot, *shown.fds]))}
-    if "PYTHONPATH" in clean:
-        hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
-    process = subprocess.Popen([sys.executable, script, str(folder)], env=hooked, pass_fds=shown.fds)
-    shown.handed_over()
+    process = _hooked(shown, "witnessed.py", folder, "-X", "dev", "-W", "error", stderr=subprocess.PIPE)
     try:
         await _until(lambda: (folder / "at told").exists() and shown.page.text.get("places", 0) > 0)
         told = await shown.ask("tell", timeout=WAIT)
@@ -164,6 +163,9 @@ async def _ask_around(folder: Path) -> None:
         await _until(lambda: shown.page.looks > before + 2)
         (folder / "closed").touch()
         assert await asyncio.to_thread(process.wait, WAIT) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""  # no warning is ours
+        process.stderr.close()
         assert shown.page.text["ending"]
         shown.close()
         assert board.take() == slot
@@ -175,6 +177,74 @@ async def _ask_around(folder: Path) -> None:
     assert heard == []
 
 
+def test_nothing_that_a_script_does_is_taken_for_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witnesses, "_GONE", 0.3)
+    asyncio.run(_look_on(tmp_path))
+
+
+async def _look_on(folder: Path) -> None:
+    board = Board()
+    slot = board.take()
+    assert slot is not None
+    shown = Witness(board, slot, lambda message, fds: None)
+    process = _hooked(shown, "odd.py", folder, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+
+    def go_on() -> None:
+        os.write(process.stdin.fileno(), b"\n")
+
+    async def published(more: int) -> None:
+        before = shown.page.looks
+        await _until(lambda: shown.page.looks >= before + more)
+
+    try:
+        # A child that ends as scripts do writes nothing on its parent's page.
+        await _until((folder / "forked").exists)
+        await published(7)
+        (folder / "end").touch()
+        child = int((folder / "child").read_text())
+        await _until(lambda: kernel.state(child) == "dead")
+        assert "ending" not in shown.page.text
+        # What cannot be answered is said, and the thread goes on.
+        told = await shown.ask("listen", timeout=WAIT)
+        assert told is not None
+        assert "port" in told["why"]
+        # Who forks more often than it is looked at, is looked at.
+        before = shown.page.looks
+        go_on()
+        await _until((folder / "often").exists)
+        assert shown.page.looks > before + 4
+        assert not shown.page.text.get("deaf")
+        go_on()
+        await _until(lambda: bool(shown.page.text.get("deaf")))
+        # Another program has no witness, and is not silent.
+        assert shown.page.looked
+        go_on()
+        await _until((folder / "other").exists)
+        await _until(lambda: not shown.page.looked)
+        assert await shown.ask("tell", timeout=WAIT) is None
+        go_on()
+        assert await asyncio.to_thread(process.wait, WAIT) == 0
+        shown.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        board.close()
+
+
+def _hooked(shown: Witness, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
+    """An interpreter that begins a witness before its script."""
+    clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
+    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [shown.slot, *shown.fds]))}
+    if "PYTHONPATH" in clean:
+        hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
+    command = [sys.executable, *options, str(SCRIPTS / script), str(folder)]
+    process = subprocess.Popen(command, env=hooked, pass_fds=shown.fds, **more)
+    shown.handed_over()
+    return process
+
+
 async def _until(true: Any) -> None:
     end = time.monotonic() + WAIT
     while not true():
@@ -183,6 +253,53 @@ async def _until(true: Any) -> None:
 
 
 # -- parts
+
+
+def test_numbers_are_never_read_half_written() -> None:
+    memory = mmap.mmap(-1, page.SIZE)
+    own = page.Page(memory, 0)
+    own.step(2**40, 2**40)
+    child = os.fork()
+    while not child:
+        own.step(2**40 + 255, 2**40)
+        own.step(2**40, 2**40 + 255)
+    try:
+        found = {page.read(memory, 0).step for _ in range(30000)}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found <= {2**40, 2**40 + 255}
+
+
+def test_names_of_groups_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(recorder: str, *, collectives: bool) -> dict[str, Any]:
+        if collectives:
+            asked.append(recorder)
+            time.sleep(0.001)
+        status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
+        return {"pg_status": {str(number): status for number in range(len(asked), len(asked) + 20)}, "entries": []}
+
+    monkeypatch.setattr(recorder, "_ask", ask)
+    monkeypatch.setattr(recorder, "_begun", lambda: True)
+    monkeypatch.setattr(recorder, "_known", {})
+    monkeypatch.setattr(recorder, "_rests", 0.0)
+    for _ in range(50):
+        assert len(recorder.groups()) == 40
+    assert len(asked) < 5
+
+
+def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._inductor", types.SimpleNamespace(config="of the compiler"))
+    with recorder._no_compiler():
+        standin = torch.__dict__["_inductor"]
+        assert standin.codecache.PyCodeCache.stack_frames_for_code("x") is None
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(lambda: standin.config).result() == "of the compiler"
+    assert "_inductor" not in torch.__dict__
 
 
 def test_a_page_that_is_half_written_says_nothing() -> None:

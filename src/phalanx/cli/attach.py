@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
             where = f"127.0.0.1:{answer['port']} on {answer['host']}"
             sys.stdout.write(
                 f"rank {options.rank} waits for an IDE at {where}; its run goes on, and has no time limits\n"
+                "debugpy asks for no password: every user of that machine can connect, and run what they like as you\n"
             )
             return 0
         if options.command:
@@ -97,8 +98,15 @@ def _type(stream: socket.socket, commands: list[str]) -> int:
 
 def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
     """Until one of both has enough. The terminal itself edits lines; Ctrl-C goes to the debugger."""
+    unheard = 0  # of those
 
     def interrupt(*_: object) -> None:
+        nonlocal unheard
+        unheard += 1
+        if unheard > 2:
+            raise _Enough
+        if unheard > 1:
+            sys.stderr.write("phalanx: it does not come: it is in native code, or stopped; Ctrl-C again leaves it\n")
         with contextlib.suppress(OSError):
             caller.send(b"\x03")
 
@@ -111,6 +119,7 @@ def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
                 data = _received(stream)
                 if not data:
                     return 0
+                unheard = 0
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
             elif 0 in ready:
@@ -122,8 +131,14 @@ def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
                     stream.sendall(typed or LEAVE.encode())
     except BrokenPipeError:
         return 0
+    except _Enough:
+        return 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Enough(Exception):  # noqa: N818 - as with KeyboardInterrupt
+    pass
 
 
 def _received(stream: socket.socket) -> bytes:

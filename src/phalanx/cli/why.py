@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     )
     outside.add_argument("--slurm", metavar="JOB", help="the same, by the number of a Slurm job")
     parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
+    parser.add_argument("--parcel", action="store_true", help=argparse.SUPPRESS)  # how nodes answer each other
     parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
     parser.add_argument("--paces", action="store_true", help="also how long each rank computes and waits, so far")
     parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
@@ -42,7 +43,11 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"{options.run} is a run, and --pid or --slurm another one", fix="leave one of them out")
         from phalanx.launch import outsiders
 
-        looked = outsiders.of_job(options.slurm, here=options.here) if options.slurm else outsiders.below(options.pid)
+        here = options.here or options.parcel
+        looked = outsiders.of_job(options.slurm, here=here) if options.slurm else outsiders.below(options.pid)
+        if options.parcel:
+            sys.stdout.write(outsiders.parcel(looked))
+            return 0
         answer = outsiders.answer(looked)
     else:
         run = choice.any_run(options.run, verb="why")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phalanx.diagnose import words
 from phalanx.diagnose.evidence import Call
-from phalanx.diagnose.standing import Field, Standing, described, site
+from phalanx.diagnose.standing import Field, Standing, being, described, site
 from phalanx.diagnose.verdict import Verdict
 
 _MESSAGES = ("send", "recv")
@@ -110,7 +110,7 @@ def _two(one: Standing, mine: Call, other: Standing, theirs: Call) -> Verdict:
 def _alone(field: Field, standing: Standing, call: Call, peer: Standing) -> Verdict:
     """A message whose other end does something else."""
     sends = call.op == "send"
-    doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is in {described(peer)}"
+    doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is {being(peer)}"
     to = "to" if sends else "from"
     tag = f" (tag {call.tag})" if call.tag else ""
     waiting = [rank for rank in field.waiting_for([standing.number]) if rank != peer.number]

@@ -10,7 +10,7 @@ from phalanx.diagnose import data, leaving, words
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.frames import What
 from phalanx.diagnose.process import lost_nodes
-from phalanx.diagnose.standing import LONGER, Field, Standing, described
+from phalanx.diagnose.standing import LONGER, MEETINGS, Field, Standing, being, described
 from phalanx.diagnose.verdict import Verdict
 
 _BUSY_GPU = 0.95
@@ -20,7 +20,7 @@ _ALONE = frozenset(
 
 # What it does -> the kind, what is to be said after the place, and what to do.
 _KEPT: dict[What, tuple[str, str, str]] = {
-    "lock": ("lock", "", "py-spy dump, or phalanx attach, shows who holds it"),
+    "lock": ("lock", "", "phalanx why --stacks shows what its other threads do"),
     "input": ("input", "", "no rank has a terminal to read from: give it the answer on the command line"),
     "sleep": ("sleep", "", ""),
     "subprocess": ("subprocess", "", "give it a timeout"),
@@ -57,11 +57,14 @@ def roots(field: Field) -> set[int]:
     awaited = {rank for missing in field.awaits.values() for rank in missing}
     if awaited:
         return awaited - set(field.awaits)
+    # While others go on, one that never had a pace has another part to play: a server, a watcher of the others.
+    together = all(each.stuck or each.gone for each in field.standings.values())
     return {
         each.number
         for each in field.standings.values()
-        if each.stuck and each.number not in field.awaits and not each.gone
-        and (each.act.what in _ALONE or overdue(field, each))
+        if each.stuck and each.number not in field.awaits and not each.gone and not each.rank.busy
+        and (together or each.rank.step >= 0)
+        and (each.act.what in _ALONE or (overdue(field, each) and not each.works))
     }  # fmt: skip
 
 
@@ -100,6 +103,9 @@ def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
     if standing.long == "checkpoint":
         doing = f" ({act.words})" if act.words else ""
         return _verdict(field, kept, "checkpoint", f"{are} writing or reading a checkpoint{doing}")
+    if act.what == "leaving":
+        inside = "in destroy_process_group" if act.name == "destroy_process_group" else "at the end of its script"
+        return _verdict(field, kept, "leaving", f"{are} {inside}", f", and {_verb(kept, 'does', 'do')} not end")
     if standing.long:
         doing = {"compile": "compiling", "import": "importing"}[standing.long]
         return _verdict(field, kept, standing.long, f"{have} been {doing} for {time}")
@@ -119,6 +125,9 @@ def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
             "loop",
             f"{_verb(kept, 'loops', 'loop')}, or {_verb(kept, 'computes', 'compute')} for very long,",
         )
+    if act.what in MEETINGS:
+        name = "init_process_group" if act.what == "join" else "new_group"
+        return _verdict(field, kept, "join", f"{are} still in {name}")
     return _verdict(field, kept, "stands", f"{have} stood for {time}")
 
 
@@ -127,16 +136,31 @@ def everybody(field: Field) -> Iterator[Verdict]:
     alive = [each for each in field.of(field.standings) if not each.gone]
     if not alive or field.evidence.waited < field.evidence.limit:
         return
-    if any(slow(field, each) or each.spins or not each.stuck or each.act.what == "debugger" for each in alive):
+    if any(slow(field, each) or each.works or not each.stuck for each in alive):
+        return
+    if any(each.act.what == "debugger" for each in alive) or all(_unpaced(field, each) for each in alive):
+        return
+    alike: dict[tuple[object, ...], list[Standing]] = {}
+    for each in alive:
+        if each.number not in field.awaits and not each.unseen:
+            alike.setdefault(_likeness(field, each), []).append(each)
+    if sum(map(len, alike.values())) == len(alive):
+        yield from (data.verdict(field, kept) or _kept(field, kept) for kept in alike.values())
         return
     yield Verdict(
         kind="stands",
         ranks=(),
         text=f"nothing has moved for {words.duration(field.evidence.waited)}, and nothing tells why: "
-        f"rank {alive[0].number} stands in {described(alive[0])}",
+        f"rank {alive[0].number} is {being(alive[0])}",
         place=alive[0].place,
         certain=False,
     )
+
+
+def _unpaced(field: Field, standing: Standing) -> bool:
+    """It waits for nobody, and has no pace that it could have lost."""
+    waits = standing.number in field.awaits or standing.call is not None or standing.act.what == "leaving"
+    return not waits and standing.rank.step < 0 and not overdue(field, standing)
 
 
 def _verb(kept: Sequence[Standing], one: str, several: str) -> str:

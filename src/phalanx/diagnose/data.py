@@ -12,6 +12,9 @@ from phalanx.diagnose.standing import Field, Standing
 from phalanx.diagnose.verdict import Verdict
 
 _WORKER = "pt_data"
+_ERROR = "DataLoader(timeout=60) makes it an error"
+_LINE = f"py-spy dump --pid of that worker shows its line; {_ERROR}"
+_DEAD = "the output of that rank says why it died, or dmesg if memory was short"
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D": "waiting for a disk or NFS"}
 
 
@@ -60,9 +63,7 @@ def _workers(field: Field, standing: Standing) -> Verdict:
         f"{field.wait_for([standing.number])}",
         details=(*(f"worker {pid}: state {state}, {command}" for pid, state, command in workers[:8]), *killed),
         place=standing.place,
-        fix="py-spy dump --pid of that worker shows its line; DataLoader(timeout=60) makes it an error"
-        if workers
-        else "DataLoader(timeout=60) makes it an error",
+        fix=_DEAD if dead else _LINE if workers else _ERROR,
         certain=bool(dead),
     )
 
@@ -89,7 +90,7 @@ def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Fram
         f"{pid}){field.wait_for([standing.number])}",
         details=(f"its line: {place.source}",) if place.source else (),
         place=place,
-        fix="DataLoader(timeout=60) makes it an error",
+        fix=_ERROR,
         certain=False,
     )
 

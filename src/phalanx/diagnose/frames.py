@@ -99,7 +99,7 @@ _SOURCES = _patterns(
         (r"flock\(|lockf\(", "lock", "waiting for a file lock"),
         (r"\.(recv|accept|connect)\(|\bselect\(", "socket", "waiting for the network"),
         (r"synchronize\(", "cuda", "waiting for the GPU"),
-        (r"\.wait\(", "work", "waiting for a message (Work.wait)"),  # of torch's own: others would have a frame
+        (r"\.wait\(", "work", "waiting for an operation under way"),  # of torch's own: others would have a frame
     )
 )
 

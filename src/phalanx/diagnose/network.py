@@ -8,7 +8,7 @@ from phalanx.diagnose import words
 from phalanx.diagnose.standing import Field, Standing, described, members_of, newest
 from phalanx.diagnose.verdict import Verdict
 
-_DOCTOR = "phalanx doctor looks at the network between the nodes"
+_DOCTOR = "phalanx doctor looks at what lies between them"
 
 
 def verdicts(field: Field, parted: Container[str]) -> Iterator[Verdict]:
@@ -61,12 +61,17 @@ def _same(field: Field, waiting: list[Standing]) -> Verdict:
     return Verdict(
         kind="network",
         ranks=(),
-        text=f"{who} wait in the same collective, {described(first)}: the network{_finding(field)}",
+        text=f"{who} wait in the same collective, {described(first)}: {_between(field)}",
         details=tuple(details),
         place=first.place,
         fix=_DOCTOR,
         certain=False,
     )
+
+
+def _between(field: Field) -> str:
+    alone = len(field.evidence.nodes) == 1 and not _finding(field)
+    return "the way between them on this node" if alone else f"the network{_finding(field)}"
 
 
 def _finding(field: Field) -> str:
@@ -89,7 +94,7 @@ def _messages(field: Field) -> Iterator[Verdict]:
                 kind="network",
                 ranks=tuple(sorted((standing.number, peer.number))),
                 text=f"rank {standing.number} sends, rank {peer.number} receives, and it does not go on "
-                f"({described(standing)}; {described(peer)}): the network{_finding(field)}",
+                f"({described(standing)}; {described(peer)}): {_between(field)}",
                 place=standing.place,
                 fix=_DOCTOR,
                 certain=False,

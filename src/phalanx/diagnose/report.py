@@ -10,7 +10,7 @@ import msgspec
 from phalanx.diagnose import words
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
-from phalanx.diagnose.standing import Standing, described, stand
+from phalanx.diagnose.standing import Standing, being, described, stand
 from phalanx.diagnose.verdict import Verdict
 
 MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
@@ -42,10 +42,13 @@ def _what(standing: Standing) -> str:
         return words.exit_text(rank.ended)
     if standing.unseen:
         return rank.note or "gives no sign of itself"
-    state = {"T": "stopped, ", "t": "held by a tracer, ", "Z": "dead, "}.get(process.state if process else "", "")
+    state = {"T": "stopped ", "t": "held by a tracer ", "Z": "dead "}.get(process.state if process else "", "")
     debugged = "in a debugger, " if rank.debugged else ""
     blank = standing.call is None and not standing.act.words and standing.place is None
-    return f"{state}{debugged}{rank.phase if blank else described(standing)}"
+    doing = f"in {rank.phase}" if blank and state else rank.phase if blank else described(standing)
+    if state and not blank:
+        doing = being(standing)
+    return f"{state}{debugged}{doing}"
 
 
 def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> str:
@@ -60,6 +63,8 @@ def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> s
         lines.append(said[0] if said else "nothing can be seen to be wrong")
         said = said[1:]
     lines += said
+    if not evidence.ranks:
+        return "no rank runs now: they are about to be started, or have ended"
     still = f", {words.duration(evidence.waited)} without progress" if evidence.waited >= 1 else ""
     lines += ["", f"where they stand{still}:"]
     lines += [f"  {words.who(place.ranks)}: {place.what}" for place in places(evidence)]

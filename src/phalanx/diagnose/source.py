@@ -23,14 +23,22 @@ def annotate(frame: Frame, text: str) -> Frame:
     return msgspec.structs.replace(frame, source=lines[frame.line - 1].strip()[:200], guard=guard, loop=loop)
 
 
+@lru_cache(16)
+def _tree(text: str) -> ast.AST | None:
+    """One file has many lines that are asked for."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
 @lru_cache(256)
 def _around(text: str, line: int) -> tuple[str, int]:
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return "", 0
+    tree = _tree(text)
     guard, loop = "", 0
-    for node in ast.walk(tree):  # from the outside in, so that the innermost has the last word
+    for node in (
+        ast.walk(tree) if tree is not None else ()
+    ):  # from the outside in, so that the innermost has the last word
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _within(node, line):
             guard, loop = "", 0
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While) and _within(node, line):

@@ -15,9 +15,11 @@ SEVERAL = 3.0  # times the usual step, likewise
 LONGER = 10.0  # times the limit, for those that compute or do what takes its time
 UNHEARD = 3.0  # seconds without a sign of a process whose Python is free to give one
 SPINS = 0.7  # cores: it computes
+COMPUTES = 0.1  # cores: now and then
 RESTS = 0.05  # cores: it does not
 MOVES = 1e5  # bytes a second: it reads or writes
-_MEETINGS = ("join", "new group")  # where everybody has to come, without a number
+STREAMS = 1e6  # likewise, whatever it is at: a data set is read, or a checkpoint written, by code that nobody knows
+MEETINGS = ("join", "new group")  # where everybody has to come, without a number
 _LONG = frozenset({"compile", "checkpoint", "import"})
 _Memo = dict[tuple[str, int, str, frozenset[int]], frozenset[int]]
 
@@ -64,6 +66,11 @@ class Standing:
         return self.rank.process is not None and self.rank.process.state == "R" and self.cpu >= SPINS
 
     @property
+    def works(self) -> bool:
+        """It computes, be it only now and then."""
+        return self.rank.busy or self.spins or self.cpu >= COMPUTES
+
+    @property
     def held(self) -> bool:
         """Python's lock is: the process gives no sign, and is not stopped."""
         return self.rank.silent >= UNHEARD and not (self.gone or self.stopped) and self.rank.process is not None
@@ -84,9 +91,20 @@ class Standing:
         process = self.rank.process
         if self.rank.busy or self.long in ("compile", "import"):  # others may compile for it
             return True
-        if process is None or not self.long:
+        if self.act.what in ("subprocess", "loader") and self._others_work:
+            return True
+        if process is None or (not self.long and self.call is not None):
             return False
-        return process.cpu > RESTS or process.read >= MOVES or process.written >= MOVES
+        if process.read + process.written >= (MOVES if self.long else STREAMS):
+            return True
+        return bool(self.long) and process.cpu > RESTS
+
+    @property
+    def _others_work(self) -> bool:
+        """What it has started computes, and none of it is dead."""
+        children = self.rank.process.children if self.rank.process is not None else ()
+        states = {word for child in children for word in child.split()[1:2]}
+        return "R" in states and not states & {"Z", "X"}
 
     @property
     def bucket(self) -> bool:
@@ -134,15 +152,26 @@ def _waits_in(standing: Standing) -> Call | None:
         return wanted[-1] if wanted else _seen(rank, act)
     if not undone:
         return None
-    nccl = "nccl" in backend(rank, undone[-1].group)
     if act.shown and act.what not in ("backward", "cuda"):
         return None
-    if nccl:
-        return undone[-1]
+    if "nccl" in backend(rank, undone[-1].group):
+        return next(iter(_queued(rank)), None)
     # A wait for gloo sleeps in a lock. What computes, or sleeps elsewhere, has merely left it under way.
     if standing.spins or act.what not in ("nothing", "lock", "backward", "cuda"):
         return None
     return undone[-1]
+
+
+def _queued(rank: Rank) -> list[Call]:
+    """NCCL does them in the order of their calls: the process runs ahead, and its GPU is in the first that is not over.
+    Of several messages that are called as one torch does not write down that they are over."""
+    found: list[Call] = []
+    for call in rank.calls:
+        if call.done:
+            found = [each for each in found if each.group != call.group]
+        elif "nccl" in backend(rank, call.group):
+            found.append(call)
+    return found
 
 
 def _seen(rank: Rank, act: Act) -> Call:
@@ -213,7 +242,7 @@ def _missing(
         return None
     call = standing.call
     if call is None:
-        if standing.act.what not in _MEETINGS or standing.gone or standing.stopped:
+        if standing.act.what not in MEETINGS or standing.gone or standing.stopped:
             return None
         everybody = set(standings) | set(range(evidence.world_size))
         here = {
@@ -221,6 +250,9 @@ def _missing(
             for each in standings.values()
             if each.act.what == standing.act.what and not (each.gone or each.stopped)
         }
+        past = {each.number for each in standings.values() if each.act.what != "join" and each.rank.groups}
+        if standing.act.what == "join" and past:  # who has a group has joined
+            return frozenset(everybody - here - past) or None
         return frozenset(everybody - here)
     if call.op in ("send", "recv"):
         peer = standings.get(call.peer) if call.peer is not None else None
@@ -273,15 +305,26 @@ def described(standing: Standing) -> str:
     """all_reduce #214 (DDP, 6.5 MB) at train.py:52"""
     call = standing.call
     if call is None:
-        if standing.act.what in _MEETINGS:
+        if standing.act.what in MEETINGS:
             name = "init_process_group" if standing.act.what == "join" else "new_group"
             return f"{name}{words.at(standing.place)}"
+        if standing.act.what == "leaving":
+            name = "destroy_process_group" if standing.act.name == "destroy_process_group" else "the end of its script"
+            return f"{name}{words.at(standing.place)}"
+        if not standing.act.words and standing.place is not None and not standing.works:
+            return words.at(standing.place).strip()
         return f"{standing.act.words or 'at work'}{words.at(standing.place)}"
     if call.op in ("send", "recv"):
         peer = "" if call.peer is None else f" {'to' if call.op == 'send' else 'from'} rank {call.peer}"
         tag = f" (tag {call.tag})" if call.tag else ""
         return f"{call.op}{peer}{tag}{words.at(site(standing, call))}"
     return f"{named(standing, call)}{words.at(site(standing, call))}"
+
+
+def being(standing: Standing) -> str:
+    """in all_reduce #214 at train.py:52; sleeping at train.py:33"""
+    inside = standing.call is not None or standing.act.what in (*MEETINGS, "leaving")
+    return f"{'in ' if inside else ''}{described(standing)}"
 
 
 def named(standing: Standing, call: Call) -> str:

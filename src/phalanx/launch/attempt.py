@@ -24,7 +24,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import LAST, PATIENCE, Stuck
+from phalanx.launch.stuck import LAST, PATIENCE, SAVING, Stuck
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
@@ -118,6 +118,7 @@ class Attempt:
         self._line = Line(self)
         self._listening: asyncio.Task[None] | None = None
         self._missing: asyncio.Task[None] | None = None  # looks for survivors that do not come to a new group
+        self._saving: set[int] = set()  # processes that save what they hold, as far as they have not said otherwise
         self._able = (False, False, False)  # as it was told
         self._stage = stage
         self._zygote = zygote
@@ -155,6 +156,11 @@ class Attempt:
     @property
     def stopping(self) -> bool:
         return self._escalation is not None
+
+    @property
+    def held(self) -> str:
+        """Why its ranks wait, and are meant to; empty: they are not."""
+        return self._held
 
     @property
     def failed(self) -> list[Worker]:
@@ -482,8 +488,11 @@ class Attempt:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
             for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
                 asked.add(pid)
+                self._saving.add(pid)
                 self._line.send(pid, words.Rescue())
             for pid in stuck.among(missing, PATIENCE if safe else LAST):
+                if not safe and pid in self._saving and not stuck.among([pid], SAVING):
+                    continue
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self.tell(missing[pid], signal.SIGKILL)
                 stuck = Stuck()
@@ -491,6 +500,7 @@ class Attempt:
 
     def _rescued(self, worker: Worker, told: words.Rescued) -> None:
         """It may have come loose meanwhile; then it has no need of that."""
+        self._saving.discard(worker.pid)
         if not self._is_missing(worker):
             return
         who = f"rank {worker.seat.rank} cannot leave the group"

@@ -3,7 +3,7 @@
 A debugger's terminal is a socket. The supervisor of the rank has its other end, and hands it on: to the terminal of
 `phalanx run`, to a `phalanx attach` on the same node, or, by letters, to another node.
 
-    o open   r reply   d data   e end of one direction   c closed   i interrupt     of a stream, by its number
+    o open   r reply   i interrupt   n it did not come        of a stream, by its number; others are bridge.py's
     s ranks at a debugger here, to node 0   p all of them, from node 0   w one waits for a terminal, to node 0
 """
 
@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,12 @@ _ANSWER = 5.0  # seconds for a rank: it has a thread that does nothing else, unl
 _LONGER = 20.0  # for one on another node, or a debugger that has to be imported
 _DEBUGPY = "debugpy"
 _LOOK = 1.0  # seconds between two looks whether the other end of a stream is there
+_MOST = 64  # streams that another node may have opened here
+_HOW = ("breakpoint", "stopped", "looking")
+_NO_TOKEN = (
+    "this run has no token (--open), so that nobody knows who asks: ranks are debugged from their own node alone",
+    "phalanx attach on the node of the rank, or a run without --open",
+)
 
 Way = tuple[int | None, int]  # to whom (None: node 0), and the number of the stream
 
@@ -54,8 +61,11 @@ class Supervised(Protocol):
 
 
 class Debugging:
-    def __init__(self, supervised: Supervised, company: Carrier, console: Console, folder: RunFolder) -> None:
+    def __init__(
+        self, supervised: Supervised, company: Carrier, console: Console, folder: RunFolder, *, trusted: bool = True
+    ) -> None:
         self._supervised = supervised
+        self._trusted = trusted  # other nodes have proved that they have the token
         self._company = company
         self._console = console
         self._folder = folder  # its name changes when the nodes have come together
@@ -64,6 +74,7 @@ class Debugging:
         self._away: dict[int, frozenset[int]] = {}  # by member: where this node leads
         self._waiting: list[tuple[int, str]] = []  # for the keyboard: rank and place
         self._bridges: dict[Way, Bridge] = {}
+        self._hang_ups: dict[Way, Callable[[], None]] = {}  # what to do at the end of one that is for another node
         self._replies: dict[Way, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._deaf = False  # the rank that has the keyboard does not come when it is interrupted
@@ -94,17 +105,20 @@ class Debugging:
         attempt = self._supervised.attempt
         return attempt.workers.get(name) if attempt is not None else None
 
+    def _is_here(self, rank: int) -> bool:
+        attempt = self._supervised.attempt
+        return attempt is not None and any(worker.seat.rank == rank for worker in attempt.workers.values())
+
     def _changed(self) -> None:
         """Everybody is to know: others wait for these ranks, and that is no fault."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look())
+        self._keep_looking()
         own = frozenset(worker.seat.rank for name in self._here if (worker := self._worker(name)) is not None)
         leads, members = self._company.leads, self._company.members()
         ranks = own.union(*(self._away.get(member, ()) for member in members))
         told, self._told = self._told, (leads, ranks, frozenset(members))
         if leads:
             self._apply(ranks)
-        if told == self._told:
+        if told == self._told and (leads or not own):  # node 0 may be another one since
             return
         for to in members if leads else (None,):
             self._send((to, 0), b"p" if leads else b"s", {"ranks": sorted(ranks)})
@@ -115,9 +129,14 @@ class Debugging:
             return
         before, attempt.debugged = attempt.debugged, ranks
         if bool(before) != bool(ranks):
-            for _, worker in attempt.living:
-                if worker.witness is not None:
-                    worker.witness.order("suspend" if ranks else "resume")
+            self._order("suspend" if ranks else "resume")
+        self._keep_looking()
+
+    def _order(self, what: str) -> None:
+        attempt = self._supervised.attempt
+        for _, worker in attempt.living if attempt is not None else ():
+            if worker.witness is not None:
+                worker.witness.order(what)
 
     # -- the terminal of `phalanx run`
 
@@ -125,8 +144,10 @@ class Debugging:
         if not self._company.leads:
             self._send((None, 0), b"w", {"rank": rank, "place": place})
             return
-        if not self._keyboard.there:
+        if not self._keyboard.there or not (self._trusted or self._is_here(rank)):
             self._say_how(rank, place)
+            return
+        if any(rank == other for other, _ in self._waiting[1:]):
             return
         if self._waiting:
             self._console.say(f"rank {rank} waits at a breakpoint, {place}, until the terminal is free")
@@ -165,6 +186,7 @@ class Debugging:
                 attempt.output.catch_up(rank)
 
         await self._keyboard.lend(rank, opened.sock, catch_up)
+        opened.hang_up()
 
     def interrupted(self) -> bool:
         """Ctrl-C. Whether it is the debugger's."""
@@ -176,6 +198,10 @@ class Debugging:
 
     async def _interrupt_by_hand(self, rank: int) -> None:
         if not await self.interrupt(rank):
+            self._did_not_come(rank)
+
+    def _did_not_come(self, rank: int) -> None:
+        if self._keyboard.rank == rank and not self._deaf:
             self._deaf = True
             self._console.say(
                 f"rank {rank} is in native code, and does not come to its debugger; Ctrl-C again ends the run"
@@ -199,8 +225,18 @@ class Debugging:
             with opened.sock as sock:
                 wire.send(caller, told, [sock.fileno()])
             caller.setblocking(False)
-            while await asyncio.get_running_loop().sock_recv(caller, 1):
-                await self.interrupt(rank)
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.get_running_loop().sock_recv(caller, 1):
+                    await self.interrupt(rank)
+            opened.hang_up()
+
+    async def _let_go(self, name: str, known: _Debugged) -> None:
+        """Whoever debugged is gone, without a word perhaps: a rank that is at no prompt would not come to know, and
+        be traced for ever."""
+        await asyncio.sleep(_LOOK)  # it may only just have been let go
+        worker = self._worker(name)
+        if self._here.get(name) is known and worker is not None and worker.witness is not None:
+            await worker.witness.ask("interrupt", timeout=_ANSWER)
 
     async def open(self, rank: int, *, by: str, port: int | None = None, waits: bool = False) -> Opened:
         """A debugger in a rank, wherever it is. `port`: debugpy is to listen. `waits`: only if it is at a breakpoint.
@@ -216,6 +252,8 @@ class Debugging:
                 if worker.code is not None:
                     raise Refused(f"rank {rank} has ended")
                 return await self._open_here(name, worker, by, port, waits=waits)
+        if not self._trusted:
+            raise Refused(*_NO_TOKEN)
         to = None
         if self._company.leads:
             to = next((member for member, ranks in self._company.members().items() if rank in ranks), None)
@@ -227,14 +265,14 @@ class Debugging:
         rank, known = worker.seat.rank, self._here.get(name)
         if known is not None and known.sock is not None and port is None:
             sock, known.sock, known.by = known.sock, None, by
-            return Opened("breakpoint", known.place, sock=sock)
+            return Opened("breakpoint", known.place, sock=sock, hang_up=self._hang_up(name, known))
         if waits or (known is not None and not (port is not None and known.by == _DEBUGPY)):
             by = (known.by if known is not None else "") or "its breakpoint"
             raise Refused(f"rank {rank} is being debugged already, by {by}")
         if worker.witness is None:
             raise Refused(*opening.no_python(rank))
         ours, theirs = socket.socketpair()
-        self._here[name] = _Debugged(by if port is None else _DEBUGPY)
+        own = self._here[name] = _Debugged(by if port is None else _DEBUGPY)
         try:
             if port is None:
                 answer = await worker.witness.ask("attach", timeout=_ANSWER, fds=[theirs.fileno()])
@@ -242,16 +280,20 @@ class Debugging:
                 answer = await worker.witness.ask("listen", timeout=_LONGER, port=port)
             opened = opening.judge(rank, answer, begun=worker.witness.page.looked > 0)
         except BaseException:
-            self._here.pop(name, None)
+            if self._here.get(name) is own:  # else it has come to a breakpoint meanwhile
+                del self._here[name]
             ours.close()
             raise
         finally:
             theirs.close()
         self._changed()
         if opened.how != "listens":
-            return Opened(opened.how, sock=ours)
+            return Opened(opened.how, sock=ours, hang_up=self._hang_up(name, own))
         ours.close()
         return opened
+
+    def _hang_up(self, name: str, known: _Debugged) -> Callable[[], None]:
+        return lambda: self._start(self._let_go(name, known))
 
     async def interrupt(self, rank: int) -> bool:
         """Whether it has come, or may have."""
@@ -261,7 +303,7 @@ class Debugging:
                 answer = await worker.witness.ask("interrupt", timeout=_ANSWER)
                 return answer is not None and bool(answer.get("came"))
         for way, bridge in self._bridges.items():
-            if bridge.rank == rank:
+            if bridge.rank == rank and self._is_ours(way):
                 self._send(way, b"i")
         return True
 
@@ -272,22 +314,34 @@ class Debugging:
         with contextlib.suppress(OSError):
             self._supervised.post.send(KIND, way[1], kind + body, to=way[0])
 
+    def _is_ours(self, way: Way) -> bool:
+        """Whether this node has opened it. Numbers of node 0 are even, those of the others odd."""
+        return way[1] % 2 == (0 if self._company.leads else 1)
+
     def _bridge(self, way: Way, rank: int) -> Bridge:
         def send(letter: bytes) -> None:
             self._send(way, letter[:1], letter[1:])
 
-        def ended() -> None:
-            self._bridges.pop(way, None)
+        def over() -> None:
+            if self._bridges.get(way) is bridge:
+                del self._bridges[way]
+            self._hang_ups.pop(way, lambda: None)()
 
-        bridge = self._bridges[way] = Bridge(rank, send, ended)
+        bridge = self._bridges[way] = Bridge(rank, send, over)
         self._changed()
         return bridge
 
+    def _keep_looking(self) -> None:
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+
     async def _look(self) -> None:
-        """The other end of a stream may be gone without a word, and ranks get other numbers in a group that forms
-        anew."""
-        while self._bridges or self._here or any(self._away.values()):
+        """The other end of a stream may be gone without a word, ranks get other numbers in a group that forms anew,
+        and workers and groups that are new have their time limits."""
+        while self._bridges or self._here or any(self._away.values()) or self._debugged:
             await asyncio.sleep(_LOOK)
+            if self._debugged:
+                self._order("suspend")
             there = set(self._company.members()) if self._company.leads else {None}
             for way, bridge in list(self._bridges.items()):
                 if way[0] not in there:
@@ -295,8 +349,13 @@ class Debugging:
             self._away = {member: ranks for member, ranks in self._away.items() if member in there}
             self._changed()
 
+    @property
+    def _debugged(self) -> bool:
+        """Any rank, anywhere."""
+        attempt = self._supervised.attempt
+        return attempt is not None and bool(attempt.debugged)
+
     async def _open_there(self, to: int | None, what: dict[str, Any]) -> Opened:
-        """Numbers of node 0 are even, those of the others odd."""
         way = (to, 2 * next(self._numbers) + (0 if self._company.leads else 1))
         bridge = self._bridge(way, what["rank"])
         reply = self._replies[way] = asyncio.get_running_loop().create_future()
@@ -308,61 +367,75 @@ class Debugging:
             raise Refused("the other node does not answer") from None
         finally:
             del self._replies[way]
-        if "why" in answer or answer.get("how") == "listens":
-            self._bridges.pop(way, None)
-        if "why" in answer:
-            raise Refused(str(answer["why"]), str(answer.get("fix", "")))
+        if answer.get("how") in _HOW:
+            ours, theirs = socket.socketpair()
+            bridge.start(ours)
+            return Opened(answer["how"], str(answer.get("place", "")), sock=theirs, hang_up=bridge.close)
+        self._bridges.pop(way, None)
         if answer.get("how") == "listens":
-            return Opened("listens", port=int(answer["port"]), host=str(answer["host"]))
-        ours, theirs = socket.socketpair()
-        bridge.start(ours)
-        return Opened(str(answer.get("how")), str(answer.get("place", "")), sock=theirs)
+            return Opened("listens", port=int(answer.get("port", 0)), host=str(answer.get("host")))
+        raise Refused(str(answer.get("why", "the other node answers what cannot be read")), str(answer.get("fix", "")))
 
-    async def _opened_for(self, way: Way, what: dict[str, Any]) -> None:
+    async def _opened_for(self, way: Way, bridge: Bridge, what: dict[str, Any]) -> None:
         """Another node asks."""
-        rank = int(what["rank"])
-        bridge = self._bridge(way, rank)
+        by, port = f"{str(what.get('by'))[:100]} of another node", what.get("port")
         try:
-            by = f"{what.get('by')} of another node"
-            opened = await self.open(rank, by=by, port=what.get("port"), waits=bool(what.get("waits")))
-        except Refused as refused:
+            if not self._trusted:
+                raise Refused(*_NO_TOKEN)
+            port = None if port is None else int(port)
+            opened = await self.open(bridge.rank, by=by, port=port, waits=bool(what.get("waits")))
+        except (Refused, ValueError, TypeError, OverflowError) as error:
             self._bridges.pop(way, None)
-            self._send(way, b"r", {"why": refused.why, "fix": refused.fix})
+            self._send(way, b"r", {"why": str(error), "fix": error.fix if isinstance(error, Refused) else ""})
             return
         told = {"how": opened.how, "place": opened.place, "port": opened.port, "host": opened.host}
         self._send(way, b"r", told)
         if opened.sock is not None:
+            self._hang_ups[way] = opened.hang_up
             bridge.start(opened.sock)
         else:
             self._bridges.pop(way, None)
 
     def _read(self, who: int | None, number: int, content: bytes) -> None:
         way, kind, body = (who, number), content[:1], content[1:]
-        if kind in b"dec" and kind:
-            if way in self._bridges:
-                self._bridges[way].arrived(kind, body)
-            elif kind == b"d":
-                self._send(way, b"c")
-            return
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        # What another node writes may be anything: then it is not read.
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            if kind in (b"d", b"a", b"e", b"c"):
+                if way in self._bridges:
+                    self._bridges[way].arrived(kind, body)
+                elif kind == b"d":
+                    self._send(way, b"c")
+                return
             said: dict[str, Any] = json.loads(body or b"{}")
-            match kind:
-                case b"o":
-                    self._start(self._opened_for(way, said))
-                case b"r" if way in self._replies and not self._replies[way].done():
-                    self._replies[way].set_result(said)
-                case b"i" if way in self._bridges:
-                    self._start(self._interrupt_quietly(self._bridges[way].rank))
-                case b"p" if who is None:
-                    self._apply(frozenset(map(int, said["ranks"])))
-                case b"s" if who is not None:
-                    self._away[who] = frozenset(map(int, said["ranks"]))
-                    self._changed()
-                case b"w" if who is not None:
-                    self._offer(int(said["rank"]), str(said["place"]))
+            if isinstance(said, dict):
+                self._follow(way, kind, said)
 
-    async def _interrupt_quietly(self, rank: int) -> None:
-        await self.interrupt(rank)
+    def _follow(self, way: Way, kind: bytes, said: dict[str, Any]) -> None:
+        who, bridge = way[0], self._bridges.get(way)
+        match kind:
+            case b"o" if bridge is None and not self._is_ours(way):
+                if sum(other[0] == who and not self._is_ours(other) for other in self._bridges) < _MOST:
+                    self._start(self._opened_for(way, self._bridge(way, int(said["rank"])), said))
+            case b"r" if way in self._replies and not self._replies[way].done():
+                self._replies[way].set_result(said)
+            case b"i" if bridge is not None and not self._is_ours(way):
+                self._start(self._interrupted_from(way, bridge.rank))
+            case b"n" if bridge is not None and self._is_ours(way):
+                self._did_not_come(bridge.rank)
+                for other, one in self._bridges.items():  # that this node only passes on
+                    if one.rank == bridge.rank and not self._is_ours(other):
+                        self._send(other, b"n")
+            case b"p" if who is None:
+                self._apply(frozenset(map(int, said["ranks"])))
+            case b"s" if who is not None:
+                self._away[who] = frozenset(map(int, said["ranks"])).intersection(self._company.members().get(who, ()))
+                self._changed()
+            case b"w" if who is not None and int(said["rank"]) in self._company.members().get(who, ()):
+                self._offer(int(said["rank"]), str(said["place"])[:1000])
+
+    async def _interrupted_from(self, way: Way, rank: int) -> None:
+        if not await self.interrupt(rank):
+            self._send(way, b"n")
 
     # -- the end
 

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cluster.cluster import Device
 from phalanx.diagnose.evidence import Gpu
+
+_asking = threading.Lock()  # held while the driver is asked: by one that hangs, for good
+
+
+async def asked(devices: Sequence[Device | None], limit: float) -> list[Gpu | None]:
+    """Nothing, where the driver does not answer in time. The thread is a daemon: one that hangs keeps nobody from the
+    end."""
+    nothing: list[Gpu | None] = [None] * len(devices)
+    if not any(devices) or not _asking.acquire(blocking=False):
+        return nothing
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[Gpu | None]] = loop.create_future()
+
+    def give(found: list[Gpu | None]) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    def ask() -> None:
+        found = nothing
+        with contextlib.suppress(Exception):
+            found = look(devices)
+        _asking.release()
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(give, found)
+
+    threading.Thread(target=ask, name="driver", daemon=True).start()
+    try:
+        return await asyncio.wait_for(answer, limit)
+    except TimeoutError:
+        return nothing
 
 
 def look(devices: Sequence[Device | None]) -> list[Gpu | None]:

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import events
-from phalanx.diagnose import diagnosis, report
+from phalanx.diagnose import diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
@@ -41,6 +41,7 @@ _PULSE = 0.9  # seconds, at least, between two letters about them
 _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
 _SLOW = 10.0  # seconds for a node to begin to tell anything
+_TIMES = 5  # that a look may fail, one after the other: ranks come and go while they are looked at
 _QUIET = 3.0  # seconds without a word from a node whose workers run
 
 
@@ -67,7 +68,16 @@ _ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, 
 
 
 class Observer:
-    def __init__(self, supervisor: Supervisor, company: Carrier, post: Post, desk: Desk, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        company: Carrier,
+        post: Post,
+        desk: Desk,
+        folder: RunFolder,
+        *,
+        attempt: Attempt | None = None,
+    ) -> None:
         self._supervisor = supervisor
         self._company = company
         self._post = post
@@ -75,7 +85,7 @@ class Observer:
         self._vitals = vitals.Vitals()
         self._kills = memory.read()
         self._watched: Watched | None = None
-        self._attempt: Attempt | None = None  # the last there was
+        self._attempt = attempt  # the last there was: it may be over already
         self._heard: dict[int, tuple[float, Pulse]] = {}  # of other nodes: when, and what
         self._numbers = itertools.count(1)
         self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # of whom, which question
@@ -83,6 +93,7 @@ class Observer:
         self._standing: tuple[float, str] | None = None  # since when, and what to say of it in the end
         self._pulsed = 0.0  # when node 0 was last told what is seen here
         self._unclear: float | None = None  # there was an alarm, and nobody to blame: when to look again
+        self._looking = asyncio.Lock()  # stacks of a rank are written into one file
         self._tasks: set[asyncio.Task[None]] = set()
         desk.answers("why", self._answer)
         post.reads("pulse", self._pulse)
@@ -91,7 +102,7 @@ class Observer:
         post.reads("why", lambda who, number, _: self._begin(self._because(who, number)))
         post.reads("because", self._answered)
         post.reads("kill", self._told_to_kill)
-        post.reads("verdict", lambda _, __, content: self._supervisor.say(content.decode(errors="replace")))
+        post.reads("verdict", self._told_verdict)
         self._begin(self._watch())
 
     async def end(self) -> None:
@@ -112,19 +123,28 @@ class Observer:
     # -- looking
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY)
+        failed = 0
+        while failed < _TIMES:
+            await asyncio.sleep(EVERY * (1 + failed) ** 3)
             try:
                 await self._look()
             except Exception as error:  # what only looks must not end what it looks at
-                self._supervisor.note(f"it is not looked any more whether ranks go on: {error!r}")
-                return
+                failed += 1
+                last = error
+            else:
+                failed = 0
+        self._supervisor.note(f"it is not looked any more whether ranks go on: {last!r}")
 
     async def _look(self) -> None:
         self._attempt = attempt = self._supervisor.attempt or self._attempt
         plan, members, now = self._supervisor.plan, self._company.members(), time.monotonic()
         # Ranks of other nodes may go on, and stand still, when ours have ended.
-        if attempt is None or attempt.stopping or (self._company.leads and attempt.over.is_set() and not members):
+        if (
+            attempt is None
+            or attempt.stopping
+            or attempt.held
+            or (self._company.leads and attempt.over.is_set() and not members)
+        ):
             self._watched = None
             return
         if self._watched is None or self._watched.of != (attempt.number, attempt.generation):
@@ -172,6 +192,16 @@ class Observer:
             with contextlib.suppress(msgspec.DecodeError):
                 self._heard[who] = (time.monotonic(), _pulses.decode(content))
 
+    # -- what node 0 orders, and nobody else
+
+    def _told_to_kill(self, who: int | None, _: int, content: bytes) -> None:
+        if who is None:
+            self._kill(_ranks.decode(content))
+
+    def _told_verdict(self, who: int | None, _: int, content: bytes) -> None:
+        if who is None:
+            self._supervisor.say(content.decode(errors="replace"))
+
     # -- telling
 
     async def _alarm(self, attempt: Attempt, after: float) -> None:
@@ -189,11 +219,14 @@ class Observer:
         text = report.text(evidence, verdicts)
         short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
         self._standing = (time.monotonic() - evidence.waited, f"no rank went on when the run ended:\n{short}")
-        whole = f"{text}\n  stacks, and all that is known: {path}"
-        self._supervisor.say(whole)
+        self._say(f"{text}\n  stacks, and all that is known: {path}" if path else text)
+        self._act(evidence, verdicts)
+
+    def _say(self, text: str) -> None:
+        """On all nodes."""
+        self._supervisor.say(text)
         for member in self._company.members():
-            self._post.send("verdict", 0, whole.encode(), to=member)
-        self._act(verdicts)
+            self._post.send("verdict", 0, text.encode(), to=member)
 
     def _resumed(self) -> None:
         self._unclear = None
@@ -201,26 +234,25 @@ class Observer:
             return
         seconds, self._standing = time.monotonic() - self._standing[0], None
         self._folder.event(events.Resumed(time=time.time(), seconds=round(seconds, 1)))
-        self._supervisor.say(f"the run goes on, after {seconds:.0f} s")
+        self._say(f"the run goes on, after {seconds:.0f} s")
 
-    def _act(self, verdicts: list[Verdict]) -> None:
+    def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
         match self._supervisor.plan.hanging.then:
             case "stop":
                 why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
-                culprits = verdicts[0].ranks
-                found = self._kill(culprits)
+                living = {rank.rank for rank in evidence.ranks if rank.ended is None}
+                blamed = (set(verdict.ranks) & living for verdict in verdicts)
+                culprits = next(filter(None, blamed), set[int]())
+                if not culprits:
+                    self._supervisor.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
+                self._kill(tuple(culprits))
                 for member, ranks in self._company.members().items():
                     theirs = tuple(rank for rank in ranks if rank in culprits)
                     if theirs:
-                        found = True
+                        self._supervisor.note(f"{words.who(theirs)} stands still: SIGKILL by its node (--on-hang kill)")
                         self._post.send("kill", 0, _encoder.encode(theirs), to=member)
-                if not found:
-                    self._supervisor.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
-
-    def _told_to_kill(self, _: int | None, __: int, content: bytes) -> None:
-        self._kill(_ranks.decode(content))
 
     def _kill(self, ranks: tuple[int, ...]) -> bool:
         attempt, found = self._supervisor.attempt, False
@@ -236,7 +268,14 @@ class Observer:
     async def explain(self) -> tuple[Evidence, list[Verdict]]:
         """Of all nodes, now."""
         evidence = await self._gather()
+        if self._held:  # whoever waits, is meant to
+            return evidence, []
         return evidence, await asyncio.to_thread(diagnosis.diagnose, evidence)
+
+    @property
+    def _held(self) -> str:
+        attempt = self._supervisor.attempt
+        return attempt.held if attempt is not None else ""
 
     async def _gather(self) -> Evidence:
         plan = self._supervisor.plan
@@ -246,6 +285,11 @@ class Observer:
         own = asyncio.create_task(self._testimony())
         if waiting:
             await asyncio.wait(waiting.values(), timeout=_ANSWER)
+            # A node that is there, and not yet through with all that it asks.
+            recent = time.monotonic() - _QUIET
+            slow = [answer for who, answer in waiting.items() if not answer.done() and self._last(who) > recent]
+            if slow:
+                await asyncio.wait(slow, timeout=testimony.LONGEST - _ANSWER)
         found = [await own]
         for member, answer in waiting.items():
             del self._asked[member, number]
@@ -271,6 +315,10 @@ class Observer:
         answer = self._asked.get((who, number))
         if answer is not None and not answer.done():
             answer.set_result(content)
+
+    def _last(self, member: int) -> float:
+        """When it was last heard."""
+        return self._heard[member][0] if member in self._heard else 0.0
 
     def _told(self, member: int, ranks: tuple[int, ...], answer: asyncio.Future[bytes]) -> Testimony:
         """What a node has told; else what is known of it without that."""
@@ -307,7 +355,8 @@ class Observer:
         attempt = self._supervisor.attempt or self._attempt
         if attempt is None:
             return Testimony(node=node, ranks=())
-        return await testimony.take(attempt, self._vitals, node)
+        async with self._looking:
+            return await testimony.take(attempt, self._vitals, node)
 
     # -- whoever asks
 
@@ -326,7 +375,10 @@ class Observer:
     async def _why(self) -> Because | None:
         if self._company.leads:
             evidence, verdicts = await self.explain()
-            return Because(evidence=evidence, verdicts=tuple(verdicts), report=report.text(evidence, verdicts))
+            text = report.text(evidence, verdicts)
+            if self._held:
+                text = f"too few nodes are left, and the ranks wait for others ({self._held})\n\n{text}"
+            return Because(evidence=evidence, verdicts=tuple(verdicts), report=text)
         number = next(self._numbers)
         answer = self._ask(None, "why", number)
         try:

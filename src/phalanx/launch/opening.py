@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.launch.zygote import wire
@@ -22,6 +23,7 @@ class Opened:
     port: int = 0  # of debugpy, and on which machine
     host: str = ""
     sock: socket.socket | None = None
+    hang_up: Callable[[], None] = lambda: None  # whoever has asked for it is gone
 
 
 def judge(rank: int, answer: wire.Message | None, *, begun: bool) -> Opened:
@@ -30,7 +32,8 @@ def judge(rank: int, answer: wire.Message | None, *, begun: bool) -> Opened:
         raise Refused(*no_python(rank))
     if answer is None:
         raise Refused(
-            f"rank {rank} does not answer: Python's lock is held there, or it is stopped", "phalanx why shows its stack"
+            f"rank {rank} does not answer: Python's lock is held there, it is stopped, or ending",
+            "phalanx why shows its stack",
         )
     match answer.get("how"):
         case "busy":

@@ -19,6 +19,7 @@ from phalanx.launch.relay import Relay, Thread
 from phalanx.launch.rows import Lines, plain
 
 PIPE_SIZE = 1 << 20
+_READS = 512  # a pipe is empty after two, but a pseudo-terminal gives a page at a time
 TAIL_SIZE = 1 << 17
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
@@ -161,8 +162,9 @@ class Output:
     def catch_up(self, rank: int) -> None:
         """What a rank has written so far is kept, and on its way to the terminal."""
         for stream in self._of([rank]):
-            while not stream.ended.done() and self._pump(stream):
-                pass
+            for _ in range(_READS):  # and not as long as it goes on to write
+                if stream.ended.done() or not self._pump(stream):
+                    break
 
     def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
         """The last lines as a reader would have seen them: plain text, bars in their last state."""
@@ -260,7 +262,7 @@ class Output:
         """Take what is there, then close, whoever else has the other end."""
         if stream.ended.done():
             return
-        for _ in range(512):  # a pipe is empty after two reads, but a pseudo-terminal gives a page at a time
+        for _ in range(_READS):
             if not self._pump(stream):
                 break
         self._end(stream)

@@ -6,6 +6,7 @@ Nothing in such a job was prepared: there is no page, no flight recorder that an
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from phalanx.launch.zygote import kernel
 _APART = 1.0  # seconds between the two looks that a rate is made of
 _SPY = 10.0  # seconds for py-spy, a rank
 _STILL = PATIENCE  # for how long a rank that does nothing is taken to have done so: nobody has watched
+_PIECE = 1000  # letters a line
 _ELSEWHERE = 60.0  # seconds for the other nodes of a job
 MORE = (
     "phalanx run starts it so that more can be seen: collectives, their numbers and shapes, whoever holds Python's lock"
@@ -49,7 +51,7 @@ def of_job(job: str, *, here: bool) -> Evidence:
     if nodes == [os.uname().nodename]:
         return below(strangers.of_job(job))
     program = shutil.which("srun") or "srun"
-    asked = [sys.executable, "-m", "phalanx", "why", "--slurm", job, "--here", "--json"]
+    asked = [sys.executable, "-m", "phalanx", "why", "--slurm", job, "--parcel"]
     words = [program, f"--jobid={job}", "--overlap", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--input=none"]
     try:
         done = subprocess.run([*words, *asked], capture_output=True, text=True, timeout=_ELSEWHERE, check=False)
@@ -57,7 +59,7 @@ def of_job(job: str, *, here: bool) -> Evidence:
         raise LaunchError(
             f"the nodes of job {job} do not answer", fix=f"phalanx why --slurm {job} --here, on one"
         ) from None
-    found = [_evidence(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [decode(text) for text in _opened(done.stdout)]
     if not found:
         said = (done.stderr.strip() or "srun said nothing").splitlines()[-3:]
         raise LaunchError(
@@ -66,8 +68,21 @@ def of_job(job: str, *, here: bool) -> Evidence:
     return _together(found)
 
 
-def _evidence(line: str) -> Evidence:
-    return decode(json.dumps(json.loads(line)["evidence"]).encode())
+def parcel(evidence: Evidence) -> str:
+    """For srun, which mixes the lines of its tasks, and breaks long ones."""
+    text, host = base64.b64encode(encode(evidence)).decode(), os.uname().nodename
+    pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+    return "".join(f"parcel {host} {number} {piece}\n" for number, piece in enumerate(pieces))
+
+
+def _opened(output: str) -> list[bytes]:
+    """Of every host."""
+    parcels: dict[str, dict[int, str]] = {}
+    for line in output.splitlines():
+        match line.split():
+            case ["parcel", host, number, piece]:
+                parcels.setdefault(host, {})[int(number)] = piece
+    return [base64.b64decode("".join(pieces[number] for number in sorted(pieces))) for pieces in parcels.values()]
 
 
 def _together(found: list[Evidence]) -> Evidence:

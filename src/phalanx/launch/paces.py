@@ -40,6 +40,7 @@ _STEPS = 8  # as many must have been seen of a rank, for a word nobody has asked
 _SURE = 4.0  # standard deviations of what was counted: ranks that are alike differ by less
 _OFTEN = 0.25  # of the looks at a GPU found it slowed down
 _ANSWER = 2.0  # seconds for node 0
+_DRIVER = 2.0  # and for the GPUs' driver
 
 _encoder = msgspec.json.Encoder()
 _totals: msgspec.json.Decoder[tuple[Total, ...]] = msgspec.json.Decoder(tuple[Total, ...])
@@ -56,6 +57,8 @@ class Pace:
 
     def see(self, now: Reading) -> None:
         """A script whose steps nobody sees counts from when it has joined the others."""
+        if not now.looked:  # nobody looks there, or not any more
+            return
         if self.first is None:
             began = now.step >= _WARM or (not now.step and now.text.get("phase") not in (None, "import", "join"))
             self.first = self.last = now if began else None
@@ -160,7 +163,7 @@ class Paces:
         devices = [worker.seat.slot.device for _, worker in workers]
         if not any(devices):
             return
-        for (name, _), gpu in zip(workers, await asyncio.to_thread(gpus.look, devices), strict=True):
+        for (name, _), gpu in zip(workers, await gpus.asked(devices, _DRIVER), strict=True):
             if gpu is not None:
                 self._paces[name].looks += 1
                 if gpu.throttled:

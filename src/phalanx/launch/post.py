@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from phalanx.control import messages
@@ -27,7 +28,7 @@ class Post:
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._readers: dict[str, Reader] = {}
-        self._parts: dict[tuple[int | None, str, int], list[bytes]] = {}
+        self._begun: dict[int | None, _Begun] = {}  # by who writes: the parts of a letter come one after the other
 
     def reads(self, kind: str, reader: Reader) -> None:
         self._readers[kind] = reader
@@ -44,16 +45,33 @@ class Post:
             self._carrier.carry(letter, to)
 
     def heard(self, who: int | None, letter: messages.Letter) -> None:
-        key = (who, letter.kind, letter.number)
-        parts = self._parts.setdefault(key, [])
-        parts.append(letter.content)
-        if sum(map(len, parts)) > messages.LETTERS_LIMIT:
-            del self._parts[key]
-        elif not letter.more:
-            del self._parts[key]
-            self._deliver(who, letter.kind, letter.number, b"".join(parts))
+        """Of a letter that is too long, nothing is read, and nobody has more than one that is not at its end."""
+        begun = self._begun.pop(who, None)
+        if begun is None or begun.of != (letter.kind, letter.number):
+            begun = _Begun((letter.kind, letter.number))
+        begun.add(letter.content)
+        if letter.more:
+            self._begun[who] = begun
+        elif not begun.too_long:
+            self._deliver(who, letter.kind, letter.number, bytes(begun.content))
 
     def _deliver(self, who: int | None, kind: str, number: int, content: bytes) -> None:
         reader = self._readers.get(kind)
         if reader is not None:
             reader(who, number, content)
+
+
+@dataclass
+class _Begun:
+    """A letter, as far as it has come."""
+
+    of: tuple[str, int]  # kind and number
+    content: bytearray = field(default_factory=bytearray)
+    too_long: bool = False
+
+    def add(self, part: bytes) -> None:
+        self.too_long = self.too_long or len(self.content) + len(part) > messages.LETTERS_LIMIT
+        if self.too_long:
+            self.content.clear()
+        else:
+            self.content += part

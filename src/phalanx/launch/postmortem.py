@@ -34,30 +34,59 @@ def read(record: RunRecord) -> Remains:
         for line in file:
             with contextlib.suppress(msgspec.MsgspecError):  # of another version, or cut off in the middle
                 remains.happened.append(events.decode(line))
-    for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json"))):
+    told: dict[tuple[object, ...], Verdict] = {}  # what lasts is told again and again
+    for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json")), key=_number):
         with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
-            remains.verdicts += msgspec.json.decode(file.read(), type=list[Verdict])
+            for verdict in msgspec.json.decode(file.read(), type=list[Verdict]):
+                told[verdict.kind, verdict.ranks, verdict.place] = verdict
+    remains.verdicts = list(told.values())
     remains.deaths = _deaths(remains)
     return remains
 
 
 def _deaths(remains: Remains) -> list[cause.Death]:
-    """Of the last attempt."""
-    last = max((event.attempt for event in remains.happened if isinstance(event, events.AttemptStarted)), default=0)
+    """Of the last attempt: those that nobody has taken the place of."""
+    dead: dict[int, tuple[events.WorkerExited, bool]] = {}  # by rank
+    spares: set[int] = set()
+    stopping = False
+    for event in remains.happened:
+        match event:
+            case events.AttemptStarted():
+                stopping = False
+                dead.clear()
+            case events.Recovered():
+                dead.clear()
+            case events.Stopping():
+                stopping = True
+            case events.WorkerBorn(spare=True):
+                spares.add(event.pid)
+            case events.WorkerBorn() | events.WorkerSeated():
+                spares.discard(event.pid)
+                dead.pop(event.rank, None)
+            case events.WorkerExited() if event.pid not in spares:
+                dead[event.rank] = (event, stopping)
     notes = {event.text for event in remains.happened if isinstance(event, events.Note)}
-    stopping = min((event.time for event in remains.happened if isinstance(event, events.Stopping)), default=None)
     return [
-        replace(
-            _death(remains.record.folder, event, stopped=stopping is not None and event.time > stopping),
-            hung=f"rank {event.rank} {cause.HUNG}" in notes,
-        )
-        for event in remains.happened
-        if isinstance(event, events.WorkerExited) and event.attempt == last and event.code
+        replace(_death(remains.record.folder, event, stopped=stopped), hung=f"rank {event.rank} {cause.HUNG}" in notes)
+        for event, stopped in dead.values()
+        if event.code
     ]
 
 
-def _death(folder: str, event: events.WorkerExited, *, stopped: bool) -> cause.Death:
-    place = os.path.join(folder, f"attempt_{event.attempt}", str(event.rank))
+def _number(path: str) -> int:
+    """Of a stall."""
+    number = os.path.basename(os.path.dirname(path)).rpartition("_")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _failure(remains: Remains) -> events.WorkerFailed | None:
+    """What was found to be the cause when it ended: it may be a rank of another node."""
+    found = [event for event in remains.happened if isinstance(event, events.WorkerFailed)]
+    return found[-1] if found and found[-1].attempt == _last_attempt(remains) else None
+
+
+def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, stopped: bool) -> cause.Death:
+    place = _place(folder, event.attempt, event.rank)
     return cause.Death(
         rank=event.rank,
         code=event.code,
@@ -66,6 +95,14 @@ def _death(folder: str, event: events.WorkerExited, *, stopped: bool) -> cause.D
         error=_text(os.path.join(place, "error.json")),
         stderr=_text(os.path.join(place, "stderr.log")).splitlines()[-60:],
     )
+
+
+def _place(folder: str, attempt: int, rank: int) -> str:
+    """Of a rank of this node, or of another one that shares the disk."""
+    inside = os.path.join(f"attempt_{attempt}", str(rank))
+    parts = glob.glob(os.path.join(glob.escape(folder), "node_*", inside))
+    here = os.path.join(folder, inside)
+    return here if os.path.isdir(here) or not parts else parts[0]
 
 
 def _text(path: str) -> str:
@@ -77,6 +114,9 @@ def _text(path: str) -> str:
 
 def first(remains: Remains) -> str:
     """The first cause in one line; empty: there is none, or nobody knows."""
+    failure = _failure(remains)
+    if failure is not None:
+        return failure.summary
     death = cause.first_cause(remains.deaths)
     return cause.summary(death) if death is not None else ""
 
@@ -85,12 +125,22 @@ def report(remains: Remains) -> str:
     """For a terminal."""
     record = remains.record
     lines = [_head(record)]
-    death = cause.first_cause(remains.deaths) if record.code or record.code is None else None
+    death, failure = None, _failure(remains)
+    if failure is not None:
+        death = next((each for each in remains.deaths if each.rank == failure.rank), None)
+        if death is None and os.path.isdir(_place(record.folder, failure.attempt, failure.rank)):
+            death = _death(record.folder, failure, stopped=False)
+            if death.code > 128:  # as a shell says it
+                death = replace(death, code=128 - death.code)
+    elif record.code or record.code is None:
+        death = cause.first_cause(remains.deaths)
     if death is not None:
-        folder = os.path.join(record.folder, f"attempt_{_last_attempt(remains)}", str(death.rank))
+        folder = _place(record.folder, _last_attempt(remains), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
         also = sum(1 for other in remains.deaths if not other.stopped and other.rank != death.rank)
         lines.append(cause.block(death, tail=tail, folder=folder, also=also))
+    elif failure is not None:
+        lines += [failure.summary, "  on another node: its part of the run has all that is known"]
     elif record.state == "killed":
         lines += _unfinished(remains)
     for verdict in remains.verdicts:
@@ -100,6 +150,8 @@ def report(remains: Remains) -> str:
     notes = [event.text for event in remains.happened if isinstance(event, events.Note)]
     if notes and (record.code or death is None):
         lines += ["the last that was said:", *(f"  {note.splitlines()[0]}" for note in notes[-5:])]
+    if record.node:
+        lines.append(f"this is the part of node {record.node}: the node that led has the verdicts about all of them")
     return "\n".join([*lines, f"everything: {record.folder}"])
 
 

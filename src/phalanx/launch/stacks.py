@@ -32,18 +32,25 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 
 async def written(fd: int, send: Callable[[], object], limit: float) -> str:
     """What a process writes there once it has its signal; empty: nothing, within the limit."""
-    os.lseek(fd, 0, os.SEEK_SET)  # theirs too: it is one open file
-    os.ftruncate(fd, 0)
-    send()
-    loop = asyncio.get_running_loop()
-    end = loop.time() + limit
-    size, since = 0, loop.time()
-    while loop.time() < end and not (size and loop.time() - since > _SETTLED):
-        await asyncio.sleep(_LOOK)
-        now = os.fstat(fd).st_size
-        if now != size:
-            size, since = now, loop.time()
-    return os.pread(fd, size, 0).decode(errors="replace")
+    try:
+        own = os.dup(fd)  # the worker may be forgotten meanwhile, and its number be another file's
+    except OSError:
+        return ""
+    try:
+        os.lseek(own, 0, os.SEEK_SET)  # theirs too: it is one open file
+        os.ftruncate(own, 0)
+        send()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit
+        size, since = 0, loop.time()
+        while loop.time() < end and not (size and loop.time() - since > _SETTLED):
+            await asyncio.sleep(_LOOK)
+            now = os.fstat(own).st_size
+            if now != size:
+                size, since = now, loop.time()
+        return os.pread(own, size, 0).decode(errors="replace")
+    finally:
+        os.close(own)
 
 
 def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:

@@ -15,6 +15,7 @@ from phalanx.launch.zygote import kernel
 
 PATIENCE = 0.4  # seconds without a sign of work
 LAST = 15.0  # the same where nobody else has the state: what is lost then is what was done since the last snapshot
+SAVING = 120.0  # the same while it saves that: tens of gigabytes may have to be copied
 
 
 @dataclass

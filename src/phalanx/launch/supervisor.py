@@ -120,8 +120,10 @@ class Supervisor:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = Vault(self._knows, told=bool(every))
-        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk()
-        self._debugging = Debugging(self, self._company, self._console, self._folder)
+        self._board, self._desk = Board(checks=self._plan.check_collectives), Desk(self._folder)
+        gathering = self._plan.gathering
+        trusted = gathering is None or bool(gathering.token.key)
+        self._debugging = Debugging(self, self._company, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
         code, text = 1, ""
         with self._signals.taken(
@@ -462,7 +464,7 @@ class Supervisor:
             await asyncio.sleep(0)  # hear what has been born, and signals
         self._stop = None
         if self._observing is None:
-            self._observing = asyncio.get_running_loop().create_task(self._observe())
+            self._observing = asyncio.get_running_loop().create_task(self._observe(attempt))
         if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
             self.regroup(self._next)
         if not attempt.living and self._renewing is None:
@@ -470,11 +472,11 @@ class Supervisor:
         await attempt.over.wait()
         return attempt
 
-    async def _observe(self) -> None:
+    async def _observe(self, attempt: Attempt) -> None:
         await asyncio.sleep(_LATER)
         observer, paces = await asyncio.to_thread(_watchers)
         if self._desk is not None:
-            self._observer = observer(self, self._company, self.post, self._desk, self._folder)
+            self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
             self._paces = paces(self, self._company, self.post, self._desk, self._folder)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:

@@ -7,6 +7,8 @@ come by a signal, or by py-spy. Nothing here waits for longer than its limit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
 from phalanx.launch import gpus, stacks, vitals
 from phalanx.launch.sources import Sources
@@ -23,6 +26,7 @@ from phalanx.launch.zygote.witness import witness
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
     from phalanx.launch.vitals import Vitals
+    from phalanx.launch.witnesses import Witness
 
 ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get to it
 _SILENT = 1.0  # for one that has published nothing for so long, a moment is enough
@@ -32,6 +36,7 @@ _LOOKS = 0.05  # between two looks at how often a main thread wakes
 _WAKES = 4  # times in between: it waits for Python's lock
 _CHILD = 0.15  # for a child of it
 _SPY = 1.2
+_DRIVER = 1.2  # for the GPUs' driver, which may hang when one of them is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
 _MOST_CHILDREN = 8  # of a rank, whose stacks are taken
 _STOPPED = ("T", "t", "Z", "X")
@@ -70,8 +75,8 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
-        asyncio.to_thread(gpus.look, [worker.seat.slot.device for worker in workers.values()]),
-        asyncio.gather(*(_rank(attempt, name, looks, below) for name in workers)),
+        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
+        asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
     return Testimony(node=node, ranks=await asyncio.to_thread(_annotated, found))
@@ -81,8 +86,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
     return tuple(map(Sources().annotated, ranks))
 
 
-async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, list[int]]) -> Rank:
-    worker = attempt.workers[name]
+async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
     if worker.code is not None:
@@ -98,7 +102,9 @@ async def _rank(attempt: Attempt, name: str, looks: Vitals, below: dict[int, lis
     threads += await _of_children(worker, process)
     if worker.code is not None:  # it has ended meanwhile
         return replace(bare, ended=worker.code, process=process)
-    looked = worker.witness.page.looked if worker.witness is not None else 0.0
+    page = worker.witness.page if worker.witness is not None else None
+    # At its end it has no witness any more: then silence says nothing.
+    looked = page.looked if page is not None and not page.text.get("ending") else 0.0
     return replace(
         bare,
         threads=threads,
@@ -121,7 +127,7 @@ async def _ask(worker: Worker, state: str) -> tuple[Told, str]:
     if answer is None:
         return Told(), f"it has not answered for {limit} s"
     try:
-        return read(answer), ""
+        return read(answer), str(answer.get("why", ""))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
         return Told(), f"what it says cannot be read: {error}"
 
@@ -134,12 +140,17 @@ def read(answer: dict[str, Any]) -> Told:
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"file": file, "line": line, "function": function} for file, line, function in frames]
+    return [{"file": _plain(file), "line": line, "function": _plain(function)} for file, line, function in frames]
+
+
+def _plain(name: str) -> str:
+    """A file may be called by bytes that are no text, which JSON has no letters for."""
+    return name if name.isascii() else name.encode(errors="replace").decode()
 
 
 async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:
     """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
-    if worker.witness is not None and state not in _STOPPED and kernel.handles(worker.pid, witness.SIGNAL):
+    if worker.witness is not None and state not in _STOPPED and _stacks_by_signal(worker.witness, worker.pid):
         sent = lambda: attempt.tell(name, witness.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
@@ -151,14 +162,29 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
     return threads, "; ".join(filter(None, (why, trouble)))
 
 
+def _stacks_by_signal(shown: Witness, pid: int) -> bool:
+    """Not to whoever has another handler for it: a program that was executed, or a script with a use for it. Nor to one
+    that has closed the file."""
+    if not kernel.handles(pid, witness.SIGNAL) or shown.page.text.get("deaf"):
+        return False
+    with contextlib.suppress(OSError):
+        ours = os.readlink(f"/proc/self/fd/{shown.stacks}")
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") == ours:
+                    return True
+    return False
+
+
 async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
     """Who has Python's lock: the main thread, unless that waits for it, and wakes every 5 ms to look. Then it is
-    another, if there is only one."""
+    another, if only one is seen to wait for nothing."""
     before = vitals.switches(pid)
     await asyncio.sleep(_LOOKS)
     if vitals.switches(pid) - before < _WAKES or len(threads) < 2:
         return tuple(replace(each, holds_gil=each.main) for each in threads)
-    return tuple(replace(each, holds_gil=not each.main and len(threads) == 2) for each in threads)
+    able = [each for each in threads if not each.main and frames.act(each.frames).what == "nothing"]
+    return tuple(replace(each, holds_gil=[each] == able) for each in threads)
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
@@ -169,7 +195,7 @@ async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
         return found
     for child in process.children[:_MOST_CHILDREN]:
         pid, state, *words = child.split(maxsplit=2)
-        if state in _STOPPED or not kernel.handles(int(pid), witness.SIGNAL):
+        if state in _STOPPED or not _stacks_by_signal(worker.witness, int(pid)):
             continue
         sent = lambda pid=int(pid): stacks.poke(pid, witness.SIGNAL)  # noqa: E731
         text = await stacks.written(worker.witness.stacks, sent, _CHILD)

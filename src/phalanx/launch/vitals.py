@@ -120,7 +120,7 @@ def name(pid: int, parent: int) -> str:
     line = _command(pid)
     if line and line != _command(parent):
         return line
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as file:
         return file.read().strip()
     return ""
 
@@ -165,7 +165,7 @@ def _status(pid: int) -> dict[str, int]:
 
 def _fields(path: str) -> Iterator[tuple[str, int]]:
     """Lines "Name:  number kB" of a file of the kernel's."""
-    with contextlib.suppress(OSError), open(path) as file:
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:  # a name may be cut within a letter
         for line in file:
             key, _, value = line.partition(":")
             words = value.split()

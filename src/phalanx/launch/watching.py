@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Phase, Rank
 from phalanx.diagnose.progress import Alarm, Reading, Watch
+from phalanx.diagnose.standing import COMPUTES
 
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Worker
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _STEPS = 31  # that say what is usual
 _PLACES = 3  # pieces of code that it must be seen in, to count as busy
 _MODEL = ("forward", "backward", "optimizer")  # whoever moves in there computes, however few places it is seen at
-_COMPUTES = 0.1  # cores
 _LATELY = 1.5  # seconds
 _WAITS = ("collective", "join")
 
@@ -37,6 +37,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     state: str = "S"
     debugged: bool = False
     usual: float = 0.0
+    batches: int = 0
+    works: bool = False
 
     def reading(self, now: float) -> Reading:
         return Reading(
@@ -51,6 +53,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             state=self.state,
             debugged=self.debugged,
             usual=self.usual,
+            batches=self.batches,
+            works=self.works,
         )
 
 
@@ -62,7 +66,7 @@ class Watched:
         self.began = time.monotonic()
         self.looks: dict[int, Look] = {}
         self._watch = Watch(after) if after is not None else Watch()
-        self._marks: dict[int, tuple[tuple[int, int], float]] = {}  # of every rank: how far, and since when
+        self._marks: dict[int, tuple[tuple[int, int, int], float]] = {}  # of every rank: how far, and since when
         self._paces: dict[int, _Pace] = {}  # by process
 
     def look(self, worker: Worker, pulse: Pulse, *, debugged: bool) -> Look:
@@ -81,16 +85,18 @@ class Watched:
             progress=sum(max(0, each["enqueued"]) + max(0, each["completed"]) for each in text.get("groups", ())),
             phase=text.get("phase", "idle"),
             silent=round(now - page.looked, 1) if page.looked and not text.get("ending") else 0.0,
-            busy=lately and elsewhere and pulse.cpu >= _COMPUTES,
+            busy=lately and elsewhere and pulse.cpu >= COMPUTES,
             usual=pace.usual,
+            batches=text.get("batches", 0),
+            works=pulse.cpu >= COMPUTES,
         )
 
     def see(self, now: float, looks: list[Look]) -> Alarm | None:
         """At node 0: of all ranks, the dead ones too."""
         self.looks = {look.rank: look for look in looks}
         for look in looks:
-            mark = (look.step, look.progress)
-            if self._marks.get(look.rank, ((-2, 0), 0.0))[0] != mark:
+            mark = (look.step, look.progress, look.batches)
+            if self._marks.get(look.rank, ((-2, 0, 0), 0.0))[0] != mark:
                 self._marks[look.rank] = (mark, now)
         return self._watch.see([look.reading(now) for look in looks])
 
@@ -115,7 +121,7 @@ class Watched:
             usual=look.usual,
             phase=look.phase,
             since=round(self.since(rank.rank), 1),
-            silent=max(rank.silent, look.silent),
+            silent=max(rank.silent, look.silent) if rank.note or not rank.threads else 0.0,  # else it has answered
             busy=look.busy,
         )
 

@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from phalanx.launch.zygote import wire
 from phalanx.launch.zygote.witness import ledger, page
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
+_GONE = 2.0  # seconds without a look, where the channel is closed: nobody looks any more
 
 
 class Board:
@@ -85,7 +87,11 @@ class Witness:
 
     @property
     def page(self) -> page.Reading:
-        return page.read(self._board.memory, self.slot)
+        """A worker that has become another program has no witness any more: what it has shown is of no use."""
+        found = page.read(self._board.memory, self.slot)
+        if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
+            return found._replace(looked=0.0, text={})
+        return found
 
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
         """None: it does not answer, for Python's lock is held, it is stopped, or it is gone."""
@@ -118,13 +124,20 @@ class Witness:
             return
         except (OSError, ValueError):
             pass
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """It is gone: nobody waits for its answers any more."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(BrokenPipeError())
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:
-            self._loop.remove_reader(self._channel.fileno())
-            self._channel.close()
+            self._hang_up()
         self._theirs.close()
         os.close(self.stacks)
+        self.stacks = -1  # somebody may be about to empty it, and the number is another file's soon
         self._board.leave(self.slot)

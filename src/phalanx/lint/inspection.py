@@ -116,4 +116,5 @@ def _in_folder(path: str) -> Iterator[str]:
             and name != "__pycache__"
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
         ]
-        yield from (os.path.join(folder, name) for name in files if name.endswith(".py"))
+        paths = (os.path.join(folder, name) for name in files if name.endswith(".py") and not name.startswith("."))
+        yield from (path for path in paths if os.path.isfile(path))  # else a pipe, or a link to nothing

@@ -92,11 +92,14 @@ class Partings:
         scope = self.script.scope(node)
         if not isinstance(node, ast.If) or isinstance(scope, ast.Lambda):
             return False
-        text = ast.unparse(node.test)
+        text, around = ast.unparse(node.test), set(self.script.above(node))
         return any(
             divides(other.test) and ast.unparse(other.test) != text and self._does([*other.body, *other.orelse], op)
             for other in self.script.inside(*scope.body)
-            if isinstance(other, ast.If) and node not in ast.walk(other) and other not in ast.walk(node)
+            if isinstance(other, ast.If)
+            and other is not node
+            and other not in around
+            and node not in self.script.above(other)
         )
 
     # -- after some have left

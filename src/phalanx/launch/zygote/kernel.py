@@ -186,7 +186,7 @@ def _reap(besides: frozenset[int]) -> None:
 def handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for this signal: by default most of them would kill it."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
             for line in file:
                 if line.startswith("SigCgt:"):
                     return bool(int(line.split()[1], 16) >> (number - 1) & 1)

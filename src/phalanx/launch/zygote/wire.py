@@ -11,7 +11,13 @@ from typing import Any
 Message = dict[str, Any]
 
 _HEAD = struct.Struct("!I")
+HEAD = _HEAD.size
 _MOST_FDS = 16
+
+
+def length(head: bytes) -> int:
+    """Of what follows it."""
+    return int(_HEAD.unpack(head)[0])
 
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:

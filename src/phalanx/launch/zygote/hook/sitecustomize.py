@@ -45,9 +45,9 @@ def _serve(task: str) -> None:
 def _be_witnessed(task: str) -> None:
     """A worker that was executed. Without a witness it runs as well."""
     slot, *fds = (int(number) for number in task.split(":"))
-    for fd in fds:
-        os.set_inheritable(fd, False)
     try:
+        for fd in fds:
+            os.set_inheritable(fd, False)
         _load()
         from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
 

@@ -38,6 +38,10 @@ def _redirect(module: ModuleType) -> None:
         session.prompts += 1
         try:
             return interaction(self, frame, *rest, **named)
+        except BaseException:  # a signal of the script's own, most likely: Python traces nothing any more
+            if session.pdb is self:
+                session.end()
+            raise
         finally:
             session.prompts -= 1
             # The script goes on: nothing is traced, or nothing but breakpoints; or it was a post-mortem.
@@ -73,6 +77,9 @@ def _redirect(module: ModuleType) -> None:
 def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Session | None:
     """None: this one has been given something else to read from, or there is nobody to ask."""
     ours = isinstance(pdb.stdin, Stream) or (pdb.use_rawinput and type(pdb).cmdloop is _cmdloop())
+    if ours and not terminal.reachable() and not _typed_to():
+        who = f"process {os.getpid()}, which is no rank but was started by one"
+        sys.stderr.write(f"phalanx: {who}, is at a breakpoint, and has no terminal (of a DataLoader: num_workers=0)\n")
     if not ours or not terminal.reachable():
         return None
     for stream in (sys.stdout, sys.stderr):
@@ -81,6 +88,7 @@ def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Sessi
     session = terminal.session()
     if session is None or session.thread != _thread.get_ident():
         trace = rest[0] if rest else None
+        trace = getattr(trace, "__traceback__", trace)  # an exception, in later versions of Python
         while trace is not None:  # a post-mortem: where it died
             frame, trace = trace.tb_frame, trace.tb_next
         terminal.take_turn()
@@ -93,6 +101,13 @@ def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Sessi
     pdb.skip = {*(pdb.skip or ()), __name__.replace("breakpoints", "debugger")}
     pdb.use_rawinput, pdb.nosigint = 0, True  # Ctrl-C comes by a signal of ours; SIGINT is the run's
     return session
+
+
+def _typed_to() -> bool:
+    try:
+        return sys.stdin.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def _announce(frame: FrameType | None) -> socket.socket | None:

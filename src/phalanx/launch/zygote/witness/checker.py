@@ -28,6 +28,7 @@ _MOST = 4096  # of what is remembered
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 _OURS = tuple(os.path.join(_ROOT, room, "") for room in ("join", "launch", "train"))
+_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _kept: list[Any] = []
 
 
@@ -112,6 +113,7 @@ class Checker:
         self._ledger = ledger
         self._slot = slot
         self._groups: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
+        self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._calls: dict[Call, tuple[int, bytes]] = {}
         self._sites: dict[tuple[CodeType, int], bytes] = {}
         self._foreign: dict[str, bool] = {}
@@ -156,9 +158,15 @@ class Checker:
 
     def _site(self) -> bytes:
         """File, line and text of the user's own line."""
-        frame = sys._getframe(3)
+        frame: Any = sys._getframe(3)
+        bottom: Any = None  # the last of all
+        outer: Any = None  # the last of torch
         while frame is not None and self._is_foreign(frame.f_code.co_filename):
-            frame = frame.f_back  # type: ignore[assignment]
+            bottom = frame
+            outer = frame if frame.f_code.co_filename.startswith(self._torch) else outer
+            frame = frame.f_back
+        if frame is None and outer is not None and _is_pythons(bottom.f_code.co_filename):
+            frame = outer  # a thread of torch's, for its own ends
         if frame is None:  # a thread of autograd: the main thread waits for it
             frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
             while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
@@ -171,13 +179,15 @@ class Checker:
             file = frame.f_code.co_filename
             line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
             site = f"{file[-160:]}\0{frame.f_lineno}\0{line[:100]}".encode(errors="replace")
+            if len(self._sites) > _MOST:
+                self._sites.clear()
             self._sites[key] = site
         return site
 
     def _is_foreign(self, file: str) -> bool:
         found = self._foreign.get(file)
         if found is None:
-            found = self._foreign[file] = file.startswith((self._torch, "<frozen", *_OURS))
+            found = self._foreign[file] = _is_pythons(file) or file.startswith((self._torch, "<frozen", *_OURS))
         return found
 
     def _group(self, group: Any) -> Group | None:
@@ -194,9 +204,7 @@ class Checker:
         places: dict[int, int] = world.pg_group_ranks.get(group) or {}
         if len(places) < 2 or group not in world.pg_map:
             return None
-        store = world.pg_map[group][1]
-        with contextlib.suppress(Exception):  # a connection of its own: another thread may wait with the first
-            store = store.clone()
+        store = self._store(world, group)
         ranks = sorted(places, key=lambda rank: places[rank])
         own = ranks[group.rank()]
         mark = _agree(store, len(ranks))
@@ -206,11 +214,28 @@ class Checker:
         way: Way
         if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
             peers = {rank: seats[rank] for rank in ranks if rank != own}
-            way = Nearby(self._ledger, mark, own, self._slot, peers)
+            way = nearby = Nearby(self._ledger, mark, own, self._slot, peers)
+            weakref.finalize(group, self._ledger.close, nearby.lane).atexit = False
         else:
             way = Afar(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
         return Group(str(group.group_name), own, ranks, whole, way)
+
+    def _store(self, world: Any, group: Any) -> Any:
+        """A connection of our own, for another thread may wait with the first; one for all groups, as torch is seconds
+        late with every 25th."""
+        first = world.default_pg if world.default_pg in world.pg_map else group
+        store = self._stores.get(first)
+        if store is None:
+            store = world.pg_map[first][1]
+            with contextlib.suppress(Exception):
+                store = store.clone()
+            self._stores[first] = store
+        return sys.modules["torch._C._distributed_c10d"].PrefixStore(f"phalanx-check-{group.group_name}", store)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith(_LIBRARY) and not file.startswith(("site-packages", "dist-packages"), len(_LIBRARY))
 
 
 def _agree(store: Any, size: int) -> int | None:

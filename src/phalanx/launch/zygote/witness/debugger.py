@@ -52,8 +52,16 @@ def lay(say: Say) -> None:
 
 
 def forget() -> None:
-    """In a child of the worker: nobody listens to it."""
+    """In a child of the worker: nobody listens to it, and it must not ask at a terminal that is not its own."""
+    untrace()
     terminal.reach(None)
+
+
+def untrace() -> None:
+    """A debugger with breakpoints has no business in what comes now."""
+    tracer = getattr(sys.gettrace(), "__self__", None)
+    if isinstance(getattr(tracer, "stdin", None), Stream):
+        sys.settrace(None)
 
 
 def attach(sock: socket.socket, answer: Answer) -> None:
@@ -67,6 +75,9 @@ def attach(sock: socket.socket, answer: Answer) -> None:
         return
     try:
         import pdb
+
+        if signal.getsignal(SIGNAL) is not _called:
+            raise RuntimeError(f"the script uses signal {SIGNAL} for something else")
 
         came = _thread.allocate_lock()
         came.acquire()
@@ -113,7 +124,12 @@ def _called(_: int, frame: FrameType | None) -> None:
     if _callers:
         sock, came = _callers.pop()
         came.release()
-        pdb = _attached()(Stream(sock))
+        stream = Stream(sock)
+        try:
+            pdb = _attached()(stream)
+        except Exception:  # a .pdbrc that cannot be read: not the script's to fail of
+            terminal.begin(None, stream, waits=False).end()
+            return
         terminal.begin(pdb, pdb.stdin, waits=False)
         _break_in(pdb, frame)
     elif _interrupts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 import struct
 import time
@@ -73,6 +74,8 @@ class Ledger:
         self._slots = len(memory) // (page.SIZE + REGION)
         self._own = _base(memory, slot)
         self._next = 0
+        self._taken: set[int] = set()
+        self._pid = os.getpid()
         self._bell = self._bell_of(slot)
         self._bells: dict[int, ctypes.c_uint32] = {}
 
@@ -89,11 +92,25 @@ class Ledger:
         return bool(_SEAT.unpack_from(self._memory, _base(self._memory, slot))[0] == rank + 1)
 
     def open(self, group: int) -> int:
-        """A lane for a group; the one that was opened first is given up for it, if need be."""
-        lane = self._next % LANES
-        self._next += 1
-        struct.pack_into("<Q", self._memory, self._own + _SEAT.size + 8 * lane, group)
+        """A lane for a group, rather not one that was given back just now: somebody may still read there. Raises
+        LookupError where there is none."""
+        lanes = [(self._next + more) % LANES for more in range(LANES)]
+        lane = next((lane for lane in lanes if lane not in self._taken), None)
+        if lane is None:
+            raise LookupError("all lanes are taken")
+        self._next = lane + 1
+        self._taken.add(lane)
+        self._name(lane, group)
         return lane
+
+    def close(self, lane: int) -> None:
+        """The group is gone."""
+        if os.getpid() == self._pid:  # not in a child of the worker
+            self._taken.discard(lane)
+            self._name(lane, 0)
+
+    def _name(self, lane: int, group: int) -> None:
+        struct.pack_into("<Q", self._memory, self._own + _SEAT.size + 8 * lane, group)
 
     def lane(self, slot: int, group: int) -> int | None:
         """Which lane another rank has for the group; None: it has not come to it."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 SIZE = 8192
 PHASES = ("import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle")
 
-_STEP = struct.Struct("<QQ")  # how many, and when the last: by a clock that nobody sets, in nanoseconds
-_LOOK = struct.Struct(f"<QQQ{len(PHASES)}Q")  # when; how many; how many saw it elsewhere; how many saw it in each phase
+_STEP = struct.Struct("QQ")  # how many, and when the last: by a clock that nobody sets, in nanoseconds
+_LOOK = struct.Struct(f"QQQ{len(PHASES)}Q")  # when; how many; how many saw it elsewhere; how many saw it in each phase
 _TEXT = struct.Struct("<II")  # odd while it is written; how long
 _STEP_AT = 0
 _LOOK_AT = _STEP_AT + _STEP.size
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     looks: int
     moves: int  # looks that found the main thread elsewhere than the one before, or further
     phases: dict[str, int]  # how many looks saw it there
-    text: dict[str, Any]  # phase, place, groups, call, moved, places; ending: see sampler.py
+    text: dict[str, Any]  # phase, place, batches, groups, call, moved, places; ending: see sampler.py
 
 
 class Page:
@@ -37,15 +37,18 @@ class Page:
     def __init__(self, memory: mmap.mmap | memoryview, slot: int) -> None:
         self._memory = memory
         self._base = slot * SIZE
+        # Each number at once. `pack_into` begins with zeros and goes on by bytes, and who reads just then sees that.
+        self._numbers = memoryview(memory)[self._base : self._base + _TEXT_AT].cast("Q")
         self._version = 0
         self.steps = 0
 
     def step(self, count: int, now: int) -> None:
         self.steps = count
-        _STEP.pack_into(self._memory, self._base + _STEP_AT, count, now)
+        self._numbers[0], self._numbers[1] = count, now
 
     def look(self, now: int, looks: int, moves: int, phases: list[int]) -> None:
-        _LOOK.pack_into(self._memory, self._base + _LOOK_AT, now, looks, moves, *phases)
+        for at, number in enumerate((now, looks, moves, *phases), _STEP.size // 8):
+            self._numbers[at] = number
 
     def write(self, text: dict[str, Any]) -> None:
         body = json.dumps(text, separators=(",", ":")).encode()

@@ -6,7 +6,9 @@ one who waits for Python's, so that they can be asked while a collective hangs.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import importlib
 import io
 import json
 import pickle
@@ -28,6 +30,7 @@ _WORLD = "torch.distributed.distributed_c10d"
 _FILE = "torch/distributed/distributed_c10d.py"
 _RECORDERS = ("fr", "nccl")
 _QUIET = 0.25  # seconds: NCCL's watchdog looks ten times a second
+_SELDOM = 400  # times as long as it took, before all that is recorded is read again for the names of groups
 
 # As the recorder calls them -> as torch does
 _OPS = {
@@ -59,6 +62,7 @@ _UNRECORDED = {
 }
 
 _known: dict[tuple[str, str], str] = {}  # recorder, its number of a group -> the group's name
+_rests = 0.0  # until when that is not done
 
 
 def groups() -> list[dict[str, Any]]:
@@ -70,8 +74,7 @@ def groups() -> list[dict[str, Any]]:
         for number, one in _ask(recorder, collectives=False).get("pg_status", {}).items():
             # What was recorded by others than NCCL can be read at any time.
             if recorder != "nccl" and (recorder, number) not in _known:
-                _known[recorder, number] = ""  # if its calls are forgotten already, they are not looked for again
-                _learn(recorder, _ask(recorder, collectives=True).get("entries", []))
+                _meet(recorder, number)
             found.append(
                 {
                     "id": number,
@@ -84,12 +87,32 @@ def groups() -> list[dict[str, Any]]:
     return found
 
 
+def _meet(recorder: str, number: str) -> None:
+    """The name of a group, from all that is recorded: seldom enough for a script that makes new groups all the time."""
+    global _rests
+    began = time.monotonic()
+    if began < _rests:
+        return
+    _known[recorder, number] = ""  # if its calls are forgotten already, they are not looked for again
+    _learn(recorder, _ask(recorder, collectives=True).get("entries", []))
+    now = time.monotonic()
+    _rests = now + (now - began) * _SELDOM
+
+
 def everything(still: float = 0.0) -> dict[str, Any]:
     """When the supervisor asks: stacks of all threads, groups with their ranks, the newest calls with their sites.
 
     `still` seconds has the main thread been where it is.
     """
     found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": []}
+    try:
+        _tell(found, still)
+    except Exception as error:  # of another torch, or of groups that are taken down: stacks are evidence too
+        found["why"] = f"torch's records cannot be read: {error!r}"[:200]
+    return _bounded(found)
+
+
+def _tell(found: dict[str, Any], still: float) -> None:
     now = time.time_ns()
     calls: list[tuple[int, dict[str, Any]]] = []
     status: dict[str, tuple[int, int]] = {}
@@ -105,7 +128,6 @@ def everything(still: float = 0.0) -> dict[str, Any]:
     found["groups"] = _groups(status)
     found["calls"] = [call for _, call in calls]
     _present(found["calls"], still)
-    return _bounded(found)
 
 
 def present(frame: FrameType | None) -> dict[str, Any]:
@@ -153,6 +175,8 @@ def _entries(recorder: str) -> dict[str, Any]:
     if dump is None:
         return {}
     if recorder == "nccl":
+        if not _ask(recorder, collectives=False).get("pg_status"):  # CUDA may not even be begun, and is not to be
+            return {}
         kernel.let_captures_be()
         if not _stands():
             return _ask(recorder, collectives=False)
@@ -165,6 +189,20 @@ def _entries(recorder: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class _NoCompiler:
+    """For one thread; whoever else looks for torch._inductor just then gets it."""
+
+    def __init__(self) -> None:
+        self._thread = _thread.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if _thread.get_ident() != self._thread:
+            return getattr(importlib.import_module("torch._inductor"), name)
+        if name == "codecache":
+            return SimpleNamespace(PyCodeCache=SimpleNamespace(stack_frames_for_code=lambda *_: None))
+        raise AttributeError(name)
+
+
 @contextlib.contextmanager
 def _no_compiler() -> Iterator[None]:
     """To name a frame, torch asks torch._inductor whether it is of code that it has made: and imports it for that, for
@@ -173,8 +211,7 @@ def _no_compiler() -> Iterator[None]:
     if "_inductor" in torch.__dict__:
         yield
         return
-    cache = SimpleNamespace(stack_frames_for_code=lambda *_: None)
-    standin = SimpleNamespace(codecache=SimpleNamespace(PyCodeCache=cache))
+    standin = _NoCompiler()
     torch.__dict__["_inductor"] = standin
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -17,6 +19,8 @@ _FULL = 5  # looks, of which one is written down with all that it saw, as long a
 _MOST = 4096  # code objects that are remembered
 _LONG = 1.0  # seconds in one place, after which it is worth while to ask what is pending
 
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
 # While a collective is pending, who sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
 _MAY_WAIT = ("idle", "forward", "backward", "optimizer")
 
@@ -27,11 +31,13 @@ class Sampler:
     phase, place [file, line, function]: the innermost of the user's own
     groups: [{id, name, nccl, enqueued, completed}]
     call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
+    batches: how many the DataLoader has given that it was last seen in
     moved: when it was last seen to do anything, in seconds of `time.monotonic`
     places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
+    deaf: the script has taken the signal by which stacks are asked for: it is not to be sent
     """
 
-    def __init__(self, own: page.Page) -> None:
+    def __init__(self, own: page.Page, number: int) -> None:
         self._page = own
         self._looks = 0
         self._moves = 0
@@ -43,7 +49,11 @@ class Sampler:
         self._recent: deque[int] = deque(maxlen=_WINDOW)
         self._groups: list[dict[str, Any]] = []
         self._call: dict[str, Any] = {}
+        self._sought = False  # what is pending, since it moved
+        self._batches = 0
         self._written: dict[str, Any] = {}
+        self._number = number  # of the signal by which stacks are asked for, and whose it was
+        self._handler = signal.getsignal(number)
         self._state = f"/proc/self/task/{threading.main_thread().native_id}/stat"
         self.phase = "idle"
 
@@ -58,11 +68,13 @@ class Sampler:
             return
         here = (id(frame), id(frame.f_code), frame.f_lasti)
         phase, place, calls = self._look(frame)
+        del frame  # while we are without Python's lock it may return, and what it had is not ours to drop
         stays, full = here == self._before, self._looks % _FULL == 0
         # Whoever has just come to torch.distributed may be recording a group's very first call, and that list of
         # torch's has no lock.
         if stays or (not calls and (full or phase == "backward")):
-            self._groups = recorder.groups()
+            with contextlib.suppress(Exception):  # of a torch that tells it otherwise: there is more to publish
+                self._groups = recorder.groups()
         moved = self._follow(here, now)
         if phase in _MAY_WAIT and self._waits(phase, moved):
             phase = "collective"
@@ -72,14 +84,19 @@ class Sampler:
         self._page.look(now, self._looks, self._moves, self._phases)
         if not stays and not full:
             return
+        if phase == "data":
+            self._batches = _batches(stacks.main()) or self._batches
         text = {
             "phase": phase,
             "place": place,
+            "batches": self._batches,
             "groups": self._groups,
-            "call": self._waited_in(frame, phase, moved, now),
+            "call": self._waited_in(phase, moved, now),
             "moved": round(self._moved / 1e9, 3),
             "places": len(set(self._recent)),
         }
+        if signal.getsignal(self._number) is not self._handler:
+            text["deaf"] = True
         if text != self._written:
             self._page.write(text)
             self._written = text
@@ -95,7 +112,7 @@ class Sampler:
         if moved:
             self._moves += 1
             self._moved = now
-            self._before, self._done, self._call = here, done, {}
+            self._before, self._done, self._call, self._sought = here, done, {}, False
         self._recent.append(here[1])
         return moved
 
@@ -152,13 +169,24 @@ class Sampler:
             os.close(fd)
         return text[text.rfind(b")") + 2 : text.rfind(b")") + 3] in (b"S", b"D")
 
-    def _waited_in(self, frame: FrameType, phase: str, moved: bool, now: int) -> dict[str, Any]:
+    def _waited_in(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
         if not moved and not self._call and phase in ("collective", "join"):
-            self._call = recorder.present(frame)
-            if not self._call and now - self._moved > _LONG * 1e9:
+            self._call = recorder.present(stacks.main())
+            if not self._call and not self._sought and now - self._moved > _LONG * 1e9:
+                self._sought = True  # all that is recorded is read for that: once
                 self._call = recorder.pending()
             group = self._call.get("group")
             counts = [known["enqueued"] for known in self._groups if known["name"] == group]
             if counts and "seq" not in self._call:
                 self._call["seq"] = counts[0]
         return self._call
+
+
+def _batches(frame: FrameType | None) -> int:
+    """Of a DataLoader of torch's that the main thread is in, by its own count: an evaluation has no steps."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__next__" and code.co_filename.endswith(_LOADER):
+            return int(getattr(frame.f_locals.get("self"), "_num_yielded", 0))
+        frame = frame.f_back
+    return 0

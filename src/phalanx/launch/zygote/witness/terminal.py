@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,12 @@ def tell(message: dict[str, Any], fds: list[int] | None = None) -> bool:
 
 def session() -> Session | None:
     return _session
+
+
+def tidy() -> None:
+    """Of a thread that was stepped through to its end, nobody else would say that it is through."""
+    if _session is not None and _session.thread not in sys._current_frames():
+        _session.end()
 
 
 def take_turn(timeout: float = -1) -> bool:
@@ -87,6 +94,9 @@ class Stream:
         return False
 
     def close(self) -> None:
+        """For whoever is at the other end, too: a child that was forked meanwhile has the socket as well."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._lines.close()
         self._sock.close()
@@ -106,9 +116,9 @@ class Session:
         global _session
         if _session is not self:
             return
+        _session = None  # first: Ctrl-C in the middle of this has nobody to call
         self.stream.close()
         tell({"is": "released"})
-        _session = None
         _turn.release()
 
 

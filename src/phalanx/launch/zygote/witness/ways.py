@@ -41,12 +41,12 @@ class Nearby:
         self._own = own
         self._slot = slot
         self._peers = peers  # rank -> slot
-        self._lane = ledger.open(mark)
+        self.lane = ledger.open(mark)
         self._lanes: dict[int, int] = {}
         self._late: set[int] = set()  # who did not come, once: not waited for until it has
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:
-        self._ledger.write(self._lane, self._mark, number, mark, text)
+        self._ledger.write(self.lane, self._mark, number, mark, text)
         marks = {self._own: mark}
         missing = self._look(list(self._peers), number, marks)
         differ = len(set(marks.values())) > 1
@@ -126,7 +126,7 @@ class Afar:
         if number > _KEPT and number % self._size == self._place:
             self._store.delete_key(self._key(number - _KEPT))
         their_mark, rank, said = first.split(" ", 2)
-        if int(their_mark) == mark:
+        if int(their_mark) == mark or int(rank) == self._own:  # our own: of a group before, that came to nothing
             return []
         return mismatch.sides(
             {self._own: mark, int(rank): int(their_mark)}, {self._own: text, int(rank): said.encode()}

@@ -5,38 +5,56 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
+import functools
 import os
 import resource
 import select
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import checker, debugger, ledger, page, patience, recorder, sampler
+from . import checker, debugger, ledger, page, patience, recorder, sampler, terminal
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
 SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
 
 _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
+_GONE = 0.05  # the same, for the kernel to take it away
 
 current: Witness | None = None  # of this process
 
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> None:
-    """In a worker that is about to run its script."""
+    """In a worker that is about to run its script, which runs without a witness as well."""
+    try:
+        memory = kernel.shared(board)
+    except OSError as error:  # `ulimit -v`, say
+        sys.stderr.write(f"phalanx: nobody will see what this process is at: {error}\n")
+        os.close(channel)
+        os.close(stacks)
+    else:
+        _begin(memory, slot, channel, stacks)
+    finally:
+        os.close(board)
+
+
+def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
-    memory = kernel.shared(board)
-    os.close(board)
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
-    os.register_at_fork(before=witness.stop, after_in_parent=witness.start, after_in_child=witness.leave)
+    os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
+    for act in witness.resuming:
+        os.register_at_fork(after_in_parent=act)
     atexit.register(witness.end)
     if ledger.kept(memory):
         checker.begin(ledger.Ledger(memory, slot), slot)
@@ -61,13 +79,27 @@ class Witness:
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
         self._steps = Steps(own)
-        self._sampler = sampler.Sampler(own)
+        self._sampler = sampler.Sampler(own, SIGNAL)
         self._ended = _thread.allocate_lock()  # held while the thread runs
         self._bell = _thread.allocate_lock()  # held until the thread is to end
         self._over = False  # for good
+        self._due = 0.0  # when it is to look again: also if it had to begin anew, for a script that forks all the time
         self._speaks = _thread.allocate_lock()  # one message after the other
         self.thread = 0  # as the kernel knows it
         self._steps.lay()
+
+    @property
+    def resuming(self) -> list[Callable[[], Any]]:
+        """After a fork. Python 3.13 counts threads when all that was registered for then is done, and warns of them:
+        there the main thread does it as soon as it runs any Python again, which this last one is not."""
+        if sys.version_info < (3, 13):
+            return [self.start]
+        self._later = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: self.start() or 0)
+        main = threading.main_thread().ident
+        return [
+            lambda: self.start() if _thread.get_ident() != main else None,
+            functools.partial(ctypes.pythonapi.Py_AddPendingCall, self._later, None),
+        ]
 
     # -- by the script's threads
 
@@ -80,6 +112,7 @@ class Witness:
             _thread.start_new_thread(self._run, ())
         except RuntimeError:  # no thread to be had
             self._ended.release()
+            self._resign()
 
     def stop(self) -> None:
         """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
@@ -87,10 +120,20 @@ class Witness:
             self._bell.release()
         if self._ended.acquire(timeout=_PATIENCE):
             self._ended.release()
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """The last line of a thread is not its end."""
+        thread, self.thread = self.thread, 0
+        end = time.monotonic() + _GONE
+        while thread and os.path.exists(f"/proc/self/task/{thread}") and time.monotonic() < end:
+            time.sleep(0.0001)
 
     def leave(self) -> None:
         """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
         self._over = True
+        self._ended = _thread.allocate_lock()  # whoever held it is not here
+        atexit.unregister(self.end)  # the page is its parent's
         self._steps.forget()
         debugger.forget()
         self._close()
@@ -99,7 +142,12 @@ class Witness:
         """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
         self._over = True
         self.stop()
+        self._resign()
+
+    def _resign(self) -> None:
+        """That nobody looks any more must not be taken for a lock of Python's that is held."""
         with contextlib.suppress(Exception):
+            debugger.untrace()  # what it is made of goes away piece by piece
             self._sampler.end()
 
     # -- in a thread of its own
@@ -110,7 +158,7 @@ class Witness:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._watch()
         except Exception:  # what is only shown must not end what is run
-            pass
+            self._resign()
         finally:
             self._ended.release()
 
@@ -118,14 +166,27 @@ class Witness:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         hears = True
-        while not self._bell.acquire(timeout=EVERY):
+        while not self._bell.acquire(timeout=max(0.0, self._due - time.monotonic())):
+            self._due = time.monotonic() + EVERY
             if hears and poll.poll(0):
-                received = wire.receive(self._channel) if self._hears else None
-                if received is None:  # the supervisor is gone, and so will we be; or the script has closed it
-                    hears = False
-                else:
-                    self._answer(*received)
+                hears = self._hear()
             self._look()
+
+    def _hear(self) -> bool:
+        """False: the supervisor is gone, and so will we be; or the script has closed it."""
+        try:
+            received = wire.receive(self._channel) if self._hears else None
+        except (OSError, ValueError):
+            return False
+        if received is None:
+            return False
+        order, fds = received
+        try:
+            self._answer(order, fds)
+        except Exception as error:  # whoever has asked is told, and what is not asked for is published all the same
+            with contextlib.suppress(OSError):
+                self.say({"is": "told", "id": order.get("id", 0), "how": "failed", "why": repr(error)[:200]})
+        return True
 
     @property
     def _hears(self) -> bool:
@@ -137,6 +198,7 @@ class Witness:
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
+            terminal.tidy()
             self._sampler.publish(time.monotonic_ns())
             if self._sampler.phase not in ("import", "optimizer"):
                 self._steps.lay()
