@@ -31,6 +31,7 @@ Kind = Literal[
 ]
 HOSTS = "/etc/hosts"
 ANSWER = 4096  # bytes of an answer that are looked at
+_NOBODYS = 9  # a port at which nobody answers
 ADDRESSES = 16  # of one name that are tried
 NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET}
 # Of several addresses, the one that led furthest says most.
@@ -81,6 +82,22 @@ async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected:
     if not interfaces.is_loopback(host) and all(interfaces.is_loopback(address) for address in addresses):
         return _loopback(host, addresses, found)
     return _most_telling(host, port, addresses, found)
+
+
+async def way(address: str, *, timeout: float) -> str:
+    """What can be seen of the way to a machine that is silent. Whoever refuses a connection has been reached."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.setblocking(False)
+        try:
+            await asyncio.wait_for(loop.sock_connect(sock, (address, _NOBODYS)), timeout)
+        except ConnectionRefusedError:
+            pass
+        except TimeoutError:
+            return f"link down, or a firewall: nothing comes back from {address}"
+        except OSError as error:
+            return f"link down: no way to {address} ({_reason(error)})"
+    return f"its machine can be reached ({address}), so that its supervisor is stopped, or far too busy"
 
 
 def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> Obstacle:

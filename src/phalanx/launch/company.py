@@ -84,6 +84,10 @@ class Company(Protocol):
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
+    def address(self, member: int) -> str:
+        """Of a member, as seen from here; empty: nobody knows."""
+        ...
+
     @property
     def relay(self) -> Relay | None:
         """Who else reads what workers write."""
@@ -143,6 +147,9 @@ class Alone:
 
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         pass
+
+    def address(self, member: int) -> str:  # noqa: ARG002
+        return ""
 
     def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
         self._plan = plan

@@ -184,6 +184,9 @@ class Following:
         if to is None:
             self._member.send(letter)
 
+    def address(self, member: int) -> str:  # noqa: ARG002
+        return ""
+
     def _stop(self, stop: messages.Stop) -> None:
         number = signal.Signals(stop.signal)
         if self._supervised is None:

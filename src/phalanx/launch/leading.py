@@ -340,6 +340,10 @@ class Leading:
         if to is not None:
             self._own().send(to, letter)
 
+    def address(self, member: int) -> str:
+        guest = self._own().guests.get(member)
+        return guest.address if guest is not None else ""
+
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         text = f"{self._name(member)} is lost: {why}"
         self._leaving.discard(member)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import events
+from phalanx.control import obstacles
 from phalanx.diagnose import diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.verdict import Verdict
@@ -42,6 +43,7 @@ _ANSWER = 2.2  # for another node to tell
 _SOONEST = 5.0  # seconds between two looks into the same
 _SLOW = 10.0  # seconds for a node to begin to tell anything
 _TIMES = 5  # that a look may fail, one after the other: ranks come and go while they are looked at
+_REACH = 0.7  # for a machine to answer at all
 _QUIET = 3.0  # seconds without a word from a node whose workers run
 
 
@@ -293,7 +295,7 @@ class Observer:
         found = [await own]
         for member, answer in waiting.items():
             del self._asked[member, number]
-            found.append(self._told(member, members[member], answer))
+            found.append(await self._told(member, members[member], answer))
         ranks = [rank for each in found for rank in each.ranks]
         if self._watched is not None:
             ranks = list(map(self._watched.complete, ranks))
@@ -320,7 +322,7 @@ class Observer:
         """When it was last heard."""
         return self._heard[member][0] if member in self._heard else 0.0
 
-    def _told(self, member: int, ranks: tuple[int, ...], answer: asyncio.Future[bytes]) -> Testimony:
+    async def _told(self, member: int, ranks: tuple[int, ...], answer: asyncio.Future[bytes]) -> Testimony:
         """What a node has told; else what is known of it without that."""
         if answer.done():
             with contextlib.suppress(msgspec.DecodeError):
@@ -334,9 +336,14 @@ class Observer:
             host=pulse.host if pulse is not None else "",
             silent=silent,
             lost=member not in self._company.members(),
+            finding=await self._way(member),
         )
         why = f"its node has not answered for {silent:.0f} s"
         return testimony.silent(node, ranks, why)
+
+    async def _way(self, member: int) -> str:
+        address = self._company.address(member)
+        return await obstacles.way(address, timeout=_REACH) if address else ""
 
     async def _testify(self, number: int) -> None:
         self._post.send("testimony", number, testimony.encode(await self._testimony()))

@@ -23,6 +23,10 @@ class Carrier(Protocol):
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
+    def address(self, member: int) -> str:
+        """Of a member, as seen from here; empty: nobody knows."""
+        ...
+
 
 class Post:
     def __init__(self, carrier: Carrier) -> None:

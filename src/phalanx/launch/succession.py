@@ -133,6 +133,9 @@ class Succession:
     def carry(self, letter: Letter, to: int | None) -> None:
         self._role.carry(letter, to)
 
+    def address(self, member: int) -> str:
+        return self._role.address(member)
+
     def meet(self, supervised: Supervised) -> None:
         self._supervised = supervised
         self._role.meet(supervised)
