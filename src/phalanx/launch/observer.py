@@ -23,6 +23,7 @@ from phalanx.contract import events
 from phalanx.control import obstacles
 from phalanx.diagnose import diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
+from phalanx.diagnose.standing import LONGER
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.launch import cause, memory, stalls, testimony, vitals
@@ -239,7 +240,13 @@ class Observer:
         self._say(f"the run goes on, after {seconds:.0f} s")
 
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
-        match self._supervisor.plan.hanging.then:
+        then = self._supervisor.plan.hanging.then
+        if then != "report" and verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
+            wait = LONGER * evidence.limit - evidence.waited
+            self._supervisor.note(f"it may only be slow: --on-hang {then} waits another {wait:.0f} s")
+            self._unclear = time.monotonic() + wait
+            return
+        match then:
             case "stop":
                 why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
                 self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
