@@ -40,7 +40,9 @@ def below(pids: Sequence[int]) -> list[Stranger]:
 
 
 def _rank(pid: int) -> Stranger | None:
-    """Python with a rank in its environment."""
+    """Python with a rank in its environment. Not this one, which srun may have started among the job's own."""
+    if pid == os.getpid():
+        return None
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
