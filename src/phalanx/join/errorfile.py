@@ -6,6 +6,7 @@ Written where the exception was caught and not where the interpreter ends, so th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -15,26 +16,30 @@ from phalanx.errors import PhalanxError
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _FRAMES = 3  # the innermost, which tell most
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("join", "train"))
 
 
 def write(error: BaseException) -> None:
     """Nothing without a launcher that asks for it; and an earlier report is never replaced, for it is the cause.
 
-    The first frame is that of whoever calls this, and is left out of `frames`.
+    Our own frames, down to the script's, are left out of `frames`.
     """
     now = time.time()
     path = os.environ.get(VARIABLE)
     if not path or _has_something(path):
         return
-    if isinstance(error, PhalanxError) or getattr(
-        error, "in_words", False
-    ):  # it is told in words, and where it was raised is of no interest
+    # Told in words, so that where it was raised is of no interest.
+    if isinstance(error, PhalanxError) or getattr(error, "in_words", False):
         text = story = str(error)
         frames = []
     else:
         text = f"{type(error).__name__}: {error}"
         story = "".join(traceback.format_exception(error))
-        frames = traceback.extract_tb(error.__traceback__)[1:][-_FRAMES:]
+        below = itertools.dropwhile(
+            lambda frame: frame.filename.startswith(_OURS), traceback.extract_tb(error.__traceback__)
+        )
+        frames = list(below)[-_FRAMES:]
     record = {
         "message": {"message": text, "extraInfo": {"py_callstack": story, "timestamp": str(int(now))}},
         "time": now,
