@@ -1,4 +1,4 @@
-"""What happens in a run, as typed events: one stream feeds the log file and everything that watches."""
+"""What happens in a run, as typed events: one stream feeds the log files and everything that watches."""
 
 from __future__ import annotations
 
@@ -156,6 +156,101 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
     seconds: float
 
 
+# -- what is to be seen of a run, all the time
+
+LETTERS = {
+    "import": "i",
+    "join": "j",
+    "data": "d",
+    "forward": "f",
+    "backward": "b",
+    "collective": "w",
+    "optimizer": "o",
+    "checkpoint": "k",
+    "compile": "c",
+    "idle": "n",
+}
+UNSEEN = "."  # nobody has looked
+
+
+class Face(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Who sits where."""
+
+    rank: int
+    node: int = 0
+    host: str = ""
+    device: str = ""  # empty: a CPU
+    pid: int = 0
+
+
+class Faces(Event, frozen=True, kw_only=True, tag="faces"):
+    """All ranks of all nodes, each time that one of them is another."""
+
+    ranks: tuple[Face, ...]
+
+
+class Glance(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """At one rank. Shares and rates are of the time since the sight before."""
+
+    rank: int
+    step: int = -1  # optimizer steps that were seen; -1: none
+    phases: str = ""  # a letter (LETTERS) for every tenth of a second, the oldest first; a capital: a step has ended
+    data: float = 0.0  # shares of its time
+    compute: float = 0.0
+    waiting: float = 0.0
+    cpu: float = 0.0  # cores
+    memory: int = 0  # bytes
+    gpu: float = -1.0  # use, 0 to 1; -1: unknown
+    gpu_memory: int = 0  # bytes
+    samples: float = -1.0  # of its own, a second; -1: it does not tell
+    state: str = "S"  # as the kernel says it; X: it is gone
+    silent: float = 0.0  # seconds
+    debugged: bool = False
+    place: str = ""  # of the script: train.py:41 step
+
+
+class Sight(Event, frozen=True, kw_only=True, tag="sight"):
+    """All ranks of all nodes, once a second. In sights.jsonl, of a long run, more seldom."""
+
+    seconds: float  # that it is about
+    generation: int = 0
+    ranks: tuple[Glance, ...] = ()
+
+
+class Measured(Event, frozen=True, kw_only=True, tag="measured"):
+    """What a training says of a step that it has committed; None: it is not a number."""
+
+    step: int
+    values: dict[str, float | None]
+    epoch: int = 0
+    total: int = 0  # steps that it is going to make; 0: it does not tell
+    samples: float = -1.0  # of all ranks, a second
+
+
+class RollCall(Event, frozen=True, kw_only=True, tag="roll-call"):
+    """Nodes come together."""
+
+    expected: int
+    here: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    text: str = ""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    one: str  # hosts
+    other: str
+    latency: float  # seconds
+    there: float  # bytes a second
+    back: float
+
+
+class Links(Event, frozen=True, kw_only=True, tag="links"):
+    """What the doctor has measured between the hosts of this run, and when."""
+
+    measured: float
+    pairs: tuple[Link, ...]
+
+
 AnyEvent = (
     RunStarted
     | ZygoteReady
@@ -176,6 +271,11 @@ AnyEvent = (
     | Paces
     | StoreLost
     | Note
+    | Faces
+    | Sight
+    | Measured
+    | RollCall
+    | Links
     | RunEnded
 )
 
