@@ -19,7 +19,7 @@ from phalanx.contract.variables import THREADS, TOKEN
 from phalanx.errors import DeviceError, ScriptError
 from phalanx.launch.command import Command
 from phalanx.launch.filters import Choice, Std
-from phalanx.launch.plan import Ending, Hanging, Plan, Showing, Start
+from phalanx.launch.plan import Ending, Hanging, Plan, Showing, Start, Watching
 from phalanx.launch.runfolder import make_run_id
 
 
@@ -68,6 +68,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         restart_window=options.restart_window,
         silence=options.silent_after,
         hanging=Hanging(options.stall_after, options.on_hang),
+        watching=Watching(options.screen, options.page, options.page_at),
         stdin_rank=options.stdin,
         log_dir=log_dir,
         showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),

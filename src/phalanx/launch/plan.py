@@ -87,6 +87,15 @@ class Hanging:
 
 
 @dataclass(frozen=True)
+class Watching:
+    """How the run is shown beside its output."""
+
+    screen: bool = False  # on this terminal
+    page: bool | None = None  # in a browser; None: where somebody sits at a terminal, and there is one node
+    at: str | None = None  # where the page listens: address, port, or both; None: nobody said
+
+
+@dataclass(frozen=True)
 class Plan:
     run_id: str
     command: Command
@@ -113,6 +122,7 @@ class Plan:
     gathering: Gathering | None = None  # None: one node, and nobody to meet
     check_collectives: bool = False  # before they are started
     hanging: Hanging = Hanging()
+    watching: Watching = Watching()
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits
 

@@ -2,6 +2,7 @@
 
 RUN/run.json                          who, what, when, how it ended
 RUN/events.jsonl                      what happened, a typed event a line
+RUN/sights.jsonl                      what each rank was at, and what was measured: the same, on the node that leads
 RUN/zygote.log                        what imports printed
 RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
 RUN/node_1/…                          the same of another node
@@ -15,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.launch.zygote import kernel
 
@@ -76,6 +77,8 @@ class RunFolder:
         self._record: RunRecord | None = None
         self.link: str | None = None  # in the list of runs, where the folder itself is not
         self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
+        self.listeners: list[Callable[[bytes], None]] = []  # hear every event as it is written, a line each
+        self._sights: BinaryIO | None = None
 
     def record(self, record: RunRecord) -> None:
         """Replace run.json in one step: a reader sees the old one or the new one."""
@@ -111,10 +114,26 @@ class RunFolder:
     def event(self, event: events.Event) -> None:
         from phalanx.contract import events
 
+        line = events.encode(event)
         with contextlib.suppress(OSError):  # a full disk must not end the run
-            self._events.write(events.encode(event))
+            self._events.write(line)
         if self.echo is not None:
-            self.echo(events.encode(event).decode().rstrip())
+            self.echo(line.decode().rstrip())
+        for listener in self.listeners:
+            listener(line)
+
+    def sight(self, event: events.Event, *, kept: bool = True) -> None:
+        """What comes all the time: a Sight, or what was measured. `kept`: also for those who look later."""
+        from phalanx.contract import events
+
+        line = events.encode(event)
+        if kept:
+            with contextlib.suppress(OSError):
+                if self._sights is None:
+                    self._sights = open(os.path.join(self.path, "sights.jsonl"), "ab", buffering=0)  # noqa: SIM115
+                self._sights.write(line)
+        for listener in self.listeners:
+            listener(line)
 
     def rank_folder(self, attempt: int, rank: str) -> str:
         """Named by global rank, so that nodes which share the disk do not write over each other."""
@@ -127,6 +146,8 @@ class RunFolder:
 
     def close(self) -> None:
         self._events.close()
+        if self._sights is not None:
+            self._sights.close()
 
 
 def home(environ: Mapping[str, str]) -> str:

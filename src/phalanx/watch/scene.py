@@ -130,7 +130,7 @@ class Scene:
         view.cpu, view.memory, view.gpu, view.gpu_memory = glance.cpu, glance.memory, glance.gpu, glance.gpu_memory
         view.silent, view.place = glance.silent, glance.place
         view.health = "dead" if glance.state == "X" else "well"
-        view.strip.add(event.time, event.seconds, glance.phases)
+        view.strip.add(event.time, glance.phases)
         self.step = max(self.step, glance.step)
 
     def _tell(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:

@@ -19,8 +19,8 @@ class Strip:
     def start(self) -> float:
         return self.end - TICK * len(self.letters)
 
-    def add(self, now: float, seconds: float, letters: str) -> None:
-        """What was seen in the `seconds` before `now`. Where nobody looked there are gaps."""
+    def add(self, now: float, letters: str) -> None:
+        """What was seen just before `now`. Where nobody looked there are gaps."""
         gap = round((now - self.end) / TICK) - len(letters) if self.end else 0
         self.letters = (self.letters + UNSEEN * max(0, min(gap, MOST)) + letters)[-MOST:]
         self.end = now

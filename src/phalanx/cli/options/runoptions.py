@@ -74,6 +74,9 @@ class RunOptions:
     color: Literal["auto", "always", "never"]
     quiet: bool
     paces: bool
+    screen: bool
+    page: bool | None  # None: not told
+    page_at: str | None
 
     # start and end
     preload: tuple[str, ...]
@@ -179,6 +182,9 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         color=values.color,
         quiet=values.quiet,
         paces=values.paces,
+        screen=values.screen,
+        page=False if values.no_page else True if values.page or values.page_at else None,
+        page_at=values.page_at,
         preload=values.preload or (),
         fresh=values.fresh,
         warm=not values.no_warm,

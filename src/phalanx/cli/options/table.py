@@ -50,6 +50,16 @@ OPTIONS = (
     _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
     _ours(
         OFTEN,
+        "--screen",
+        "Shows the run as a whole, on the full screen of this terminal; q leaves it, and the run goes on.",
+    ),
+    _ours(
+        OFTEN,
+        "--page",
+        "Shows it in a browser too, by a link that is printed. Not given: on a terminal, with one node.",
+    ),
+    _ours(
+        OFTEN,
         "--check-collectives",
         "Compares every collective of all ranks before it is started: two that differ are told at once.",
     ),
@@ -130,6 +140,13 @@ OPTIONS = (
     ),
     Option(OUTPUT, "--duplicate-stderr-filters", "The same for stderr.", kinds.FILTERS),
     _ours(OUTPUT, "--color", "Colours on the console.", one_of("auto", "always", "never"), "auto"),
+    _ours(OUTPUT, "--no-page", "No page for a browser."),
+    _ours(
+        OUTPUT,
+        "--page-at",
+        "Where the page listens. Not given: 127.0.0.1:29580, or the next free port; only this machine reaches that.",
+        kinds.ENDPOINT,
+    ),
     _ours(OUTPUT, "--paces", "Shows at the end how long each rank computed and waited, though none is slow."),
     _ours(OUTPUT, "--quiet", "No lines of phalanx's own but errors."),
     Option(

@@ -1,0 +1,33 @@
+"""`phalanx watch [RUN]`: see a run, or what was of one, in this terminal or in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from phalanx.cli import choice
+from phalanx.launch import viewing
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx watch", description="See a run live, or one that has ended. Looking changes nothing."
+    )
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
+    parser.add_argument("--page", action="store_true", help="in a browser: prints a link, and serves until Ctrl-C")
+    parser.add_argument("--page-at", metavar="HOST[:PORT]", help="where the page listens (127.0.0.1, a free port)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a full screen, as in a pipe")
+    parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
+    options = parser.parse_args(argv)
+    source = viewing.of(choice.any_run(options.run, verb="watch"))
+    if options.page or options.page_at or options.page_fd is not None:
+        from phalanx.watch.page import server
+
+        return server.serve(source, at=options.page_at, fd=options.page_fd)
+    if options.plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        from phalanx.watch.screen import lines
+
+        return lines.show(source)
+    from phalanx.watch.screen import screen
+
+    return screen.show(source)
