@@ -53,6 +53,8 @@ class Worker:
     entered: int = -1  # the last generation that it has come to
     holds: bool = False  # with what was trained before
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
+    samples: int = -1  # of its own, as far as it has told
+    sampled: float = 0.0  # when it did
     witness: Witness | None = None
 
 
@@ -99,6 +101,7 @@ class Stage:
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: Board | None = None  # where workers publish what they are at
     witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
+    measured: Callable[[words.Measured], None] | None = None  # what rank 0 says of its steps
 
 
 class Attempt:
@@ -109,6 +112,7 @@ class Attempt:
         self.over = asyncio.Event()
         self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
+        self.measured: words.Measured | None = None  # what rank 0 has said last
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
@@ -621,6 +625,11 @@ class Attempt:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
                 worker.step = message.step
+                worker.samples, worker.sampled = message.samples, worker.heard
+            case words.Measured() if worker.seat.rank == 0 and not worker.spare:
+                self.measured = message
+                if self._stage.measured is not None:
+                    self._stage.measured(message)
             case words.Entering():
                 worker.entered, worker.holds = message.generation, message.holds
             case words.Going():
