@@ -46,6 +46,8 @@ class Worker:
     stopped: bool = False  # it was told to stop before it ended
     hung: bool = False  # it was killed because it stood still
     step: int | None = None  # committed, as far as it has told
+    paged: int = 0  # optimizer steps that its page showed by then
+    even: bool = False  # each of those was one that it committed
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
     called: bool = False  # it can regroup
@@ -624,7 +626,7 @@ class Attempt:
                 if self._listening is None:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
-                worker.step = message.step
+                self._reached(worker, message.step)
                 worker.samples, worker.sampled = message.samples, worker.heard
             case words.Measured() if worker.seat.rank == 0 and not worker.spare:
                 self.measured = message
@@ -633,18 +635,24 @@ class Attempt:
             case words.Entering():
                 worker.entered, worker.holds = message.generation, message.holds
             case words.Going():
-                worker.step, worker.formed = message.step, message.generation
+                self._reached(worker, message.step)
+                worker.formed = message.generation
                 self._stage.going(message)
             case words.Done():
                 worker.done = True
                 self._tell_able()
             case words.Standing():
-                worker.step = message.step
+                self._reached(worker, message.step)
                 self._stage.halting(worker.seat.rank, message)
             case words.Rescued():
                 self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
+
+    def _reached(self, worker: Worker, step: int) -> None:
+        paged = worker.witness.step if worker.witness is not None else 0
+        worker.even = abs(paged - worker.paged - step + (worker.step or 0)) <= 1
+        worker.step, worker.paged = step, paged
 
     async def _listen(self) -> None:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""

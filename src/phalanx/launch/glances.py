@@ -59,6 +59,13 @@ def place(text: Mapping[str, Any]) -> str:
     return f"{os.path.basename(where[0])}:{where[1]} {where[2]}" if len(where) == 3 else ""
 
 
+def _step(worker: Worker, paged: int) -> int:
+    """What it has told is up to half a second old; its page says how many it has made since."""
+    if not worker.step:
+        return paged or -1
+    return worker.step + (max(0, paged - worker.paged) if worker.even else 0)
+
+
 @dataclass(frozen=True)
 class _Span:
     """Of time: tenths of a second by the clock on the wall, which is so far ahead of the other one."""
@@ -87,7 +94,7 @@ class _Seen:
         while len(self.counts) > 2 and self.counts[-1][0] - self.counts[1][0] >= _WINDOW:
             self.counts.popleft()
         (then, before), (now, count) = self.counts[0], self.counts[-1]
-        return round((count - before) / (now - then), 1) if now > then else 0.0
+        return round((count - before) / (now - then), 1) if now > then else -1.0
 
 
 class Glances:
@@ -105,7 +112,7 @@ class Glances:
     ) -> tuple[Glance, ...]:
         """Up to that tenth of a second, by the wall's clock; `now` and `wall`: what both clocks say."""
         ticks = tick - self._until if self._until is not None else TICKS
-        first = tick - min(ticks, _LONGEST) if ticks > 0 else tick - TICKS
+        first = tick - min(ticks if ticks >= 0 else TICKS, _LONGEST)  # or somebody has set the clock
         self._until, self.seconds = tick, (tick - first) / TICKS
         span = _Span(first, tick, now, wall - now)
         workers = {worker.seat.rank: (name, worker) for name, worker in self._workers(ranks)}
@@ -138,7 +145,7 @@ class Glances:
         looks = [look for look in looks if look.time < until]
         strip = letters(looks, span.first, span.last, span.ahead, seen.last)
         seen.last = looks[-1] if looks else seen.last
-        step = worker.step or (page.step if page is not None else 0) or -1
+        step = _step(worker, page.step if page is not None else 0)
         if worker.code is not None:
             return Glance(rank=rank, step=step, phases=strip, state="X" if worker.code else "E")
         pulse = self._vitals.recent(worker.pid)

@@ -104,8 +104,7 @@ class Sights:
     def concluded(self) -> None:
         """The attempt is over here, and its pages are about to go."""
         with contextlib.suppress(Exception):
-            self._look(int(self._wall() * TICKS))
-            self._publish(last=True)
+            self._look(int(self._wall() * TICKS), last=True)
             self._measures.concluded()
         self._over = self._supervisor.attempt
 
@@ -120,7 +119,7 @@ class Sights:
                 self._look(int(self._wall()) * TICKS)
             await asyncio.sleep(1.0 - self._wall() % 1.0 + _AFTER)
 
-    def _look(self, tick: int) -> None:
+    def _look(self, tick: int, *, last: bool = False) -> None:
         self._publish()  # of the second before, whoever has not told his part of it
         attempt, plan = self._supervisor.attempt, self._supervisor.plan
         if attempt is None or attempt is self._over:
@@ -133,7 +132,7 @@ class Sights:
         own = Seen(tick=tick, seconds=self._glances.seconds, faces=faces, ranks=found)
         if self._company.leads:
             self._own = own
-            self._publish(late=False)
+            self._publish(late=last, last=last)
         else:
             self._post.send("sight", 0, _encoder.encode(own))
         self._measures.look(attempt)

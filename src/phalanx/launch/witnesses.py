@@ -94,6 +94,11 @@ class Witness:
             return found._replace(looked=0.0, text={})
         return found
 
+    @property
+    def step(self) -> int:
+        """Of its page, and nothing else."""
+        return page.step(self._board.memory, self.slot)
+
     def looks(self, since: float) -> list[Look]:
         return page.looks(self._board.memory, self.slot, since)
 

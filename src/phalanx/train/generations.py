@@ -59,6 +59,7 @@ class Generations:
                 run = self._begin(world)
                 result = train(run)
                 run.finish()
+                self._line.tell(self._pulse())  # how far it came
                 self._line.tell(words.Done())
                 return run, result
             except Halted as halted:

@@ -18,6 +18,7 @@ _STEPS = (1 << 20) - 1
 _TEXT = struct.Struct("<II")  # odd while it is written; how long
 _STEP_AT = 0
 _LOOK_AT = _STEP_AT + _STEP.size
+_AT = _LOOK_AT // 8
 _RING_AT = _LOOK_AT + _LOOK.size
 _TEXT_AT = _RING_AT + _RING.size
 _ROOM = SIZE - _TEXT_AT - _TEXT.size
@@ -58,10 +59,11 @@ class Page:
         self.steps = count
         self._numbers[0], self._numbers[1] = count, now
 
-    def look(self, now: int, looks: int, moves: int, phases: list[int], phase: int) -> None:
-        for at, number in enumerate((now, looks, moves, *phases), _STEP.size // 8):
-            self._numbers[at] = number
-        self._numbers[_RING_AT // 8 + looks % RING] = now // 1_000_000 << 24 | (self.steps & _STEPS) << 4 | phase + 1
+    def look(self, now: int, looks: int, moves: int, phase: int, times: int) -> None:
+        """`phase`: its number, and how many looks have seen it there: the others are as they were."""
+        numbers = self._numbers
+        numbers[_AT], numbers[_AT + 1], numbers[_AT + 2], numbers[_AT + 3 + phase] = now, looks, moves, times
+        numbers[_RING_AT // 8 + looks % RING] = now // 1_000_000 << 24 | (self.steps & _STEPS) << 4 | phase + 1
 
     def write(self, text: dict[str, Any]) -> None:
         body = json.dumps(text, separators=(",", ":")).encode()
@@ -87,13 +89,17 @@ def read(memory: mmap.mmap | memoryview, slot: int) -> Reading:
     )
 
 
+def step(memory: mmap.mmap | memoryview, slot: int) -> int:
+    return int(_STEP.unpack_from(memory, slot * SIZE + _STEP_AT)[0])
+
+
 def looks(memory: mmap.mmap | memoryview, slot: int, since: float) -> list[Look]:
     """Those after that moment, the oldest first, as far back as they are remembered."""
     base = slot * SIZE
     after = int(since * 1000) << 24 | 0xFFFFFF
     found = sorted(number for number in _RING.unpack_from(memory, base + _RING_AT) if number > after)
-    step: int = _STEP.unpack_from(memory, base + _STEP_AT)[0]  # afterwards: no look has seen a later one
-    return [Look((number >> 24) / 1000, (number & 15) - 1, step - (step - (number >> 4) & _STEPS)) for number in found]
+    now = step(memory, slot)  # afterwards: no look has seen a later one
+    return [Look((number >> 24) / 1000, (number & 15) - 1, now - (now - (number >> 4) & _STEPS)) for number in found]
 
 
 def _text(memory: mmap.mmap | memoryview, base: int) -> dict[str, Any]:

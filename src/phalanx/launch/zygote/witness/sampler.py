@@ -82,7 +82,7 @@ class Sampler:
         self._looks += 1
         number = _NUMBERS[phase]
         self._phases[number] += 1
-        self._page.look(now, self._looks, self._moves, self._phases, number)
+        self._page.look(now, self._looks, self._moves, number, self._phases[number])
         if not stays and not full:
             return
         if phase == "data":
