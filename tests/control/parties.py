@@ -55,6 +55,7 @@ class Ears:
     notes: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     came: list[int] = field(default_factory=list)
+    gathered: list[tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -66,6 +67,9 @@ class Ears:
 class LeaderEars(Ears):
     def joined(self, member: int) -> None:
         self.came.append(member)
+
+    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        self.gathered.append((here, missing))
 
     def heard(self, member: int, message: messages.FromMember) -> None:
         self.said.append((member, message))
@@ -194,6 +198,7 @@ class _Loud:
 
 class _LoudLeader(_Loud):
     def joined(self, member: int) -> None: ...
+    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None: ...
 
     def heard(self, member: int, message: messages.FromMember) -> None:
         print("heard", member, type(message).__name__)

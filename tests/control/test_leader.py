@@ -46,6 +46,7 @@ def test_they_come_together_and_talk() -> None:
         async with leading(3) as led, joined(led.port, 1) as (one, ears), joined(led.port, None) as (_, others):
             await led.leader.roll_call(5)
             assert set(led.leader.roster.members) == {0, 1, 2}
+            assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
             assert one.welcome == Welcome(member=1, run="test", leader="host0", lost_after=15.0)
             assert (one.leader_address, one.own_address) == ("127.0.0.1", "127.0.0.1")
             assert {(guest.address, guest.reached) for guest in led.leader.guests.values()} == {("127.0.0.1",) * 2}

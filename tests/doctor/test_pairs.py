@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from phalanx.cli import doctor
+from phalanx.cluster import links
 from phalanx.doctor import pairs, report, result
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.pairs import Collective, Pair
@@ -89,6 +92,15 @@ def test_result_survives_the_file_and_the_screen() -> None:
     line = b"[rank0]: " + result.MARK.encode() + result.encode(FOUND)
     assert result.find(b"before\n" + line + b"\nafter") == FOUND
     assert result.find(b"nothing\n" + result.MARK.encode() + b"{broken") is None
+
+
+def test_what_was_measured_between_hosts_is_kept_for_runs_that_show_it(tmp_path: Path) -> None:
+    near = replace(FOUND.pairs[0], local=True)
+    doctor._keep(replace(FOUND, pairs=(near, *FOUND.pairs[1:])), {"PHALANX_HOME": str(tmp_path)})
+    found = links.known(str(tmp_path), {"b", "c"})
+    assert found is not None
+    assert [(link.one, link.other, link.back) for link in found[1]] == [("b", "c", FOUND.pairs[2].back)]
+    assert links.known(str(tmp_path), {"a", "b"}) is None  # one machine, and no network
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -16,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.cli.options.values import duration
+from phalanx.cluster import links
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.hosts import Host, parse_hostfile, parse_hosts
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.contract.events import Link
 from phalanx.doctor import machine, refusal, report, result
 from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.gpus import Gpus
@@ -55,6 +58,7 @@ def main(argv: list[str]) -> int:
         result_ = _here(environ, quick)
     if result_ is None:
         return 0
+    _keep(result_, environ)
     if options.json:
         sys.stdout.write(json.dumps(report.as_json(result_), indent=1) + "\n")
     else:
@@ -108,6 +112,17 @@ def _duration(text: str) -> float:
         raise OptionError(
             f"--join-timeout {text} cannot be used: {why}", fix="phalanx doctor --join-timeout 2m …"
         ) from None
+
+
+def _keep(found: Result, environ: Mapping[str, str]) -> None:
+    """For runs between the same hosts, which show it."""
+    pairs = [pair for pair in found.pairs if not pair.local]
+    with contextlib.suppress(OSError):
+        links.keep(
+            runfolder.home(environ),
+            (Link(one=p.one, other=p.other, latency=p.latency, there=p.there, back=p.back) for p in pairs),
+            time.time(),
+        )
 
 
 # -- where it looks

@@ -193,7 +193,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """At one rank. Shares and rates are of the time since the sight before."""
 
     rank: int
-    step: int = -1  # optimizer steps that were seen; -1: none
+    step: int = -1  # committed, as far as it tells; else optimizer steps that were seen; -1: none
     phases: str = ""  # a letter (LETTERS) for every tenth of a second, the oldest first; a capital: a step has ended
     data: float = 0.0  # shares of its time
     compute: float = 0.0
@@ -203,22 +203,27 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     gpu: float = -1.0  # use, 0 to 1; -1: unknown
     gpu_memory: int = 0  # bytes
     samples: float = -1.0  # of its own, a second; -1: it does not tell
-    state: str = "S"  # as the kernel says it; X: it is gone
+    state: str = "S"  # as the kernel says it; X: it has died; E: it has ended well
     silent: float = 0.0  # seconds
     debugged: bool = False
     place: str = ""  # of the script: train.py:41 step
 
 
 class Sight(Event, frozen=True, kw_only=True, tag="sight"):
-    """All ranks of all nodes, once a second. In sights.jsonl, of a long run, more seldom."""
+    """All ranks of all nodes, once a second. `time` is when the last letter of every rank ends, in whole tenths; a rank
+    of whom nothing came in time has no letters.
 
-    seconds: float  # that it is about
+    In sights.jsonl, of a long run, only every 2nd, 4th, 8th … one is kept, each as it was: between them nothing was
+    seen, and how fast steps went is what `step` and `time` of two of them say."""
+
+    seconds: float  # that it is about: letters, shares and rates
     generation: int = 0
     ranks: tuple[Glance, ...] = ()
 
 
 class Measured(Event, frozen=True, kw_only=True, tag="measured"):
-    """What a training says of a step that it has committed; None: it is not a number."""
+    """What a training says of a step that it has committed; None: it is not a number. At most five a second, and in
+    sights.jsonl, of a long run, more seldom. Of a plain script: the loss that rank 0 prints."""
 
     step: int
     values: dict[str, float | None]

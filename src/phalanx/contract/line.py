@@ -19,6 +19,16 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """It is alive, and has committed so many steps."""
 
     step: int
+    samples: int = -1  # of its own, in this formation of the group; -1: it does not count them
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """By rank 0, a few times a second at most: what it says of the newest step that is committed."""
+
+    step: int
+    epoch: int = 0
+    total: int = 0  # steps that it is going to make; 0: that is not known
+    values: dict[str, float | None] = {}  # None: not a number
 
 
 class Entering(msgspec.Struct, frozen=True, tag="entering"):
@@ -111,7 +121,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 FromSupervisor = World | Wait | Halt | Rescue | End
-FromWorker = Here | Beat | Entering | Going | Done | Keeping | Standing | Halted | Rescued
+FromWorker = Here | Beat | Measured | Entering | Going | Done | Keeping | Standing | Halted | Rescued
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)

@@ -49,6 +49,8 @@ class Ears(Protocol):
 
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
+    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        """Names of those who are here, and who are not; again and again, until all are."""
 
 
 @dataclass
@@ -165,12 +167,13 @@ class Leader:
             waited, left = now - start, self._latest + self._timing.last_call - now
             if self.roster.enough and left <= 0:
                 self._begun = True
-                return
+                break
             if self._hopeless is not None:
                 raise self._hopeless
             if waited >= timeout:
                 raise self._absent(timeout)
             self._ears.waiting(self._who(waited))
+            self._tell_gathering(self._who(waited))
             if waited - told > 5 and len(self.guests) <= 256:
                 told = waited
                 self.broadcast(Waiting(text=self._who(waited)))
@@ -178,6 +181,12 @@ class Leader:
             rest = min(1.0, timeout - waited + 0.01, left + 0.01 if self.roster.enough else 1.0)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), rest)
+        self._tell_gathering("")
+
+    def _tell_gathering(self, text: str) -> None:
+        here = tuple(arrival.host for _, arrival in sorted(self.roster.members.items()))
+        missing = tuple(map(self._calling.name, self.roster.missing))
+        self._ears.gathering(here, missing, self.roster.expected, text)
 
     async def gather(self, members: Collection[int], timeout: float) -> None:
         """Until these are here that were another leader's, or the time is up. From then on the run goes on."""

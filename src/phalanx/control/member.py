@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ _CLOSING = 5.0
 KNOCK = 3.0  # seconds for a machine to answer at all
 STEADILY = 0.5  # seconds for which one that has not ended keeps a connection
 _GOODBYE = 2.0  # seconds for the leader to answer that we close
+_PINGS = 16  # that tell how two clocks differ
 _HELLO = f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nConnection: close\r\n\r\n".encode()
 
 
@@ -108,6 +110,7 @@ class Member:
         self._leaving = False
         self._over = False  # the leader has said that the run has ended
         self._dropped = False
+        self._ahead: deque[float] = deque(maxlen=_PINGS)  # our clock minus the leader's, by the last pings
 
     # -- coming in
 
@@ -243,6 +246,7 @@ class Member:
                 self._heard = time.monotonic()
                 message = messages.from_leader.decode(self._channel.open(frame.data))
                 if isinstance(message, messages.Ping):
+                    self._ahead.append(time.time() - message.time)
                     self.send(Pong(ping=message.time, time=time.time()))
                     continue
                 self._over = self._over or isinstance(message, messages.End)
@@ -285,6 +289,11 @@ class Member:
             elif (silence > limit) != quiet:
                 quiet = silence > limit
                 self._ears.note(f"node 0 has not answered for {silence:.0f} s" if quiet else "node 0 answers again")
+
+    @property
+    def skew(self) -> float:
+        """Our clock minus the leader's, as well as it is known: the ping that came quickest tells most."""
+        return min(self._ahead, default=0.0)
 
     @property
     def waiting(self) -> int:

@@ -28,12 +28,12 @@ class Line:
         self,
         name: str,
         moved: Callable[[], None],
-        steps: Callable[[], int],
+        beat: Callable[[], words.Beat],
         heard: Callable[[words.Halt | words.Rescue | words.End], None],
     ) -> None:
         self._moved = moved
         self._heard = heard
-        self._steps = steps
+        self._beat = beat
         self._changed = threading.Condition()
         self._sock, first = _called(name)
         self.preempt = first.preempt  # signals that are not for a worker to die of
@@ -80,6 +80,11 @@ class Line:
         with contextlib.suppress(OSError):  # the supervisor is gone, and this process will be in a moment
             self._send(message)
 
+    def mention(self, message: words.FromWorker) -> None:
+        """What nobody waits for: a supervisor that does not listen for a while must not hold up a training."""
+        with contextlib.suppress(OSError):
+            self._sock.send(words.encode(message), socket.MSG_DONTWAIT)
+
     def close(self) -> None:
         if os.getpid() != self._pid:  # a fork has no thread to end
             return
@@ -99,7 +104,7 @@ class Line:
             if self._ending in ready:
                 break
             if not ready:
-                self.tell(words.Beat(self._steps()))
+                self.tell(self._beat())
                 continue
             try:
                 packet = self._sock.recv(words.LARGEST)

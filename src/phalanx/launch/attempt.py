@@ -46,6 +46,8 @@ class Worker:
     stopped: bool = False  # it was told to stop before it ended
     hung: bool = False  # it was killed because it stood still
     step: int | None = None  # committed, as far as it has told
+    paged: int = 0  # optimizer steps that its page showed by then
+    even: bool = False  # each of those was one that it committed
     heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     done: bool = False  # its training has come to its end
     called: bool = False  # it can regroup
@@ -53,6 +55,8 @@ class Worker:
     entered: int = -1  # the last generation that it has come to
     holds: bool = False  # with what was trained before
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
+    samples: int = -1  # of its own, as far as it has told
+    sampled: float = 0.0  # when it did
     witness: Witness | None = None
 
 
@@ -99,6 +103,7 @@ class Stage:
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: Board | None = None  # where workers publish what they are at
     witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
+    measured: Callable[[words.Measured], None] | None = None  # what rank 0 says of its steps
 
 
 class Attempt:
@@ -109,6 +114,7 @@ class Attempt:
         self.over = asyncio.Event()
         self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
+        self.measured: words.Measured | None = None  # what rank 0 has said last
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
@@ -620,22 +626,33 @@ class Attempt:
                 if self._listening is None:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
             case words.Beat():
-                worker.step = message.step
+                self._reached(worker, message.step)
+                worker.samples, worker.sampled = message.samples, worker.heard
+            case words.Measured() if worker.seat.rank == 0 and not worker.spare:
+                self.measured = message
+                if self._stage.measured is not None:
+                    self._stage.measured(message)
             case words.Entering():
                 worker.entered, worker.holds = message.generation, message.holds
             case words.Going():
-                worker.step, worker.formed = message.step, message.generation
+                self._reached(worker, message.step)
+                worker.formed = message.generation
                 self._stage.going(message)
             case words.Done():
                 worker.done = True
                 self._tell_able()
             case words.Standing():
-                worker.step = message.step
+                self._reached(worker, message.step)
                 self._stage.halting(worker.seat.rank, message)
             case words.Rescued():
                 self._rescued(worker, message)
             case words.Keeping() | words.Halted():
                 self._stage.halting(worker.seat.rank, message)
+
+    def _reached(self, worker: Worker, step: int) -> None:
+        paged = worker.witness.step if worker.witness is not None else 0
+        worker.even = abs(paged - worker.paged - step + (worker.step or 0)) <= 1
+        worker.step, worker.paged = step, paged
 
     async def _listen(self) -> None:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""

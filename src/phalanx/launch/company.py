@@ -81,6 +81,11 @@ class Company(Protocol):
         """Of whom this node is the leader, itself left out: their ranks."""
         ...
 
+    @property
+    def skew(self) -> float:
+        """The clock of this node minus that of the one that leads."""
+        ...
+
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
@@ -141,6 +146,7 @@ class Alone:
 
     relay: Relay | None = None
     leads = True
+    skew = 0.0
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {}

@@ -180,6 +180,10 @@ class Following:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {}
 
+    @property
+    def skew(self) -> float:
+        return self._member.skew
+
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         if to is None:
             self._member.send(letter)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.cluster.placement import Seat
+from phalanx.contract import events
 from phalanx.contract import line as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
@@ -60,6 +61,7 @@ _PLAIN_AFTER = 10.0  # seconds without a call: the script is one that cannot reg
 class Leading:
     relay: Relay | None = None
     leads = True
+    skew = 0.0
 
     def __init__(
         self, plan: Plan, gathering: Gathering, folder: RunFolder, console: Console, sockets: Sequence[socket.socket]
@@ -94,6 +96,7 @@ class Leading:
         self._changed = asyncio.Event()  # somebody has come
         self._moving = False  # the next attempt is one with other nodes
         self._knocks: set[asyncio.Task[None]] = set()  # at the doors of nodes whose connection has closed
+        self._here: tuple[str, ...] = ()  # who was when that was last told
         self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
@@ -554,6 +557,13 @@ class Leading:
     def waiting(self, text: str) -> None:
         if self._supervised is not None:
             self._supervised.waiting(text)
+
+    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        if here != self._here:
+            self._here = here
+            self._folder.event(
+                events.RollCall(time=time.time(), expected=expected, here=here, missing=missing, text=text)
+            )
 
     def _name(self, member: int) -> str:
         return self._own().name(member)

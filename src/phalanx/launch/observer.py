@@ -85,7 +85,7 @@ class Observer:
         self._company = company
         self._post = post
         self._folder = folder
-        self._vitals = vitals.Vitals()
+        self.vitals = self._vitals = vitals.Vitals()
         self._kills = memory.read()
         self._watched: Watched | None = None
         self._attempt = attempt  # the last there was: it may be over already

@@ -21,6 +21,7 @@ import msgspec
 
 from phalanx.contract import events
 from phalanx.diagnose import stragglers
+from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.stragglers import Straggler, Total
 from phalanx.launch import gpus
 from phalanx.launch.desk import Desk
@@ -120,6 +121,7 @@ class Paces:
         self._folder = folder
         self._attempt: Attempt | None = None
         self._paces: dict[str, Pace] = {}  # by the names of workers
+        self.gpus: dict[str, Gpu] = {}  # the same: what the driver has said last
         self._heard: dict[int, tuple[Total, ...]] = {}  # of other nodes
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[bytes]] = {}
@@ -150,6 +152,7 @@ class Paces:
             return
         if attempt is not self._attempt:
             self._attempt, self._paces = attempt, {}
+            self.gpus.clear()
             self._heard.clear()
         if self._company.leads and not attempt.over.is_set():  # who is gone has no ranks any more
             members = self._company.members()
@@ -165,6 +168,7 @@ class Paces:
             return
         for (name, _), gpu in zip(workers, await gpus.asked(devices, _DRIVER), strict=True):
             if gpu is not None:
+                self.gpus[name] = gpu
                 self._paces[name].looks += 1
                 if gpu.throttled:
                     self._paces[name].reasons[gpu.throttled] += 1

@@ -20,6 +20,11 @@ class Carrier(Protocol):
         """Of whom this node is the leader, itself left out: their ranks."""
         ...
 
+    @property
+    def skew(self) -> float:
+        """The clock of this node minus that of the one that leads."""
+        ...
+
     def carry(self, letter: messages.Letter, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 

@@ -122,8 +122,8 @@ class RunFolder:
         for listener in self.listeners:
             listener(line)
 
-    def sight(self, event: events.Event, *, kept: bool = True) -> None:
-        """What comes all the time: a Sight, or what was measured. `kept`: also for those who look later."""
+    def sight(self, event: events.Event, *, kept: bool = True) -> int:
+        """What comes all the time: a Sight, or what was measured. `kept`: also for those who look later. Its bytes."""
         from phalanx.contract import events
 
         line = events.encode(event)
@@ -134,6 +134,7 @@ class RunFolder:
                 self._sights.write(line)
         for listener in self.listeners:
             listener(line)
+        return len(line)
 
     def rank_folder(self, attempt: int, rank: str) -> str:
         """Named by global rank, so that nodes which share the disk do not write over each other."""

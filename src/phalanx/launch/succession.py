@@ -127,6 +127,10 @@ class Succession:
     def leads(self) -> bool:
         return self._role.leads
 
+    @property
+    def skew(self) -> float:
+        return self._role.skew
+
     def members(self) -> dict[int, tuple[int, ...]]:
         return self._role.members()
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
+from phalanx.contract import line as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
@@ -39,6 +40,7 @@ from phalanx.launch.zygotes import Zygote
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
+    from phalanx.launch.sights import Sights
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
@@ -109,6 +111,7 @@ class Supervisor:
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
+        self._sights: Sights | None = None  # what is to be seen of all of them
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -145,7 +148,7 @@ class Supervisor:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                for watcher in (self._observer, self._paces):
+                for watcher in (self._observer, self._paces, self._sights):
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
@@ -454,6 +457,7 @@ class Supervisor:
             memory=self._vault.name if self._vault is not None else "",
             board=self._board,
             witnessed=self._debugging.heard if self._debugging is not None else None,
+            measured=self._measured,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
@@ -474,18 +478,24 @@ class Supervisor:
 
     async def _observe(self, attempt: Attempt) -> None:
         await asyncio.sleep(_LATER)
-        observer, paces = await asyncio.to_thread(_watchers)
+        observer, paces, sights = await asyncio.to_thread(_watchers)
         if self._desk is not None:
-            self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
-            self._paces = paces(self, self._company, self.post, self._desk, self._folder)
+            looks = self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
+            rates = self._paces = paces(self, self._company, self.post, self._desk, self._folder)
+            self._sights = sights(self, self._company, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus)
+
+    def _measured(self, message: words.Measured) -> None:
+        if self._sights is not None:
+            self._sights.measured(message)
 
     async def _conclude(self, attempt: Attempt) -> Orders | Verdict:
         """The attempt is over here: tell, and hear what comes next."""
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
         await self._company.settled()
-        if self._paces is not None:
-            self._paces.concluded()
+        for watcher in (self._paces, self._sights):
+            if watcher is not None:
+                watcher.concluded()
         attempt.concluded()
         ended = self._signal is not None or self._failure is not None
         if ended or self._company.last(failed=bool(attempt.failed)):
@@ -670,11 +680,12 @@ class Supervisor:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _watchers() -> tuple[type[Observer], type[Paces]]:
+def _watchers() -> tuple[type[Observer], type[Paces], type[Sights]]:
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
+    from phalanx.launch.sights import Sights
 
-    return Observer, Paces
+    return Observer, Paces, Sights
 
 
 def _few(ranks: list[int]) -> str:

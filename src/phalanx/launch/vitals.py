@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from phalanx.diagnose.evidence import Process
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHORTEST = 0.2  # seconds that a rate is of
+_RECENT = 0.9
 _ESTABLISHED = "01"
 _MOST_CHILDREN = 64  # that are told of one rank
 _LONGEST = 120  # of a child's command line
@@ -37,6 +39,7 @@ class Pulse:
     faults: float = 0.0  # major ones, a second
     read: float = 0.0  # bytes a second, of files and sockets
     written: float = 0.0
+    resident: int = 0  # bytes
 
 
 class Vitals:
@@ -61,16 +64,25 @@ class Vitals:
         if passed < _SHORTEST and pid in self._rates:  # two looks at once: the rates are those of the first
             return replace(self._rates[pid], state=state)
         self._before[pid] = now
+        resident = int(fields[21]) * _PAGE
         if passed <= 0:
-            return Pulse(state)
+            return Pulse(state, resident=resident)
         self._rates[pid] = Pulse(
             state,
             round((now.cpu - before.cpu) / passed, 3),
             round((now.faults - before.faults) / passed, 1),
             round((now.read - before.read) / passed),
             round((now.written - before.written) / passed),
+            resident,
         )
         return self._rates[pid]
+
+    def recent(self, pid: int) -> Pulse:
+        """What another look has found just now, else a new one."""
+        before = self._before.get(pid)
+        if before is not None and pid in self._rates and time.monotonic() - before.time < _RECENT:
+            return self._rates[pid]
+        return self.pulse(pid)
 
     def forget(self, living: set[int]) -> None:
         self._before = {pid: count for pid, count in self._before.items() if pid in living}

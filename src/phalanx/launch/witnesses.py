@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.launch.zygote import wire
 from phalanx.launch.zygote.witness import ledger, page
+from phalanx.launch.zygote.witness.page import Look
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
 _GONE = 2.0  # seconds without a look, where the channel is closed: nobody looks any more
@@ -92,6 +93,14 @@ class Witness:
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
             return found._replace(looked=0.0, text={})
         return found
+
+    @property
+    def step(self) -> int:
+        """Of its page, and nothing else."""
+        return page.step(self._board.memory, self.slot)
+
+    def looks(self, since: float) -> list[Look]:
+        return page.looks(self._board.memory, self.slot, since)
 
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
         """None: it does not answer, for Python's lock is held, it is stopped, or it is gone."""

@@ -59,6 +59,7 @@ class Generations:
                 run = self._begin(world)
                 result = train(run)
                 run.finish()
+                self._line.tell(self._pulse())  # how far it came
                 self._line.tell(words.Done())
                 return run, result
             except Halted as halted:
@@ -90,6 +91,7 @@ class Generations:
         run.halts = world.halt
         run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
         run.halting = self._reached
+        run.measured = self._line.mention
         run.training, run.regroups = self._training, True
         run.waited = self._waited
         run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
@@ -218,14 +220,14 @@ class Generations:
         run = self._run
         return 0 if run is None else run.steps
 
-    def _pulse(self) -> int:
-        """Called by the line's thread now and then: how many steps are committed."""
+    def _pulse(self) -> words.Beat:
+        """Called by the line's thread now and then: how far it is."""
         run = self._run
         if run is not None:
-            return run.steps
+            return words.Beat(run.steps, run.samples)
         if self._forming is not None and self._line.has_moved(self._forming):
             self._severing.cut()  # again: what it waits for now may not have been there the first time
-        return 0
+        return words.Beat(0)
 
     @property
     def run(self) -> Run | None:

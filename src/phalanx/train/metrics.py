@@ -60,13 +60,15 @@ class Metrics:
             if tensorboard:
                 self._board = Board(os.path.join(folder, "tensorboard"), resumed_at + 1)
 
-    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Of a committed step, as `held` returned them."""
+    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> bool:
+        """Of a committed step, as `held` returned them. Whether a GPU has just been waited for."""
         if self._file is None:
-            return
+            return False
         self._waiting.append((step, epoch, time.time(), values))
-        if len(self._waiting) >= MOST or self._clock() >= self._due:
-            self.flush()
+        if len(self._waiting) < MOST and self._clock() < self._due:
+            return False
+        self.flush()
+        return True
 
     def flush(self) -> None:
         """What was written so far can be read by others. Not fsynced: a power cut may take the last lines."""

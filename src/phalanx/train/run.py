@@ -39,6 +39,7 @@ from phalanx.train import chance
 from phalanx.train.halting import Halted
 from phalanx.train.interval import Interval
 from phalanx.train.loader import Loader
+from phalanx.train.measuring import Measuring
 from phalanx.train.metrics import Metrics, held, read
 from phalanx.train.order import count_steps
 from phalanx.train.progress import Progress
@@ -48,6 +49,7 @@ from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
+    from phalanx.contract.line import Measured
     from phalanx.train.handover import Handover, Past
     from phalanx.train.once import Once
 
@@ -70,6 +72,7 @@ class Reading:
     data: Any
     left: int | None = None  # batches after the one in hand, to the end of the epoch
     samples: int = 0  # of all ranks, since the last commit
+    own: int = 0  # of this one
     stepped: Any = None  # the optimizer that has committed the batch in hand
 
 
@@ -91,6 +94,8 @@ class Run(Group):
     keeping: Callable[[str], None] | None = None  # told where checkpoints are
     halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
     halts = False  # it ends as soon as what is kept is as it should be
+    measured: Callable[[Measured], None] | None = None  # told now and then, on rank 0
+    samples = -1  # of this rank, committed in this generation; -1: nobody counts them
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -108,6 +113,7 @@ class Run(Group):
         self._reading: Reading | None = None  # whose batch is in hand
         self._metrics: Metrics | None = None
         self._progress: Progress | None = None
+        self._measuring: Measuring | None = None
         self._values: dict[str, Any] = {}  # of steps that are not committed yet
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
@@ -268,6 +274,7 @@ class Run(Group):
                     reading.left -= 1
                 if known:
                     reading.samples += data.last_total
+                    reading.own += data.last_count
                 reading.stepped = None
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self.device)
@@ -357,8 +364,9 @@ class Run(Group):
         for reading in self._readings:
             if isinstance(reading.data, Loader):
                 reading.data.commit()
+                self.samples = max(self.samples, 0) + reading.own
             samples += reading.samples
-            reading.samples = 0
+            reading.samples = reading.own = 0
         reading_now = self._reading
         if reading_now is not None:
             if reading_now.stepped is not None and reading_now.stepped is not opt:
@@ -381,8 +389,9 @@ class Run(Group):
                 self._begin(values)
             else:
                 self._progress.advance(samples, values)
-            if self._metrics is not None and values:
-                self._metrics.write(self.steps, self.epoch, values)
+            waited = self._metrics is not None and bool(values) and self._metrics.write(self.steps, self.epoch, values)
+            if self._measuring is not None:
+                self._measuring.advance(self.steps, self.epoch, values, waited=waited)
         if self._checkpoints is not None:
             self._latest = values
             if self._due.passed(self):
@@ -396,6 +405,8 @@ class Run(Group):
         """After the first step, which is slower than all others: speed is told without it."""
         self._progress = Progress(self._total(), start=self.steps, title=self._title)
         self._progress.advance(0, values, steps=0)
+        if self.measured is not None:
+            self._measuring = Measuring(self.measured, self._progress.total)
         where = self._checkpoints.folder if self._checkpoints is not None else self.folder
         if where is not None:
             self._metrics = Metrics(where, resumed_at=self.steps - 1)
@@ -695,6 +706,8 @@ class Run(Group):
 
     def finish(self) -> None:
         """The training has come to its end: its last steps are in a checkpoint too. `phalanx.main` calls this."""
+        if self._measuring is not None:
+            self._measuring.close()
         if self._checkpoints is not None and self.steps > self._saved:
             self._checkpoints.wait()
             self.checkpoint(**self._latest)
@@ -713,6 +726,8 @@ class Run(Group):
                 self._checkpoints.wait()
             self.checkpoint(**self._latest)
         self._checkpoints.wait()
+        if self._measuring is not None:
+            self._measuring.close()
         raise Halted(self.steps)
 
     @property

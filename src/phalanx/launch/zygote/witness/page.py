@@ -12,10 +12,15 @@ PHASES = ("import", "join", "data", "forward", "backward", "collective", "optimi
 
 _STEP = struct.Struct("QQ")  # how many, and when the last: by a clock that nobody sets, in nanoseconds
 _LOOK = struct.Struct(f"QQQ{len(PHASES)}Q")  # when; how many; how many saw it elsewhere; how many saw it in each phase
+RING = 64  # looks that are remembered: six seconds
+_RING = struct.Struct(f"{RING}Q")  # a look each: milliseconds << 24 | step & _STEPS << 4 | number of the phase + 1
+_STEPS = (1 << 20) - 1
 _TEXT = struct.Struct("<II")  # odd while it is written; how long
 _STEP_AT = 0
 _LOOK_AT = _STEP_AT + _STEP.size
-_TEXT_AT = _LOOK_AT + _LOOK.size
+_AT = _LOOK_AT // 8
+_RING_AT = _LOOK_AT + _LOOK.size
+_TEXT_AT = _RING_AT + _RING.size
 _ROOM = SIZE - _TEXT_AT - _TEXT.size
 
 
@@ -29,6 +34,14 @@ class Reading(NamedTuple):
     moves: int  # looks that found the main thread elsewhere than the one before, or further
     phases: dict[str, int]  # how many looks saw it there
     text: dict[str, Any]  # phase, place, batches, groups, call, moved, places; ending: see sampler.py
+
+
+class Look(NamedTuple):
+    """One of the last."""
+
+    time: float  # seconds of `time.monotonic`
+    phase: int  # its number in PHASES
+    step: int
 
 
 class Page:
@@ -46,9 +59,11 @@ class Page:
         self.steps = count
         self._numbers[0], self._numbers[1] = count, now
 
-    def look(self, now: int, looks: int, moves: int, phases: list[int]) -> None:
-        for at, number in enumerate((now, looks, moves, *phases), _STEP.size // 8):
-            self._numbers[at] = number
+    def look(self, now: int, looks: int, moves: int, phase: int, times: int) -> None:
+        """`phase`: its number, and how many looks have seen it there: the others are as they were."""
+        numbers = self._numbers
+        numbers[_AT], numbers[_AT + 1], numbers[_AT + 2], numbers[_AT + 3 + phase] = now, looks, moves, times
+        numbers[_RING_AT // 8 + looks % RING] = now // 1_000_000 << 24 | (self.steps & _STEPS) << 4 | phase + 1
 
     def write(self, text: dict[str, Any]) -> None:
         body = json.dumps(text, separators=(",", ":")).encode()
@@ -72,6 +87,19 @@ def read(memory: mmap.mmap | memoryview, slot: int) -> Reading:
     return Reading(
         step, stepped / 1e9, looked / 1e9, looks, moves, dict(zip(PHASES, phases, strict=True)), _text(memory, base)
     )
+
+
+def step(memory: mmap.mmap | memoryview, slot: int) -> int:
+    return int(_STEP.unpack_from(memory, slot * SIZE + _STEP_AT)[0])
+
+
+def looks(memory: mmap.mmap | memoryview, slot: int, since: float) -> list[Look]:
+    """Those after that moment, the oldest first, as far back as they are remembered."""
+    base = slot * SIZE
+    after = int(since * 1000) << 24 | 0xFFFFFF
+    found = sorted(number for number in _RING.unpack_from(memory, base + _RING_AT) if number > after)
+    now = step(memory, slot)  # afterwards: no look has seen a later one
+    return [Look((number >> 24) / 1000, (number & 15) - 1, now - (now - (number >> 4) & _STEPS)) for number in found]
 
 
 def _text(memory: mmap.mmap | memoryview, base: int) -> dict[str, Any]:

@@ -80,8 +80,9 @@ class Sampler:
             phase = "collective"
         self.phase = phase
         self._looks += 1
-        self._phases[_NUMBERS[phase]] += 1
-        self._page.look(now, self._looks, self._moves, self._phases)
+        number = _NUMBERS[phase]
+        self._phases[number] += 1
+        self._page.look(now, self._looks, self._moves, number, self._phases[number])
         if not stays and not full:
             return
         if phase == "data":

@@ -1,0 +1,68 @@
+"""What is known of the network between hosts: the doctor has measured it, and runs show it.
+
+HOME/links.json: of every pair of hosts the newest result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from phalanx.contract.events import Link
+
+_MOST = 4096  # pairs that are remembered
+_LARGEST = 1 << 22  # bytes
+
+
+class Known(msgspec.Struct, frozen=True):
+    measured: float  # when
+    link: Link
+
+
+_decoder: msgspec.json.Decoder[list[Known]] = msgspec.json.Decoder(list[Known])
+
+
+def keep(home: str, found: Iterable[Link], now: float) -> None:
+    """In the place of what was known of these pairs. Whole or not at all; OSError where it cannot be."""
+    new = {_pair(link): Known(now, link) for link in found}
+    if not new:
+        return
+    known = {**{_pair(old.link): old for old in _read(home)}, **new}
+    newest = sorted(known.values(), key=lambda one: one.measured)[-_MOST:]
+    os.makedirs(home, mode=0o700, exist_ok=True)
+    file, part = tempfile.mkstemp(prefix=".links-", dir=home)  # for the user alone
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(msgspec.json.encode(newest))
+        os.replace(part, _path(home))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[Link, ...]] | None:
+    """Between these: when the oldest of it was measured, and all of it. None: nothing is known."""
+    found = [one for one in _read(home) if one.link.one in hosts and one.link.other in hosts]
+    if not found:
+        return None
+    return min(one.measured for one in found), tuple(one.link for one in found)
+
+
+def _read(home: str) -> list[Known]:
+    """What cannot be read says nothing."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError), open(_path(home), "rb") as file:
+        return _decoder.decode(file.read(_LARGEST))
+    return []
+
+
+def _path(home: str) -> str:
+    return os.path.join(home, "links.json")
+
+
+def _pair(link: Link) -> tuple[str, str]:
+    return min(link.one, link.other), max(link.one, link.other)

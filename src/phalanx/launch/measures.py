@@ -1,0 +1,97 @@
+"""What a training measures, at node 0: told by rank 0, or read from what that prints, wherever it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx.contract import events
+from phalanx.contract import line as words
+from phalanx.launch.gauge import Gauge, Gauged
+from phalanx.launch.post import Post
+from phalanx.launch.runfolder import RunFolder
+from phalanx.launch.thinning import Thinning
+
+if TYPE_CHECKING:
+    from phalanx.launch.attempt import Attempt, Worker
+
+_ROOM = 1 << 20  # bytes of sights.jsonl, after which fewer are kept
+_EVERY = 0.2  # seconds
+_MOST = 1 << 15  # bytes of a stream that are read in a second
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[words.Measured] = msgspec.json.Decoder(words.Measured)
+
+
+class Measures:
+    def __init__(self, post: Post, folder: RunFolder) -> None:
+        self._post = post
+        self._folder = folder
+        self._thinning = Thinning(_ROOM, _EVERY)
+        self._unkept: events.Measured | None = None
+        self._gauges: dict[str, tuple[int, Gauge]] = {}  # by file: how far it was read
+        self.samples = -1.0  # of all ranks, a second
+        post.reads("measured", self._heard)
+
+    def told(self, message: words.Measured) -> None:
+        """By rank 0, which is here."""
+        self._post.send("measured", 0, _encoder.encode(message))
+
+    def _heard(self, _: int | None, __: int, content: bytes) -> None:
+        with contextlib.suppress(msgspec.MsgspecError):
+            told = _decoder.decode(content)
+            now = time.time()
+            event = events.Measured(
+                time=round(now, 3),
+                step=told.step,
+                values=told.values,
+                epoch=told.epoch,
+                total=told.total,
+                samples=self.samples,
+            )
+            kept = self._thinning.keeps(now)
+            size = self._folder.sight(event, kept=kept)
+            self._thinning.written += size if kept else 0
+            self._unkept = None if kept else event
+
+    def concluded(self) -> None:
+        """The last one counts most."""
+        if self._unkept is not None:
+            self._folder.sight(self._unkept)
+            self._unkept = None
+
+    # -- a script that does not tell
+
+    def look(self, attempt: Attempt) -> None:
+        """Once a second."""
+        if attempt.measured is not None:
+            return
+        worker = next((one for one in attempt.workers.values() if one.seat.rank == 0 and not one.spare), None)
+        if worker is None:
+            return
+        for name in ("stdout", "stderr"):
+            found = self._read(f"{worker.folder}/{name}.log")
+            if found is not None:
+                self.told(_message(found, worker))
+                return
+
+    def _read(self, path: str) -> Gauged | None:
+        at, gauge = self._gauges.get(path) or (0, Gauge())
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                data = os.pread(file.fileno(), _MOST, max(at, size - _MOST)) if size > at else b""
+        except OSError:
+            return None
+        self._gauges[path] = (max(at, size), gauge)
+        return gauge.feed(data) if data else None
+
+
+def _message(found: Gauged, worker: Worker) -> words.Measured:
+    seen = worker.witness.page.step if worker.witness is not None else 0
+    step = found.step if found.step is not None else seen or found.bar or 0
+    return words.Measured(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values)

@@ -1,0 +1,137 @@
+"""Runs as whoever watches sees them: two nodes and a rank that is replaced; a script that prints its loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.contract import events
+from phalanx.contract.events import AnyEvent
+from tests.e2e.places import script
+from tests.kit import cli
+from tests.kit.cli import Env, free_port, start, until
+
+Told = tuple[list[AnyEvent], list[AnyEvent]]
+pytestmark = pytest.mark.xdist_group("sights")
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[Env]:
+    with cli.stage() as env:
+        yield env
+
+
+def told(env: Env, name: str) -> Told:
+    """Of the run of that script so far: its events, and what was seen."""
+    found: list[list[AnyEvent]] = []
+    for kind in ("events", "sights"):
+        paths = Path(str(env["PHALANX_HOME"]), "runs").glob(f"{name}-*/{kind}.jsonl")
+        lines = [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
+        found.append([events.decode(line) for line in lines])
+    return found[0], found[1]
+
+
+def faces(of: Told) -> list[events.Faces]:
+    return [event for event in of[0] if isinstance(event, events.Faces)]
+
+
+def sights(of: Told) -> list[events.Sight]:
+    return [event for event in of[1] if isinstance(event, events.Sight)]
+
+
+def measured(of: Told) -> list[events.Measured]:
+    return [event for event in of[1] if isinstance(event, events.Measured)]
+
+
+def busy(sight: events.Sight, generation: int) -> bool:
+    """All three train, and it is known how fast."""
+    trains = [glance for glance in sight.ranks if glance.samples > 0]
+    return len(trains) == 3 and sight.generation == generation
+
+
+@pytest.fixture(scope="module")
+def trained(env: Env, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("told")
+    same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{free_port()}")
+    what = (script("sighted.py"), str(folder))
+    with start(*same, "-i", "0", *what, env=env) as one, start(*same, "-i", "1", *what, env=env) as other:
+        until(lambda: any(busy(sight, 0) for sight in sights(told(env, "sighted"))), 90, "three ranks to be seen")
+        (folder / "die").touch()
+        until(lambda: any(busy(sight, 1) for sight in sights(told(env, "sighted"))), 90, "another to be seen")
+        (folder / "end").touch()
+        assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
+    return told(env, "sighted")
+
+
+def test_nodes_are_seen_to_gather(trained: Told) -> None:
+    calls = [event for event in trained[0] if isinstance(event, events.RollCall)]
+    assert [len(call.here) for call in calls] in ([1, 2], [2])
+    assert (calls[-1].expected, calls[-1].missing) == (2, ())
+    assert calls[0].missing == ("node 1",) or len(calls) == 1
+
+
+def test_everybody_is_known_and_whoever_takes_the_place_of_another(trained: Told) -> None:
+    assert all(before.ranks != after.ranks for before, after in itertools.pairwise(faces(trained)))
+    last = faces(trained)[-1].ranks
+    assert [(face.rank, face.node) for face in last] == [(0, 0), (1, 0), (2, 1)]
+    pids = {face.pid for event in faces(trained) for face in event.ranks if face.rank == 2}
+    assert len(pids) == 2
+
+
+def test_every_second_has_its_letters(trained: Told) -> None:
+    seen = sights(trained)
+    assert all(before.time <= after.time for before, after in itertools.pairwise(seen))
+    assert seen[-1].generation == 1
+    for rank in range(3):
+        letters = ""
+        for sight in seen:
+            for glance in sight.ranks:
+                if glance.rank == rank:
+                    assert len(glance.phases) in (0, round(sight.seconds * 10))
+                    letters += glance.phases
+        assert set(letters.lower()) <= {*events.LETTERS.values(), events.UNSEEN}
+        assert sum(letter.isupper() for letter in letters) >= 10  # steps
+    last = seen[-1].ranks
+    steps = measured(trained)[-1].step
+    assert [(glance.rank, glance.step, glance.state) for glance in last] == [(rank, steps, "E") for rank in range(3)]
+    for glance in next(sight for sight in reversed(seen) if busy(sight, 1)).ranks:
+        assert glance.memory > 1 << 20
+        assert 0 < glance.compute <= 1
+        assert "sighted.py:" in glance.place
+
+
+def test_what_was_measured_is_told(trained: Told) -> None:
+    found = measured(trained)
+    last = found[-1]
+    assert last.total > last.step > 0
+    assert last.samples > 0
+    assert last.values["odd"] is None
+    assert last.values["loss"] is not None
+    assert len(found) < 6 * (last.time - found[0].time) + 3
+
+
+PLAIN = """
+import itertools, os, sys, time
+for step in itertools.count():
+    time.sleep(0.05)
+    print(f"step {step}/99 loss {1 / (step + 1):.3f}", flush=True)
+    if os.path.exists(sys.argv[1]):
+        break
+print("Epoch 2 val_loss: 0.5", flush=True)
+"""
+
+
+def test_the_loss_that_a_plain_script_prints_is_seen(env: Env, tmp_path: Path) -> None:
+    path = tmp_path / "prints.py"
+    path.write_text(PLAIN)
+    with start("run", "--fresh", "--cpu", str(path), str(tmp_path / "end"), env=env) as job:
+        until(lambda: bool(measured(told(env, "prints"))), 60, "a loss to be seen")
+        (tmp_path / "end").touch()
+        assert job.wait(60) == 0, job.err
+    first, *_, last = measured(told(env, "prints"))
+    assert (last.values["val_loss"], last.epoch) == (0.5, 2)
+    assert first.total == 99
+    assert first.values["loss"] == pytest.approx(1 / (first.step + 1), abs=0.001)

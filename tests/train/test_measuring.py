@@ -1,0 +1,58 @@
+"""What rank 0 tells its supervisor: seldom, in numbers, and never in the way of a step."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from phalanx.contract import line as words
+from phalanx.join.line import Line
+from phalanx.train.measuring import Measuring
+
+
+def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
+    told: list[words.Measured] = []
+    now = [0.0]
+    measuring = Measuring(told.append, 5000, clock=lambda: now[0])
+    for step in range(1, 1001):
+        now[0] = step / 100
+        measuring.advance(step, 2, {"loss": 1 / step, "odd": float("inf")})
+    assert 45 <= len(told) <= 51
+    measuring.close()
+    measuring.close()
+    assert told[-1] == words.Measured(step=1000, epoch=2, total=5000, values={"loss": 0.001, "odd": None})
+    assert len({one.step for one in told}) == len(told)
+
+
+def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:
+    told: list[words.Measured] = []
+    now = [0.0]
+    measuring = Measuring(told.append, None, clock=lambda: now[0])
+    for step in range(1, 901):
+        now[0] = step / 100
+        # As `held` leaves one of a GPU.
+        measuring.advance(step, 0, {"loss": torch.tensor(step)}, waited=step <= 500 and step % 100 == 0)
+    assert [one.step for one in told] == [1, 100, 200, 300, 400, 500, 700, 900]
+    assert told[-1] == words.Measured(step=900, values={"loss": 900.0})
+
+
+def test_no_packet_is_too_long_to_be_heard() -> None:
+    told: list[words.Measured] = []
+    measuring = Measuring(told.append, None)
+    measuring.advance(1, 0, {f"{'long' * 1000}{number}": 0.1 for number in range(5000)})
+    measuring.advance(2, 0, {f"{number}{'long' * 1000}": 0.1 for number in range(5000)})
+    measuring.close()
+    assert [len(words.encode(one)) < words.LARGEST for one in told] == [True, True]
+    assert len(told[1].values) == 64
+
+
+def test_a_supervisor_that_does_not_listen_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line = Line.__new__(Line)
+    line._sock = ours
+    with ours, theirs:
+        for step in range(10_000):
+            line.mention(words.Measured(step=step, values={"loss": 0.5}))
+        heard = words.from_worker(theirs.recv(words.LARGEST))
+    assert heard == words.Measured(step=0, values={"loss": 0.5})
