@@ -90,8 +90,9 @@ class RankView:
         waiting += glance.waiting * seconds
         steps = glance.step - self.step
         if steps > 0 and self.step >= 0:
-            for name, spent in (("data", data), ("compute", compute), ("waiting", waiting)):
-                times[name].add(spent / steps, steps)
+            times["data"].add(data / steps, steps)
+            times["compute"].add(compute / steps, steps)
+            times["waiting"].add(waiting / steps, steps)
         self._spent = (data, compute, waiting) if steps == 0 else (0.0, 0.0, 0.0)
         self.step = glance.step
         if glance.step >= 0:

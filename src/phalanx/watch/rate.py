@@ -12,6 +12,7 @@ _PAUSE = 4.0  # times as long as usual: it stood still, which is not how fast it
 @dataclass(slots=True)
 class Rate:
     marks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))  # each time that it was more
+    each: float = 0.0  # seconds for one; 0: unknown
 
     def see(self, now: float, count: int) -> None:
         """Of a count that goes back nothing is known but where it goes on."""
@@ -20,20 +21,21 @@ class Rate:
             then, before = marks[-1]
             if count == before and now >= then:
                 return
-            if count < before or now <= then or now - then > max(_WINDOW, _PAUSE * self._each()):
+            quiet = now - then
+            if count < before or quiet <= 0 or (quiet > _WINDOW and quiet > _PAUSE * self.each > 0):
                 marks.clear()
         marks.append((now, count))
+        if len(marks) == 1:
+            self.each = 0.0
+            return
         while len(marks) > 2 and now - marks[0][0] > _WINDOW:
             marks.popleft()
+        start, less = marks[0]
+        self.each = (now - start) / (count - less)
 
     def at(self, now: float) -> float:
         """A second."""
-        each = self._each()
-        return 1 / max(each, now - self.marks[-1][0]) if each else 0.0
-
-    def _each(self) -> float:
-        """Seconds for one; 0: unknown."""
-        if len(self.marks) < 2:
+        if not self.each:
             return 0.0
-        (start, less), (end, more) = self.marks[0], self.marks[-1]
-        return (end - start) / (more - less)
+        quiet = now - self.marks[-1][0]
+        return 1 / (quiet if quiet > self.each else self.each)

@@ -34,7 +34,8 @@ class Strip:
         elif new <= 0:
             return
         else:
-            self.letters = (self.letters + _fitted(letters, min(new, MOST)))[-MOST:]
+            more = letters if len(letters) == new else _fitted(letters, min(new, MOST))
+            self.letters = (self.letters + more)[-MOST:]
         self.end = tick * TICK
 
     def between(self, start: float, end: float) -> str:
@@ -50,8 +51,6 @@ class Strip:
 def _fitted(letters: str, size: int) -> str:
     """Exactly so many: the sampler's tenths are not quite ours."""
     gap = size - len(letters)
-    if not gap:
-        return letters
     if gap > 0:
         return (letters[:1].lower() if letters and gap <= _LATE else UNSEEN) * gap + letters
     over, kept = letters[:-size], letters[-size:]
