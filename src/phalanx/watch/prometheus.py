@@ -122,7 +122,7 @@ def _measured(scene: Scene) -> Iterator[str]:
         if curve.last is not None and not name.endswith("/s")
     ]
     if values:
-        yield from _family("measured", "What the training has measured last.", values)
+        yield from _family("measured", "gauge", "What the training has measured last.", values)
 
 
 def _family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float | None]]) -> Iterator[str]:
