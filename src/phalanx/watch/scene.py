@@ -1,65 +1,41 @@
-"""What is to be seen of a run: one event after the other is folded into it. Pure: time is what events say."""
+"""What is to be seen of a run: one event after the other is folded into it. Pure: time is what events say.
+
+gathering    nodes come together (RollCall with somebody missing)
+starting     ranks start: none of them has got beyond importing and joining
+running
+stalled      no rank goes on (Stalled, Verdict), until one does, or Resumed says so
+recovering   after a fault that the run survives, until the first step after it (Recovered), all ranks are started
+             again (Restarted), or a rank goes on
+stopping     ranks are being ended
+done, failed
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.contract import events
 from phalanx.watch.curve import Curve
-from phalanx.watch.strip import Strip
+from phalanx.watch.histogram import Histogram
+from phalanx.watch.losses import Losses
+from phalanx.watch.rank import Health, RankView
+from phalanx.watch.rate import Rate
+from phalanx.watch.story import KINDS, Happening, Story
+from phalanx.watch.waiting import Held, Tally
 
-Health = Literal["coming", "well", "waiting", "slow", "debugged", "silent", "stuck", "dead", "done"]
+__all__ = ["KINDS", "Happening", "Health", "RankView", "Scene", "State"]
+
 State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "failed"]
-KINDS = (
-    "joined",
-    "fault",
-    "recovered",
-    "restarted",
-    "stalled",
-    "verdict",
-    "resumed",
-    "slow",
-    "preempted",
-    "note",
-    "end",
-)
 
-
-@dataclass
-class RankView:
-    rank: int
-    node: int = 0
-    host: str = ""
-    device: str = ""
-    pid: int = 0
-    health: Health = "coming"
-    phase: str = "import"
-    step: int = -1
-    rate: float = 0.0  # steps a second
-    samples: float = -1.0  # a second; -1: it does not tell
-    data: float = 0.0  # shares of its time
-    compute: float = 0.0
-    waiting: float = 0.0
-    cpu: float = 0.0
-    memory: int = 0
-    gpu: float = -1.0
-    gpu_memory: int = 0
-    silent: float = 0.0
-    place: str = ""
-    strip: Strip = field(default_factory=Strip)  # its phases on the time axis
-
-
-@dataclass(frozen=True)
-class Happening:
-    """Something that people are told, on the time axis."""
-
-    time: float
-    kind: str  # one of KINDS
-    text: str
-    ranks: tuple[int, ...] = ()
-    seconds: float = 0.0  # that it took, or lasted
+_MOST_CURVES = 100  # a script may make up names all day
+_MOST_VERDICTS = 20
+_BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
+_AGAIN = 600.0  # seconds until the same rank is told to be slow once more
+STEPS, SAMPLES = "steps/s", "samples/s"  # curves of our own
 
 
 @dataclass
@@ -74,64 +50,357 @@ class Scene:
     world_size: int = 0
     generation: int = 0
     attempt: int = 0
-    step: int = -1  # the furthest
+    step: int = -1  # the furthest; after a restart it may be less than before
     total: int = 0
     epoch: int = 0
     rate: float = 0.0  # steps a second
     samples: float = -1.0  # of all ranks, a second
-    goodput: float = 1.0  # share of the time since the first step in which steps were made that counted
-    lost: float = 0.0  # seconds that faults and stalls have cost
     ranks: dict[int, RankView] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)  # loss, …, "steps/s", "samples/s"
-    happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=500))
     verdicts: list[Happening] = field(default_factory=list)  # that stand now
     roll: events.RollCall | None = None  # until everybody is here
     links: events.Links | None = None
+    imports: events.ZygoteReady | None = None  # what the start was spent on
+    cause: Happening | None = None  # why the run has failed: the first rank that did
+    story: Story = field(default_factory=Story)
+    losses: Losses = field(default_factory=Losses)
+    times: dict[str, Histogram] = field(  # seconds of a step, of all ranks
+        default_factory=lambda: {"data": Histogram(), "compute": Histogram(), "waiting": Histogram()}
+    )
+    tally: Tally = field(default_factory=Tally)
+    _spares: set[int] = field(default_factory=set)  # pids
+    _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
+    _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
+    _present: set[int] | None = None  # ranks, as the latest faces say
+    _furthest: int | None = None  # of the sight before, since the latest trouble
+    _troubled: float = -math.inf  # when that was
+    _pace: Rate = field(default_factory=Rate)
+    _measured: events.Measured | None = None  # the latest
+    _measured_pace: Rate = field(default_factory=Rate)
+    _restless: bool = False  # the training counts its steps from 0 again and again: those that were seen are better
+    _usual: float = 0.0  # seconds a step
+
+    @property
+    def happenings(self) -> deque[Happening]:
+        return self.story.latest
+
+    @property
+    def lost(self) -> float:
+        """Seconds that faults and stalls have cost, those that last included."""
+        return self.losses.total(self.now)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time since the first step in which steps were made that counted: see losses.py."""
+        return self.losses.goodput(self.now)
+
+    @property
+    def nodes(self) -> int:
+        return len({view.node for view in self.ranks.values()})
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to go, where that is known."""
+        if self.ended is not None or self._measured is None or self.total <= 0 or self.rate <= 0:
+            return None
+        return max(0, self.total - self._measured.step) / self.rate
+
+    @property
+    def held(self) -> list[Held]:
+        """Who kept the others waiting in the last minute, the longest first."""
+        return self.tally.held()
 
     def see(self, event: events.AnyEvent) -> None:
-        self.now = max(self.now, event.time)
+        set_back = isinstance(event, events.Sight) and event.time < self.now - _BACK
+        self.now = event.time if set_back else max(self.now, event.time)
         match event:
+            case events.Sight():
+                self._sight(event)
+            case events.Measured():
+                self._measure(event)
+            case _:
+                self._seldom(event, self.story.see(event))
+
+    def _seldom(self, event: events.AnyEvent, told: Happening | None) -> None:
+        match event:
+            case events.Faces():
+                self._faces(event)
+            case events.WorkerBorn() | events.WorkerSeated() | events.WorkerExited():
+                self._worker(event)
+            case events.Stalled() | events.Verdict() | events.Resumed():
+                self._standstill(event, told)
+            case events.Fault() | events.Recovered() | events.Restarted() | events.WorkerFailed():
+                self._fault(event)
+            case events.RunEnded():
+                self._ended(event)
+            case events.RollCall():
+                self._roll_call(event)
             case events.RunStarted():
                 self.run, self.command, self.started = event.run, event.command, event.time
                 self.world_size = event.world_size
-            case events.Faces():
-                self.world_size = len(event.ranks)
-                for face in event.ranks:
-                    view = self.ranks.setdefault(face.rank, RankView(face.rank))
-                    view.node, view.host, view.device, view.pid = face.node, face.host, face.device, face.pid
-            case events.Sight():
-                self.state, self.generation = "running", event.generation
-                for glance in event.ranks:
-                    self._glance(event, glance)
-            case events.Measured():
-                self.total, self.epoch, self.samples = event.total or self.total, event.epoch, event.samples
-                for name, value in event.values.items():
-                    if value is not None:
-                        self.curves.setdefault(name, Curve()).add(event.step, event.time, value)
-            case events.Fault():
-                self._tell(event.time, "fault", f"rank {event.rank}: {event.reason}", (event.rank,))
-            case events.Recovered():
-                self._tell(event.time, "recovered", f"recovered in {event.seconds:.2f} s", seconds=event.seconds)
+            case events.AttemptStarted():
+                self._attempt(event)
+            case events.Stopping():
+                self._become("stopping", unless=("recovering",))
+            case events.Preempted():
+                self._become("stopping")
+            case events.Paces():
+                self._paces(event)
+            case events.ZygoteReady():
+                self.imports = event
+            case events.Links():
+                self.links = event
+
+    # -- all ranks, once a second
+
+    def _sight(self, event: events.Sight) -> None:
+        self.generation = event.generation
+        now, ranks, times = event.time, self.ranks, self.times
+        furthest, samples, tells, coming = -1, 0.0, False, True
+        for glance in event.ranks:
+            view = ranks.get(glance.rank) or self._view(glance.rank)
+            view.glance(now, event.seconds, glance, times)
+            furthest = max(furthest, glance.step)
+            if glance.samples >= 0:
+                samples, tells = samples + glance.samples, True
+            if coming and not view.gone and (glance.step >= 0 or view.phase not in ("import", "join")):
+                coming = False
+        if not coming and self.state in ("starting", "gathering") and now >= self._troubled:
+            self._become("running")
+            if self.step < 0:  # nobody sees its steps, so that is all that can be waited for
+                self.losses.settle(now)
+        self._steps(now, furthest)
+        self._throughput(now, samples if tells else -1.0)
+        if self.state == "running":
+            self._prune()
+            self.tally.see(now, {glance.rank: glance.phases[-50:] for glance in event.ranks if glance.phases})
+            self._tell_slow(now)
+        if len(event.ranks) < len(ranks):
+            self._missed(event)
+        self._judge()
+
+    def _missed(self, event: events.Sight) -> None:
+        """Whoever is not in the sight is silent."""
+        for view in self.ranks.values():
+            if view.seen and view.seen != event.time and not view.gone:
+                view.silent = max(view.silent, event.time - view.seen)
+
+    def _steps(self, now: float, furthest: int) -> None:
+        """A sight may be from before the trouble that was told a moment ago, and then says nothing about it."""
+        if furthest >= 0:
+            self.step = furthest
+            self._pace.see(now, furthest)
+            if self.losses.first is None:
+                self.losses.first = now
+        if now >= self._troubled:
+            if self._furthest is not None and furthest > self._furthest:
+                self._goes_on(now)
+            self._furthest = furthest
+
+    def _throughput(self, now: float, samples: float) -> None:
+        told = self._measured.samples if self._measured is not None else -1.0
+        self.rate = (self._pace if self._pace.marks else self._measured_pace).at(now)
+        self.samples = samples if samples >= 0 else told
+        if self.state in ("stalled", "recovering"):  # what was told last is not true any more
+            self.samples = min(0.0, self.samples)
+            for view in self.ranks.values():
+                view.samples = min(0.0, view.samples)
+        elif self.state == "running" and self.rate > 0:
+            self._usual = 1 / self.rate
+        if self.step >= 0:
+            self._point(STEPS, self.step, now, self.rate)
+            if self.samples >= 0:
+                self._point(SAMPLES, self.step, now, self.samples)
+
+    def _goes_on(self, when: float) -> None:
+        """A step was made: whatever it was, it is over."""
+        self.verdicts.clear()
+        self.roll = None
+        self.losses.stepped(when)
+        self._become("running", only=("gathering", "starting", "stalled", "recovering"))
+
+    def _tell_slow(self, now: float) -> None:
+        for rank in sorted(self.tally.slow):
+            if not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN:
+                self._named[rank] = now
+                held = next(one for one in self.tally.held() if one.rank == rank)
+                self.story.tell(now, "slow", held.sentence(self.tally.seconds), (rank,), held.seconds)
+
+    # -- what a training tells
+
+    def _measure(self, event: events.Measured) -> None:
+        before, self._measured = self._measured, event
+        more = before is None or event.step > before.step
+        self._restless = self._restless or (before is not None and event.step < before.step and self.state == "running")
+        self.total, self.epoch = event.total or self.total, event.epoch
+        self._measured_pace.see(event.time, event.step)
+        if event.time >= self._troubled and (self.state != "recovering" and more):  # then it may have waited in a pipe
+            self._goes_on(event.time)
+        if not self._pace.marks:  # nobody sees its steps
+            self.step, self.rate, self.samples = event.step, self._measured_pace.at(event.time), event.samples
+        step = self.step if self._restless else event.step
+        for name, value in event.values.items():
+            if value is not None and name not in (STEPS, SAMPLES):
+                self._point(name, step, event.time, value)
+
+    def _point(self, name: str, step: int, when: float, value: float) -> None:
+        curve = self.curves.get(name)
+        if curve is None and len(self.curves) < _MOST_CURVES:
+            curve = self.curves[name] = Curve()
+        if curve is not None and math.isfinite(value):
+            curve.add(step, when, value)
+
+    # -- who is there
+
+    def _view(self, rank: int) -> RankView:
+        return self.ranks.setdefault(rank, RankView(rank))
+
+    def _faces(self, event: events.Faces) -> None:
+        if not event.ranks:  # between two attempts: they will be back
+            return
+        self._present = {face.rank for face in event.ranks}
+        self.world_size = max(self.world_size, len(self._present))
+        for face in event.ranks:
+            self._view(face.rank).sits(face)
+        if self.state == "running":
+            self._prune()
+        self._judge()
+
+    def _prune(self) -> None:
+        """Ranks that are no more. While they start, or come together again, not all of them have a face yet."""
+        if self._present is not None and (self.ranks.keys() - self._present or self.world_size > len(self._present)):
+            self.world_size = len(self._present)
+            for rank in self.ranks.keys() - self._present:
+                del self.ranks[rank]
+
+    def _worker(self, event: events.WorkerBorn | events.WorkerSeated | events.WorkerExited) -> None:
+        match event:
+            case events.WorkerBorn(spare=True):
+                self._spares.add(event.pid)
+                return
+            case events.WorkerBorn():
+                view = self._view(event.rank)
+                view.device = view.device or event.device
+                view.born(event.pid)
+            case events.WorkerSeated():
+                self._spares.discard(event.pid)
+                before = self.ranks.get(event.was)
+                if before is not None and before.pid == event.pid:
+                    before.born(0)
+                view = self._view(event.rank)
+                view.born(event.pid)
+            case events.WorkerExited():
+                if event.pid in self._spares:
+                    self._spares.discard(event.pid)
+                    return
+                view = self._view(event.rank)
+                if view.pid not in (0, event.pid):  # another has its place already
+                    return
+                view.ended(event.code)
+        self._judge_one(view)
+
+    def _roll_call(self, event: events.RollCall) -> None:
+        before = self.roll.here if self.roll is not None else event.here[:1]
+        new = [name for name in event.here if name not in before]
+        if new:
+            shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+            self.story.tell(event.time, "joined", f"{shown}: {len(event.here)} of {event.expected} nodes are here")
+        missing = bool(event.missing) or len(event.here) < event.expected
+        self.roll = event if missing else None
+        if missing:
+            self._become("gathering", only=("starting",))
+        else:
+            self._become("starting", only=("gathering",))
+
+    def _attempt(self, event: events.AttemptStarted) -> None:
+        if event.attempt > self.attempt:
+            for view in self.ranks.values():
+                view.born(0)
+        self.attempt = event.attempt
+        self.roll, self._measured, self._furthest, self._troubled = None, None, None, event.time
+        self.verdicts.clear()
+        self._become("starting", only=("gathering", "recovering", "running", "stalled"))
+        self._judge()
+
+    # -- trouble
+
+    def _standstill(self, event: events.Stalled | events.Verdict | events.Resumed, told: Happening | None) -> None:
+        match event:
+            case events.Stalled():
+                self.verdicts.clear()  # new ones follow
+                self.losses.begin(event.time - max(0.0, event.seconds))
+                self._trouble("stalled", event.time)
             case events.Verdict():
-                self._tell(event.time, "verdict", event.text, event.ranks)
-                self.verdicts.append(self.happenings[-1])
+                self.losses.begin(event.time)
+                self._trouble("stalled", event.time)
+                self.verdicts += [told] if told is not None else []
+                del self.verdicts[:-_MOST_VERDICTS]
             case events.Resumed():
-                self._tell(event.time, "resumed", f"goes on after {event.seconds:.0f} s", seconds=event.seconds)
                 self.verdicts.clear()
-            case events.RunEnded():
-                self.ended, self.code = event.time, event.code
-                self.state = "failed" if event.code else "done"
+                self.losses.told(event.seconds)
+                self._become("running", only=("stalled",))
+        self._judge()
 
-    def _glance(self, event: events.Sight, glance: events.Glance) -> None:
-        view = self.ranks.setdefault(glance.rank, RankView(glance.rank))
-        view.rate = max(0.0, (glance.step - view.step) / event.seconds) if view.step >= 0 and event.seconds else 0.0
-        view.step, view.samples = glance.step, glance.samples
-        view.data, view.compute, view.waiting = glance.data, glance.compute, glance.waiting
-        view.cpu, view.memory, view.gpu, view.gpu_memory = glance.cpu, glance.memory, glance.gpu, glance.gpu_memory
-        view.silent, view.place = glance.silent, glance.place
-        view.health = "dead" if glance.state == "X" else "well"
-        view.strip.add(event.time, glance.phases)
-        self.step = max(self.step, glance.step)
+    def _fault(self, event: events.Fault | events.Recovered | events.Restarted | events.WorkerFailed) -> None:
+        match event:
+            case events.Fault(recovery="stop"):
+                self._become("stopping")
+            case events.Fault():
+                if self.state == "stalled":
+                    self.losses.settle(event.time)
+                self.losses.begin(event.time)
+                self._trouble("recovering", event.time)
+            case events.Recovered():
+                self.generation = max(self.generation, event.generation)
+                self.losses.told(event.seconds)
+                self.losses.add(max(0, event.redone) * self._usual)
+                self.verdicts.clear()
+                self._become("running", only=("recovering", "starting", "stalled"))
+            case events.Restarted():
+                self.losses.told(event.seconds)
+                self.losses.begin(event.time)
+                self.verdicts.clear()
+                self._become("starting", only=("recovering", "running", "stalled"))
+            case events.WorkerFailed():
+                self.cause = Happening(event.time, "fault", event.summary, (event.rank,))
+        self._judge()
 
-    def _tell(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
-        self.happenings.append(Happening(when, kind, text, ranks, seconds))
+    def _trouble(self, state: State, when: float) -> None:
+        self._become(state, unless=("stopping",))
+        self._furthest, self._troubled = None, when
+        self.tally.clear()
+
+    def _paces(self, event: events.Paces) -> None:
+        self._late.clear()
+        for text in event.late:
+            named = re.match(r"rank (\d{1,9})\b", text)
+            ranks = (int(named[1]),) if named else ()
+            self._late.update(ranks)
+            self.story.tell(event.time, "slow", text, ranks)
+        self._judge()
+
+    # -- the end
+
+    def _ended(self, event: events.RunEnded) -> None:
+        self.losses.settle(event.time)
+        self._become("failed" if event.code else "done")
+        self.ended, self.code, self.roll = event.time, event.code, None
+        self.rate, self.samples = 0.0, min(0.0, self.samples)
+        for view in self.ranks.values():
+            if view.code is None:  # of other nodes nobody says how they ended
+                view.ended(0 if event.code == 0 else None)
+        self._judge()
+
+    def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
+        if self.ended is None and (not only or self.state in only) and self.state not in unless:
+            self.state = state
+
+    def _judge(self) -> None:
+        stuck = {rank for verdict in self.verdicts for rank in verdict.ranks}
+        slow = self.tally.slow | self._late if self._late else self.tally.slow
+        for rank, view in self.ranks.items():
+            view.judge(stuck=rank in stuck, slow=rank in slow)
+
+    def _judge_one(self, view: RankView) -> None:
+        stuck = any(view.rank in verdict.ranks for verdict in self.verdicts)
+        view.judge(stuck=stuck, slow=view.rank in self.tally.slow or view.rank in self._late)
