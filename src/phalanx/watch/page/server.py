@@ -58,7 +58,7 @@ def serve(source: Source, at: str | None = None, fd: int | None = None, key: str
         if fd is None:
             sys.stdout.write(place.link(where, sock, key) + "\n")
             if not where.loopback:
-                sys.stdout.write(f"{place.PLAIN}\n")
+                sys.stdout.write(f"{where.warning}\n")
             sys.stdout.flush()
         return asyncio.run(_served(source, where, key, sock, stays=fd is None))
 
