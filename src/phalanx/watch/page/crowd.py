@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections import deque
 
-import msgspec
 from aiohttp import web
 
 from phalanx.contract.events import AnyEvent, RunEnded
-from phalanx.watch.page.early import Updates
 from phalanx.watch.page.protocol import Update
+from phalanx.watch.page.updates import Updates, encode
 from phalanx.watch.scene import Scene
 from phalanx.watch.source import Source
 
@@ -21,8 +20,6 @@ HEARTBEAT = 10.0  # seconds without one, after which a comment says that we live
 _BEHIND = 90  # updates that one may be behind
 _PATIENCE = 20.0  # seconds for a browser to read
 _AT_A_TIME = 64  # events that are folded before anything else has its turn
-
-_encoder = msgspec.json.Encoder()
 
 
 class Onlooker:
@@ -51,7 +48,6 @@ class Crowd:
         self._onlookers: set[Onlooker] = set()
         self._due: asyncio.TimerHandle | None = None
         self._told = 0.0
-        self._trouble = ""
 
     @property
     def full(self) -> bool:
@@ -86,8 +82,8 @@ class Crowd:
             self._due.cancel()
             self._due = None
         self._told = time.monotonic()
-        update = self._updates.update()
-        if update is None or not self._onlookers:
+        update = self._updates.next() if self._onlookers else None
+        if update is None:
             return
         data = _event("update", update)
         for onlooker in self._onlookers:
@@ -125,4 +121,4 @@ class Crowd:
 
 
 def _event(name: str, update: Update) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(update))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(update))

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.watch import prometheus
 from phalanx.watch.page import guard, keys, place
 from phalanx.watch.page.crowd import Crowd
 from phalanx.watch.page.keys import Keys
@@ -192,7 +193,8 @@ class Page:
             return _json(self._because[1])
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(text="", content_type="text/plain")
+        text = prometheus.text(self.crowd.scene)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 class _QuestionError(UsageError):
