@@ -20,6 +20,7 @@ HEARTBEAT = 10.0  # seconds without one, after which a comment says that we live
 _BEHIND = 90  # updates that one may be behind
 _PATIENCE = 20.0  # seconds for a browser to read
 _AT_A_TIME = 64  # events that are folded before anything else has its turn
+_QUIET = 0.05  # seconds without an event: what had happened before has been told
 
 
 class Onlooker:
@@ -48,6 +49,7 @@ class Crowd:
         self._onlookers: set[Onlooker] = set()
         self._due: asyncio.TimerHandle | None = None
         self._told = 0.0
+        self._seen = 0.0  # when the last event came
 
     @property
     def full(self) -> bool:
@@ -70,8 +72,17 @@ class Crowd:
             for onlooker in self._onlookers:
                 onlooker.news.set()
 
+    async def settled(self, limit: float) -> None:
+        """Until the scene is that of now: a server that has only just begun reads what has happened first."""
+        end = time.monotonic() + limit
+        while not self.ended.is_set() and time.monotonic() < end:
+            if self._seen and time.monotonic() - self._seen > _QUIET:
+                return
+            await asyncio.sleep(_QUIET / 2)
+
     def _see(self, event: AnyEvent) -> None:
         self.scene.see(event)
+        self._seen = time.monotonic()
         if self._due is None:
             # What comes together is told together; and at once, unless something was told only just now.
             wait = max(0.0, self._told + EVERY - time.monotonic())

@@ -45,6 +45,8 @@ _LONGEST_KEY = 1024  # characters
 _PART = 1 << 16  # bytes of a log
 _MOST_FOUND = 1000
 _FRESH = 2.0  # seconds that an answer to `why` is good for: all ranks are asked for their stacks
+_PAST = 5.0  # seconds to read what has happened so far, before anybody is told a number
+_SOON = 0.5  # the same, before a browser is shown what is known by then
 _LAST = 1.0  # seconds for browsers to hear the end
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -164,6 +166,7 @@ class Page:
             web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         )
         await response.prepare(request)
+        await self.crowd.settled(_SOON)
         await self.crowd.show(response, request.transport)
         return response
 
@@ -193,6 +196,7 @@ class Page:
             return _json(self._because[1])
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
+        await self.crowd.settled(_PAST)
         text = prometheus.text(self.crowd.scene)
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
