@@ -1,6 +1,6 @@
-"""Children that show the run: the page's server, once somebody calls, and the screen. They end with the run, or before.
+"""Those who look at the run in a browser: we only listen, and a child of ours serves them, once somebody calls.
 
-The supervisor itself only listens. A page that nobody opens costs no process, and not even an import.
+A page that nobody opens costs no process, and not even an import. The child ends with the run, however that ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import PAGE_KEY
+from phalanx.errors import PortError
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
 from phalanx.launch.plan import Plan
@@ -29,49 +32,43 @@ _FILE = "page"  # in the run folder, for its owner alone: the address, and the k
 _LOG = "page.log"
 _MOST = 3  # times that a page's server is started: one that cannot live would be started for ever
 _BY_ITSELF = 2.0  # seconds for a child to tell the end of the run, and go
-_A_LOOK = 5.0  # the same for the screen, which shows it a moment
 _POLITELY = 1.0  # seconds after SIGTERM
 
 
 class Child:
-    """A process that shows the run. `ended` is called when it is gone."""
+    """The page's server. `gone` is called when it has ended."""
 
-    def __init__(self, words: Sequence[str], fds: Sequence[int], stdio: int | None, ended: Callable[[], None]) -> None:
-        self._ended = ended
+    def __init__(self, words: Sequence[str], listener: int, log: int, gone: Callable[[], None]) -> None:
+        self._gone = gone
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx", "watch", *words],
-            stdin=None if stdio is None else subprocess.DEVNULL,
-            stdout=stdio,
-            stderr=stdio,
-            pass_fds=fds,
-            # Ctrl-C ends the run, and not before that what shows how it ends. Who reads keys has to be in front.
-            process_group=None if stdio is None else 0,
+            [sys.executable, "-P", "-m", "phalanx", "watch", "--held", str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener],
+            process_group=0,  # Ctrl-C ends the run, and not before that what shows how it ends
         )
         self.pid = self._process.pid
         self._handle = os.pidfd_open(self.pid)
-        self._gone = asyncio.Event()
+        self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._handle, self._exited)
 
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._handle)
         os.close(self._handle)
         self._process.wait()
-        self._gone.set()
-        self._ended()
+        self._ended.set()
+        self._gone()
 
-    @property
-    def code(self) -> int:
-        return self._process.returncode or 0
-
-    async def end(self, patience: float) -> None:
+    async def end(self) -> None:
         """By itself, then politely, then surely."""
-        for number, wait in ((None, patience), (signal.SIGTERM, _POLITELY), (signal.SIGKILL, None)):
-            if self._gone.is_set():
+        for number, wait in ((None, _BY_ITSELF), (signal.SIGTERM, _POLITELY), (signal.SIGKILL, None)):
+            if self._ended.is_set():
                 return
             if number is not None:
                 signal.pidfd_send_signal(self._handle, number)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), wait)
+                await asyncio.wait_for(self._ended.wait(), wait)
 
 
 class Onlookers:
@@ -82,25 +79,20 @@ class Onlookers:
         self._listener: socket.socket | None = None
         self._page: Child | None = None
         self._pages = 0  # that were started
-        self._screen: Child | None = None
         self._ends = False
 
     @property
     def pids(self) -> frozenset[int]:
-        """Children that are not for anybody else to end."""
-        return frozenset(child.pid for child in (self._page, self._screen) if child is not None)
+        """A child that is not for anybody else to end."""
+        return frozenset((self._page.pid,)) if self._page is not None else frozenset()
 
     def begin(self, *, leads: bool) -> None:
         """Raises UsageError: a port that is taken, a key that is none."""
-        if leads and self._wants_page:
+        if leads and self._wanted:
             self.page()
-        if self._plan.watching.screen:
-            self.screen()
-
-    # -- the page
 
     @property
-    def _wants_page(self) -> bool:
+    def _wanted(self) -> bool:
         told = self._plan.watching.page
         if told is not None:
             return told
@@ -111,8 +103,13 @@ class Onlookers:
         from phalanx.watch.page import keys, place
 
         where = place.parse(self._plan.watching.at)
-        key = keys.new(self._plan.environ.get(keys.VARIABLE, ""))
-        self._listener = place.listen(where)
+        key = keys.new(environment().get(PAGE_KEY, ""))
+        try:
+            self._listener = place.listen(where)
+        except PortError:
+            if self._plan.watching.page is None:  # nobody has asked for it
+                return
+            raise
         link = place.link(where, self._listener, key)
         with contextlib.suppress(OSError):  # a full disk: then there is no page
             fd = os.open(self._path(_FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -138,19 +135,19 @@ class Onlookers:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._pages += 1
-        words = ["--of-run", self._folder.path, "--page-fd", str(self._listener.fileno())]
+        words = [self._folder.name, "--page-fd", str(self._listener.fileno())]
         if self._plan.watching.at is not None:
             words += ["--page-at", self._plan.watching.at]
         try:
             log = os.open(self._path(_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                self._page = Child(words, [self._listener.fileno()], log, self._page_gone)
+                self._page = Child(words, self._listener.fileno(), log, self._gone)
             finally:
                 os.close(log)
         except OSError as error:
             self._no_page(str(error))
 
-    def _page_gone(self) -> None:
+    def _gone(self) -> None:
         """At the next call another one is started."""
         self._page = None
         if self._ends or self._listener is None:
@@ -162,9 +159,9 @@ class Onlookers:
 
     def _no_page(self, why: str) -> None:
         self._console.say(f"there is no page any more: {why}\n  phalanx watch {self._folder.name} --page makes another")
-        self._close_page()
+        self._close()
 
-    def _close_page(self) -> None:
+    def _close(self) -> None:
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
@@ -179,34 +176,12 @@ class Onlookers:
     def _path(self, name: str) -> str:
         return os.path.join(self._folder.path, name)
 
-    # -- the screen
-
-    def screen(self) -> None:
-        """It has the terminal, and we are silent meanwhile."""
-        if not (os.isatty(0) and self._console.terminal(Std.OUT)):
-            return
-        self._curtain("hide")
-        try:
-            self._screen = Child(["--of-run", self._folder.path], [], None, self._screen_gone)
-        except OSError as error:
-            self._screen_gone()
-            self._console.say(f"the screen cannot be shown: {error}")
-
-    def _screen_gone(self) -> None:
-        self._screen = None
-        self._curtain("show")
-
-    def _curtain(self, what: str) -> None:
-        getattr(self._console, what, lambda: None)()
-
-    # -- the end
-
     async def end(self) -> None:
         """The run is over, and whoever looks has been told."""
         self._ends = True
-        children = [(self._page, _BY_ITSELF), (self._screen, _A_LOOK)]
-        await asyncio.gather(*(child.end(patience) for child, patience in children if child is not None))
-        self._close_page()
+        if self._page is not None:
+            await self._page.end()
+        self._close()
 
 
 def key_of(folder: str) -> str:

@@ -20,7 +20,7 @@ from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError
 from phalanx.launch import desk, logs, past, postmortem, runfolder, stacks
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import kernel, wire
+from phalanx.launch.zygote import wire
 from phalanx.watch.source import Because, Found, LogPart, Source, Stream
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know
@@ -31,17 +31,6 @@ _LONGEST = 1 << 26  # bytes of a line
 
 def of(run: RunRecord) -> Source:
     return Living(run) if run.alive else Ended(run)
-
-
-def parent(folder: str) -> RunRecord:
-    """The run that has started this process, which ends with it, however that ends."""
-    try:
-        with open(os.path.join(folder, "run.json")) as file:
-            run = RunRecord(**json.load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise LaunchError(f"{folder} is no folder of a run: {error}", fix="phalanx ps --all") from None
-    kernel.die_with_parent(run.pid)
-    return run
 
 
 class Living:

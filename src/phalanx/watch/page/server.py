@@ -131,7 +131,7 @@ class Page:
         except _QuestionError as error:
             return guard.refused(400, str(error))
         except PhalanxError as error:
-            return _json({"what": error.what, "details": error.details, "fix": error.fix}, status=503)
+            return guard.refused(503, str(error))
 
     async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "POST":
@@ -211,9 +211,8 @@ def _number(text: str | None) -> int:
     return int(text)
 
 
-def _json(content: Any, *, status: int = 200) -> web.StreamResponse:
-    body = msgspec.json.encode(content)
-    return guard.sealed(web.Response(status=status, body=body, content_type="application/json", charset="utf-8"))
+def _json(content: Any) -> web.StreamResponse:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json", charset="utf-8")
 
 
 def _assets() -> dict[str, tuple[bytes, str, str]]:
