@@ -102,7 +102,7 @@ def _digits(step: float) -> int:
     """Digits behind the point that tell numbers this far apart from each other."""
     digits = max(0, min(12, -math.floor(math.log10(abs(step)) + 1e-9)))
     # 2.5 and 0.25 need one more than their size says
-    return digits + (abs(step * 10**digits - round(step * 10**digits)) > 1e-6)
+    return digits + int(abs(step * 10**digits - round(step * 10**digits)) > 1e-6)
 
 
 def _round(least: float) -> float:

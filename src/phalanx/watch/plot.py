@@ -108,17 +108,20 @@ def lines(
     *,
     ascii_only: bool = False,
     log: bool = False,
+    zero: bool = False,
     over: Kind = "count",
     marks: Sequence[float] = (),
 ) -> list[Row]:
-    """That many rows of that many cells. The first series lies on top. `over`: what x is, steps unless told
+    """That many rows of that many cells. The first series lies on top. `zero`: it is on the y axis,
+    whatever was measured; `over`: what x is, steps unless told
     ("seconds", "number"); `marks`: places on the x axis that something happened at. Too small for axes: only curves."""
     if width < 1 or height < 1:
         return []
     signs = _ASCII if ascii_only else _Signs()
     drawn = [_known(one.points) for one in series]
     across = spanning((x for points in drawn for x, _ in points), over)
-    up = spanning((y for points in drawn for _, y in points), "log" if log else "number")
+    heights = [y for points in drawn for _, y in points]
+    up = spanning([*heights, *([0.0] if zero else [])], "log" if log else "number")
     floor = 2 if height >= 5 and width >= 16 else 0
     rows = height - floor
     labels = _side_labels(up, rows) if width >= 16 else {}
