@@ -148,9 +148,13 @@ def legend(series: Sequence[Series], *, ascii_only: bool = False) -> Row:
     """Names with the sign of each, in one row."""
     row: Row = []
     for style, one in enumerate(series):
-        sign = ASCII_DOTS[style % len(ASCII_DOTS)] if ascii_only else "━━"
-        row += [(f"{sign} {one.name}", style), ("   ", AXIS)]
+        row += [(f"{sign(style, ascii_only=ascii_only)} {one.name}", style), ("   ", AXIS)]
     return row[:-1]
+
+
+def sign(style: int, *, ascii_only: bool = False) -> str:
+    """Of that series, in a legend."""
+    return ASCII_DOTS[style % len(ASCII_DOTS)] if ascii_only else "━━"
 
 
 def _known(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

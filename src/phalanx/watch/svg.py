@@ -53,6 +53,20 @@ class Chart:
     zero: bool = False  # the y axis has it, whatever was measured
 
 
+@dataclass(frozen=True)
+class _Field:
+    """What a chart is drawn on."""
+
+    across: Axis
+    up: Axis
+    wide: int
+    high: int
+
+    def at(self, x: float, y: float) -> tuple[float, float] | None:
+        across, up = self.across.at(x), self.up.at(y)
+        return None if across is None or up is None else (across * self.wide, (1 - up) * self.high)
+
+
 def style() -> str:
     """Classes of ours begin with `ph-`."""
     light = "".join(f".ph-s{index}{{stroke:{one}}}.ph-f{index}{{fill:{one}}}" for index, (one, _) in enumerate(COLOURS))
@@ -74,8 +88,10 @@ def style() -> str:
     )
 
 
-def picture(charts: Sequence[Chart], *, width: int = WIDTH, height: int = HEIGHT, alone: bool = True) -> str:
-    """One below the other. `alone`: a file of its own, else for a page that has the style."""
+def picture(
+    charts: Sequence[Chart], *, width: int = WIDTH, height: int = HEIGHT, alone: bool = True, comment: str = ""
+) -> str:
+    """One below the other. `alone`: a file of its own, else for a page that has the style. `comment`: who made it."""
     whole = max(1, len(charts)) * height
     title = _text(", ".join(chart.title for chart in charts))
     head = (
@@ -83,30 +99,36 @@ def picture(charts: Sequence[Chart], *, width: int = WIDTH, height: int = HEIGHT
         + (f' width="{width}" height="{whole}"' if alone else "")
         + f' role="img" aria-label="{title}">'
     )
-    parts = [head, f"<style>{style()}</style>" if alone else ""]
+    parts = [head, f"<desc>{_text(comment)}</desc>" if comment else "", f"<style>{style()}</style>" if alone else ""]
     parts.append(f'<rect class="ph-paper" width="{width}" height="{whole}"/>')
     parts += [_chart(chart, number * height, width, height) for number, chart in enumerate(charts)]
     return "".join(parts) + "</svg>\n"
 
 
 def _chart(chart: Chart, top: int, width: int, height: int) -> str:
-    wide, high = width - _LEFT - _RIGHT, height - _TOP - _BOTTOM
     known = [(x, y) for one in chart.series for x, y in one.points if math.isfinite(x) and math.isfinite(y)]
-    across = spanning((x for x, _ in known), chart.over)
-    up = spanning([*(y for _, y in known), *([0.0] if chart.zero else [])], "log" if chart.log else "number")
+    heights = [*(y for _, y in known), *([0.0] if chart.zero else [])]
+    field = _Field(
+        spanning((x for x, _ in known), chart.over),
+        spanning(heights, "log" if chart.log else "number"),
+        width - _LEFT - _RIGHT,
+        height - _TOP - _BOTTOM,
+    )
     parts = [f'<g transform="translate({_LEFT} {top + _TOP})">']
     parts.append(f'<text class="ph-title" x="0" y="-16">{_text(chart.title)}</text>')
-    parts.append(_legend(chart, wide))
-    parts.append(_grid(up, across, wide, high, chart.across))
-    parts += [_mark(mark, across, wide, high) for mark in chart.marks]
+    parts += [_legend(chart, field.wide), _grid(field, chart.across)]
+    parts += [_mark(mark, field) for mark in chart.marks]
     for index in reversed(range(len(chart.series))):
-        parts.append(_line(chart.series[index], index % len(COLOURS), across, up, wide, high))
+        parts.append(_line(chart.series[index], index % len(COLOURS), field))
     if not known:
-        parts.append(f'<text x="{wide / 2:g}" y="{high / 2:g}" text-anchor="middle">nothing was measured</text>')
+        parts.append(
+            f'<text x="{field.wide / 2:g}" y="{field.high / 2:g}" text-anchor="middle">nothing was measured</text>'
+        )
     return "".join([*parts, "</g>"])
 
 
-def _grid(up: Axis, across: Axis, wide: int, high: int, name: str) -> str:
+def _grid(field: _Field, name: str) -> str:
+    across, up, wide, high = field.across, field.up, field.wide, field.high
     parts = []
     for value, text in up.ticks(6):
         place = up.at(value)
@@ -130,15 +152,14 @@ def _grid(up: Axis, across: Axis, wide: int, high: int, name: str) -> str:
 
 
 def _legend(chart: Chart, wide: int) -> str:
-    """From the right, as many as there is room for."""
+    """From the right; many long names are cut to what there is room for."""
     if len(chart.series) < 2:
         return ""
     parts, right = [], float(wide)
+    most = int((wide - len(chart.title) * _LETTER - 20) / len(chart.series) / _LETTER) - 6
     for index in reversed(range(len(chart.series))):
-        name = _cut(chart.series[index].name)
+        name = _cut(chart.series[index].name, max(4, min(_TOLD, most)))
         left = right - len(name) * _LETTER - 22
-        if left < len(chart.title) * _LETTER + 20:
-            continue
         colour = index % len(COLOURS)
         parts.append(f'<path class="ph-line ph-s{colour}" d="M{_short(left)} -20h14"/>')
         parts.append(f'<text x="{_short(left + 18)}" y="-16">{_text(name)}</text>')
@@ -146,10 +167,10 @@ def _legend(chart: Chart, wide: int) -> str:
     return "".join(parts)
 
 
-def _line(series: Series, colour: int, across: Axis, up: Axis, wide: int, high: int) -> str:
+def _line(series: Series, colour: int, field: _Field) -> str:
     """Broken where there is no number. What lies alone between two gaps is a dot."""
     path, alone = [], []
-    for piece in _pieces(series, across, up, wide, high):
+    for piece in _pieces(series, field):
         if len(piece) == 1:
             alone.append(
                 f'<circle class="ph-dot ph-f{colour}" cx="{_short(piece[0][0])}" cy="{_short(piece[0][1])}" r="2"/>'
@@ -160,7 +181,7 @@ def _line(series: Series, colour: int, across: Axis, up: Axis, wide: int, high: 
     return line + "".join(alone[:200])
 
 
-def _pieces(series: Series, across: Axis, up: Axis, wide: int, high: int) -> list[list[tuple[float, float]]]:
+def _pieces(series: Series, field: _Field) -> list[list[tuple[float, float]]]:
     """What is drawn without lifting the pen. Of many points in one pixel's column the first, lowest, highest, last."""
     pieces: list[list[tuple[float, float]]] = []
     column: list[tuple[float, float]] = []
@@ -174,16 +195,14 @@ def _pieces(series: Series, across: Axis, up: Axis, wide: int, high: int) -> lis
         column = []
 
     for x, y in series.points:
-        here = across.at(x) if math.isfinite(x) else None
-        there = up.at(y)
-        if here is None or there is None:
+        at = field.at(x, y)
+        if at is None:
             settle()
             open_piece = False
             continue
         if not open_piece:
             pieces.append([])
             open_piece = True
-        at = (here * wide, (1 - there) * high)
         if column and int(at[0]) != int(column[0][0]):
             settle()
         column.append(at)
@@ -191,15 +210,15 @@ def _pieces(series: Series, across: Axis, up: Axis, wide: int, high: int) -> lis
     return pieces
 
 
-def _mark(mark: Mark, across: Axis, wide: int, high: int) -> str:
-    place = across.at(mark.x)
+def _mark(mark: Mark, field: _Field) -> str:
+    place = field.across.at(mark.x)
     if place is None or not 0 <= place <= 1:
         return ""
-    x = _short(place * wide)
+    x = _short(place * field.wide)
     calm = mark.kind == "recovered"
     line, flag = ("ph-mark ph-calm", "ph-calmflag") if calm else ("ph-mark", "ph-flag")
     return (
-        f'<g><title>{_text(_cut(mark.text, 300))}</title><path class="{line}" d="M{x} 0V{high}"/>'
+        f'<g><title>{_text(_cut(mark.text, 300))}</title><path class="{line}" d="M{x} 0V{field.high}"/>'
         f'<path class="{flag}" d="M{x} -7l5 7h-10z"/></g>'
     )
 
