@@ -122,7 +122,7 @@ def test_other_sizes(tmp_path: Path) -> None:
         assert "300" in text
         for rows, columns in ((5, 20), (1, 1), (2, 7), (3, 200)):
             glass.resize(rows, columns)
-            glass.type("\x1b[A?\x1b")
+            glass.type("\x1b[A?q")
         glass.resize(24, 80)
         glass.until(r"(?m)^▸.\s+29\d node37")
 
