@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 
 from phalanx.cli import choice
 from phalanx.cluster.sources.surroundings import environment
@@ -34,10 +33,14 @@ def main(argv: list[str]) -> int:
 
         key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else onlookers.key_of(run.folder)
         return server.serve(source, at=options.page_at, fd=options.page_fd, key=key)
-    if options.plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    from phalanx.watch.screen import terminal
+
+    environ = environment()
+    if options.plain or not terminal.good_for_a_screen(environ.get("TERM", "")):
         from phalanx.watch.screen import lines
 
         return lines.show(source)
+    from phalanx.cli.hands import Hands
     from phalanx.watch.screen import screen
 
-    return screen.show(source)
+    return screen.show(source, hands=Hands(run), environ=environ, held=options.held is not None)

@@ -1,4 +1,5 @@
 """Those who look at the run in a browser: we only listen, and a child of ours serves them, once somebody calls.
+Who wants to see it on our own terminal has another child (screening.py).
 
 A page that nobody opens costs no process, and not even an import. The child ends with the run, however that ends.
 """
@@ -26,6 +27,7 @@ from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder
 
 if TYPE_CHECKING:
+    from phalanx.launch.screening import Screening
     from phalanx.watch.page.place import Place
 
 _FILE = "page"  # in the run folder, for its owner alone: the address, and the key
@@ -78,18 +80,33 @@ class Onlookers:
         self._console = console
         self._listener: socket.socket | None = None
         self._page: Child | None = None
+        self._screening: Screening | None = None
         self._pages = 0  # that were started
         self._ends = False
 
     @property
     def pids(self) -> frozenset[int]:
-        """A child that is not for anybody else to end."""
-        return frozenset((self._page.pid,)) if self._page is not None else frozenset()
+        """Children that are not for anybody else to end."""
+        page = frozenset((self._page.pid,)) if self._page is not None else frozenset()
+        return page | self._screening.pids if self._screening is not None else page
 
     def begin(self, *, leads: bool) -> None:
         """Raises UsageError: a port that is taken, a key that is none."""
         if leads and self._wanted:
             self.page()
+
+    async def screen(self, note: Callable[[str], None]) -> None:
+        """On this terminal, where it was asked for and can be."""
+        if not self._plan.watching.screen:
+            return
+        from phalanx.launch import screening
+
+        if screening.here(self._plan):
+            if screening.possible(self._plan):
+                self._screening = screening.Screening(self._folder.name, self._console, note)
+                await self._screening.begin()
+            else:
+                note("--screen needs a terminal; there is none, so that this is as without it")
 
     @property
     def _wanted(self) -> bool:
@@ -179,8 +196,7 @@ class Onlookers:
     async def end(self) -> None:
         """The run is over, and whoever looks has been told."""
         self._ends = True
-        if self._page is not None:
-            await self._page.end()
+        await asyncio.gather(*(one.end() for one in (self._page, self._screening) if one is not None))
         self._close()
 
 

@@ -139,6 +139,7 @@ class Supervisor:
         ):
             try:
                 self._onlookers.begin(leads=self._company.leads)
+                await self._onlookers.screen(self.note)
                 self.together = await self._come_together()
                 if self.together:
                     code, text = await self._attempts()
