@@ -62,7 +62,8 @@ class Account:
     cwd: str = ""
     folder: str = ""
     started: float = 0.0
-    cause: str = ""  # the first cause, as the terminal had it
+    first: str = ""  # the first cause in a line
+    cause: str = ""  # all that is known of it
     stood: tuple[Stood, ...] = ()
     tails: tuple[Tail, ...] = ()
     with_logs: bool = True
@@ -153,7 +154,7 @@ def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Ht
     if first is not None:
         told.append(f"The first step that was seen was {seconds(first)} after that.")
     faults = [entry for entry in ledger.entries if entry.kind == "fault"]
-    survived = [entry for entry in faults if entry.remedy != "stop"]
+    survived = [entry for entry in faults if entry.seconds is not None]
     stalls = [entry for entry in ledger.entries if entry.kind == "stall"]
     if survived:
         away = sum(entry.seconds or 0.0 for entry in survived)
@@ -163,8 +164,10 @@ def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Ht
     if stalls:
         stood = sum(entry.seconds or 0.0 for entry in stalls)
         told.append(f"It stood still {figures.count(len(stalls), 'time')}, {seconds(stood)} in all: {stalls[0].text}.")
-    if not faults and not stalls:
-        told.append("Nothing failed on the way." if account.state in ("done", "running") else "No fault was survived.")
+    if len(faults) > len(survived):
+        told.append(f"{figures.count(len(faults) - len(survived), 'fault')} it did not get over.")
+    if not faults and not stalls and account.state in ("done", "running"):
+        told.append("Nothing failed on the way.")
     if course.final is not None:
         low = f", the lowest was {figures.number(course.lowest)}" if course.lowest is not None else ""
         told.append(f"The last {course.metric} was {figures.number(course.final)}{low}.")
@@ -182,8 +185,9 @@ def _ending(account: Account, course: Course) -> str:
             if course.steps
             else f"It ended well after {lasted}."
         )
-    why = next((line.strip() for line in account.cause.splitlines() if line.strip()), "")
-    return f"It ended after {lasted}: {account.state}{f', because of this: {why}' if why else ''}."
+    if account.state == "killed":
+        return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
+    return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
 
 def _where(scene: Scene) -> str:
