@@ -1,4 +1,4 @@
-"""`phalanx ps`: the runs of this user on this machine. Those that have ended are remembered until they are forgotten."""
+"""`phalanx ps`: the runs of this user on this machine; those that have ended are remembered, or forgotten."""
 
 from __future__ import annotations
 

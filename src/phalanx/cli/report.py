@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from phalanx.cli import compare, document
 from phalanx.contract import events
 from phalanx.launch import postmortem, recollection, viewing
 from phalanx.launch.runfolder import RunRecord
 from phalanx.version import __version__
-from phalanx.watch import report
+from phalanx.watch import masking, report
 from phalanx.watch.comparison import Track
 from phalanx.watch.ledger import Ledger
+from phalanx.watch.page import assets
+from phalanx.watch.page.updates import Updates
 from phalanx.watch.report import Account, Stood, Tail
+from phalanx.watch.scene import Scene
 from phalanx.watch.source import Stream
+from phalanx.watch.strip import TICK
 
 _RANKS = 32  # of which the ends of logs are shown
 _TAIL = 16_000  # bytes of each stream
+_PHASES = 1_500_000  # letters of all ranks
+_MOST_PHASES = 6000  # of one
+_STACKS = 128  # ranks
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
@@ -69,7 +79,24 @@ def made(record: RunRecord, *, with_logs: bool = True) -> str:
         tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
         with_logs=with_logs,
     )
-    return report.html(account, scene, track.course(record.state), ledger)
+    page = asyncio.run(_page(record, scene, account))
+    return report.html(account, scene, track.course(record.state), ledger, page=page)
+
+
+async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
+    """The page with all that it shows inside: as many phases as there is room for."""
+    letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
+    logs: dict[str, dict[str, str]] = {}
+    for tail in account.tails:
+        logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
+    why = await viewing.Ended(record).why()
+    stacks = dict(itertools.islice(why.stacks.items(), _STACKS))
+    data = {
+        "whole": Updates(scene, seconds=letters * TICK).whole(),
+        "logs": logs,
+        "why": msgspec.structs.replace(why, stacks=stacks),
+    }
+    return assets.inlined(masking.hidden(msgspec.json.encode(data).decode()))
 
 
 @dataclass

@@ -32,6 +32,8 @@ def style() -> str:
         ".health.dead,.health.stuck{color:#c22b50;font-weight:600}.health.slow,.health.silent{color:#b06a00}"
         "@media (prefers-color-scheme:dark){.health.dead,.health.stuck{color:#ff7f9f}"
         ".health.slow,.health.silent{color:#d8b93a}}"
+        "iframe{width:100%;height:92vh;border:1px solid var(--line);border-radius:.5rem}"
+        "@media print{iframe{display:none}}"
         "@media print{details{display:block}pre{max-height:none}}"
         f"{svg.style()}{timeline.style()}"
     )
