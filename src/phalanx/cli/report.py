@@ -1,0 +1,123 @@
+"""`phalanx report [RUN]`: one HTML file of a run, to share with somebody who was not there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.cli import compare, document
+from phalanx.contract import events
+from phalanx.launch import postmortem, recollection, viewing
+from phalanx.launch.runfolder import RunRecord
+from phalanx.version import __version__
+from phalanx.watch import masking, report
+from phalanx.watch.comparison import Track
+from phalanx.watch.ledger import Ledger
+from phalanx.watch.page import assets
+from phalanx.watch.page.updates import Updates
+from phalanx.watch.report import Account, Stood, Tail
+from phalanx.watch.scene import Scene
+from phalanx.watch.source import Stream
+from phalanx.watch.strip import TICK
+
+_RANKS = 32  # of which the ends of logs are shown
+_TAIL = 16_000  # bytes of each stream
+_PHASES = 1_500_000  # letters of all ranks
+_MOST_PHASES = 6000  # of one
+_STACKS = 128  # ranks
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx report",
+        description="One HTML file of a run, that has ended or goes on, to share: what ran, how fast, what failed and "
+        "what it cost. It needs no network and no script. What looks like a password or a token is masked.",
+    )
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps --all` shows it, or its folder (the last)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where it is written (RUN.html); -: standard output")
+    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
+    parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
+    options = parser.parse_args(argv)
+    record = compare.record_of(options.run, verb="report")
+    text = made(record, with_logs=not options.no_logs)
+    if options.output == "-":
+        sys.stdout.write(text)
+        return 0
+    path = options.output or f"{record.id}.html"
+    where = document.write(path, text, sign=report.SIGN, force=options.force, what="report")
+    sys.stdout.write(f"{where}\n")
+    return 0
+
+
+def made(record: RunRecord, *, with_logs: bool = True) -> str:
+    track, ledger, blamed = Track(record.id), Ledger(), Blamed()
+    recollection.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
+    scene, remains = track.scene, postmortem.read(record)
+    ended_badly = not record.alive and record.code != 0
+    ranks = list(blamed.ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
+    account = Account(
+        run=record.id,
+        state=record.state,
+        command=tuple(record.command),
+        version=__version__,
+        made=time.time(),
+        host=record.host,
+        cwd=record.cwd,
+        folder=record.folder,
+        started=record.started,
+        first=postmortem.first(remains) if ended_badly else "",
+        cause=postmortem.report(remains) if ended_badly else "",
+        stood=tuple(Stood(texts, stacks) for texts, stacks in recollection.stalls_of(record)),
+        tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
+        with_logs=with_logs,
+    )
+    page = asyncio.run(_page(record, scene, account))
+    return report.html(account, scene, track.course(record.state), ledger, page=page)
+
+
+async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
+    """The page with all that it shows inside: as many phases as there is room for."""
+    letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
+    logs: dict[str, dict[str, str]] = {}
+    for tail in account.tails:
+        logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
+    why = await viewing.Ended(record).why()
+    stacks = dict(itertools.islice(why.stacks.items(), _STACKS))
+    data = {
+        "whole": Updates(scene, seconds=letters * TICK).whole(),
+        "logs": logs,
+        "why": msgspec.structs.replace(why, stacks=stacks),
+    }
+    return assets.inlined(masking.hidden(msgspec.json.encode(data).decode()))
+
+
+@dataclass
+class Blamed:
+    """Ranks whose words are worth reading first: who failed, and who was blamed."""
+
+    ranks: dict[int, None] = field(default_factory=dict)
+
+    def see(self, event: events.AnyEvent) -> None:
+        match event:
+            case events.WorkerFailed() | events.Fault():
+                self.ranks[event.rank] = None
+            case events.Verdict():
+                self.ranks |= dict.fromkeys(event.ranks[:8])
+
+
+async def _tails(record: RunRecord, ranks: Sequence[int]) -> tuple[Tail, ...]:
+    source, found = viewing.Ended(record), []
+    for rank in ranks:
+        for stream in _STREAMS:
+            part = await source.log(rank, stream, size=_TAIL)
+            if part.text.strip():
+                found.append(Tail(rank, stream, part.text, part.end))
+    return tuple(found)
