@@ -111,6 +111,10 @@ HEALTHS = {
     "ended": ([events.WorkerExited(time=2, rank=1, pid=11)], ["coming", "done"]),
     "ended, seen": ([sight(2, 1, 1, state="E")], ["done", "done"]),
     "died": ([events.WorkerExited(time=2, rank=1, pid=11, code=-9)], ["coming", "dead"]),
+    "died, and was seen before": (
+        [events.WorkerExited(time=2.4, rank=1, pid=11, code=-9), sight(2, 1, 1)],
+        ["well", "dead"],
+    ),
     "died, seen": ([sight(2, 1, 1, state="X")], ["dead", "dead"]),
     "died long ago": (
         [
@@ -339,7 +343,13 @@ def test_nodes_that_join_are_told() -> None:
     assert scene.roll.missing == ("b",)
     scene.see(events.RollCall(time=9, expected=3, here=("a", "b", "c")))
     assert scene.roll is None
-    assert [one.text for one in scene.happenings] == ["c: 2 of 3 nodes are here", "b: 3 of 3 nodes are here"]
+    scene.see(events.Fault(time=20, rank=0, reason="d joined", recovery="regroup"))
+    assert scene.state == "recovering"
+    assert [(one.kind, one.text) for one in scene.happenings] == [
+        ("joined", "c: 2 of 3 nodes are here"),
+        ("joined", "b: 3 of 3 nodes are here"),
+        ("joined", "d joined"),
+    ]
 
 
 def test_verdicts_stand_until_it_goes_on() -> None:

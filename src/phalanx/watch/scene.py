@@ -199,7 +199,7 @@ class Scene:
 
     def _throughput(self, now: float, samples: float) -> None:
         told = self._measured.samples if self._measured is not None else -1.0
-        self.rate = (self._pace if self._pace.marks else self._measured_pace).at(now)
+        self.rate = self._pace.at(now) or self._measured_pace.at(now)
         self.samples = samples if samples >= 0 else told
         if self.state in ("stalled", "recovering"):  # what was told last is not true any more
             self.samples = min(0.0, self.samples)
@@ -296,7 +296,7 @@ class Scene:
                 view = self._view(event.rank)
                 if view.pid not in (0, event.pid):  # another has its place already
                     return
-                view.ended(event.code)
+                view.ended(event.time, event.code)
         self._judge_one(view)
 
     def _roll_call(self, event: events.RollCall) -> None:
@@ -388,7 +388,7 @@ class Scene:
         self.rate, self.samples = 0.0, min(0.0, self.samples)
         for view in self.ranks.values():
             if view.code is None:  # of other nodes nobody says how they ended
-                view.ended(0 if event.code == 0 else None)
+                view.ended(event.time, 0 if event.code == 0 else None)
         self._judge()
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:

@@ -79,6 +79,8 @@ class Story:
 
 def _happening(event: events.AnyEvent) -> Happening | None:
     match event:
+        case events.Fault() if event.reason.endswith(" joined"):  # for which the group forms anew
+            return Happening(event.time, "joined", event.reason)
         case events.Fault():
             named = event.reason.startswith(("rank ", "node ", "the "))
             text = event.reason if named else f"rank {event.rank}: {event.reason}"

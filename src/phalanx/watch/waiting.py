@@ -51,7 +51,7 @@ class Held:
     def sentence(self, seconds: float = _WINDOW) -> str:
         """Of the last so many."""
         within = "the last minute" if round(seconds) == 60 else f"the last {seconds:.0f} s"
-        where = {"data": "data loading", "idle": "none of the phases we know"}.get(self.phase, self.phase)
+        where = {"data": "data loading", "idle": "code of its own"}.get(self.phase, self.phase)
         return f"rank {self.rank} kept the others waiting {self.share:.0%} of {within}, mostly in {where}"
 
 
