@@ -352,6 +352,21 @@ def test_nodes_that_join_are_told() -> None:
     ]
 
 
+@pytest.mark.parametrize(("slow", "also"), [(1, ""), (3, ", and 2 more did")])
+def test_who_holds_the_others_up_is_told_now_and_then(slow: int, also: str) -> None:
+    scene = told(*started(8))
+    for second in range(2, 700):
+        glances = tuple(
+            Glance(rank=rank, step=second, phases="dddwwwfffO" if rank < slow else "wwwwwwfffO") for rank in range(8)
+        )
+        scene.see(events.Sight(time=second, seconds=1.0, ranks=glances))
+    expected = "rank 0 kept the others waiting 30% of the last {}, mostly in data loading" + also
+    assert [one.text for one in scene.happenings] == [expected.format("20 s"), expected.format("minute")]
+    assert [scene.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["well"] * (4 - slow)
+    scene.see(STALL)
+    assert scene.ranks[0].health == "well", "what stands still is not slow"
+
+
 def test_verdicts_stand_until_it_goes_on() -> None:
     scene = told(*started(), STALL, VERDICT)
     assert [one.text for one in scene.verdicts] == [VERDICT.text]

@@ -220,11 +220,17 @@ class Scene:
         self._become("running", only=("gathering", "starting", "stalled", "recovering"))
 
     def _tell_slow(self, now: float) -> None:
-        for rank in sorted(self.tally.slow):
-            if not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN:
-                self._named[rank] = now
-                held = next(one for one in self.tally.held() if one.rank == rank)
-                self.story.tell(now, "slow", held.sentence(self.tally.seconds), (rank,), held.seconds)
+        """Once in a while, and of several that are slow at once in one line."""
+        if not any(self._is_news(rank, now) for rank in self.tally.slow):
+            return
+        slow = [one for one in self.tally.held() if one.rank in self.tally.slow]
+        also = f", and {len(slow) - 1} more did" if len(slow) > 1 else ""
+        ranks = tuple(one.rank for one in slow)
+        self._named |= dict.fromkeys(ranks, now)
+        self.story.tell(now, "slow", slow[0].sentence(self.tally.seconds) + also, ranks, slow[0].seconds)
+
+    def _is_news(self, rank: int, now: float) -> bool:
+        return not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN
 
     # -- what a training tells
 
