@@ -174,8 +174,10 @@ def test_a_smaller_world_has_fewer_ranks_once_it_runs() -> None:
     assert len(scene.ranks) == 2, "the others may still come"
     scene.see(events.Recovered(time=12, generation=1, seconds=1.5, step=8))
     scene.see(sight(13, 9, generation=1))
+    assert len(scene.ranks) == 2, "they still may"
+    scene.see(sight(14, 10, generation=1))
     assert (scene.world_size, scene.nodes, list(scene.ranks), scene.generation) == (1, 1, [0], 1)
-    scene.see(events.Faces(time=14, ranks=two))
+    scene.see(events.Faces(time=15, ranks=two))
     assert (scene.world_size, list(scene.ranks)) == (2, [0, 1])
 
 
@@ -339,6 +341,7 @@ def test_nodes_that_join_are_told() -> None:
         events.RollCall(time=0, expected=3, here=("a",), missing=("b", "c")),
         events.RollCall(time=5, expected=3, here=("a", "c"), missing=("b",)),
     )
+    scene.see(events.Note(time=6, text="2 of 3 nodes are here, waiting for b (3 s)"))
     assert scene.roll is not None
     assert scene.roll.missing == ("b",)
     scene.see(events.RollCall(time=9, expected=3, here=("a", "b", "c")))
@@ -365,6 +368,14 @@ def test_who_holds_the_others_up_is_told_now_and_then(slow: int, also: str) -> N
     assert [scene.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["well"] * (4 - slow)
     scene.see(STALL)
     assert scene.ranks[0].health == "well", "what stands still is not slow"
+
+
+def test_two_nodes_of_one_name() -> None:
+    scene = told(
+        events.RollCall(time=0, expected=2, here=("vm",), missing=("node 1",)),
+        events.RollCall(time=5, expected=2, here=("vm", "vm")),
+    )
+    assert [one.text for one in scene.happenings] == ["vm: 2 of 2 nodes are here"]
 
 
 def test_verdicts_stand_until_it_goes_on() -> None:

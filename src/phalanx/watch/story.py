@@ -23,7 +23,8 @@ KINDS = (
 )
 _MOST = 500
 _LONG = 2000  # letters
-_ECHOES = ("; regrouped, and step ", "starting all ranks again")  # notes of what was told by an event just before
+# Notes of what was told by an event just before.
+_ECHOES = ("; regrouped, and step ", "starting all ranks again", " nodes are here, waiting for ")
 
 
 @dataclass(frozen=True)
