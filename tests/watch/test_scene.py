@@ -251,6 +251,15 @@ def test_samples_are_those_of_all_ranks_and_none_while_it_stands_still() -> None
     assert (scene.samples, scene.ranks[0].samples) == (0, 0)
 
 
+def test_a_clock_that_is_set_back_stops_nothing() -> None:
+    scene = told(*started(), sight(9000, 1, 1), sight(9001, 2, 2), FAULT)
+    for second in range(100, 110):
+        scene.see(sight(second, second, second))
+    assert (scene.now, scene.state, scene.rate) == (109, "running", pytest.approx(1))
+    assert scene.ranks[0].strip.end == pytest.approx(109)
+    assert scene.tally.seconds <= 10
+
+
 # -- what it has cost
 
 LOSSES = {
