@@ -275,12 +275,20 @@ async def _together(scene: Scene) -> None:
     assert together.ranks[0].memory > 1 << 20
     faces = scene.of(events.Faces)
     assert [len(event.ranks) for event in faces] == [1, 3]
+    # One is a second late: what the other has told is not lost.
+    scene.second()
+    scene.other(1, 10530, phases="k" * 10)
+    scene.other(1, 10540, phases="b" * 10)
+    assert [glance.phases for glance in scene.of(events.Sight)[-1].ranks] == ["f" * 10, "k" * 10, ""]
+    scene.second()
+    scene.other(2, 10540, phases="b" * 10, state="R", step=7)
+    assert [glance.phases for glance in scene.of(events.Sight)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
     # One is silent: it is waited for as long as it may come, and no longer.
     for _ in range(5):
         scene.second()
         scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
-    found = scene.of(events.Sight)[2:]
-    assert [event.time for event in found] == [1053.0, 1054.0, 1055.0, 1056.0, 1057.0]
+    found = scene.of(events.Sight)[4:]
+    assert [event.time for event in found] == [1055.0, 1056.0, 1057.0, 1058.0, 1059.0]
     last = found[-1].ranks[2]
     assert (last.state, last.step, last.phases) == ("R", 7, "")
     assert last.silent >= 4.0
@@ -289,6 +297,10 @@ async def _together(scene: Scene) -> None:
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
     assert [len(event.ranks) for event in scene.of(events.Faces)] == [1, 3, 2]
+    scene.company.ranks = {1: (5,)}  # and another has another rank now, which it has not told of yet
+    scene.second()
+    scene.second()
+    assert [glance.rank for glance in scene.of(events.Sight)[-1].ranks] == [0]
     await asyncio.wait_for(scene.sights._telling or asyncio.sleep(0), 10)
     (known,) = scene.of(events.Links)
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)

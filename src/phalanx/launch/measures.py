@@ -70,9 +70,10 @@ class Measures:
         """Once a second."""
         if attempt.measured is not None:
             return
-        worker = next((one for one in attempt.workers.values() if one.seat.rank == 0 and not one.spare), None)
-        if worker is None:
+        first = [worker for worker in attempt.workers.values() if worker.seat.rank == 0 and not worker.spare]
+        if not first:
             return
+        worker = max(first, key=lambda one: one.code is None)  # the one before it may lie there still
         for name in ("stdout", "stderr"):
             found = self._read(f"{worker.folder}/{name}.log")
             if found is not None:

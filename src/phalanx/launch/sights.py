@@ -79,6 +79,7 @@ class Sights:
         self._over: object = None  # the attempt of which all was told
         self._own: Seen | None = None  # not published yet: others have not told theirs
         self._heard: dict[int, _Heard] = {}  # of other nodes
+        self._missing: set[int] = set()  # those who are about to
         self._faces: tuple[Face, ...] = ()
         self._hosts: frozenset[str] = frozenset()
         self._thinning = Thinning(_ROOM, 1.0)
@@ -131,8 +132,9 @@ class Sights:
         faces = self._glances.faces(ranks, plan.node, os.uname().nodename)
         own = Seen(tick=tick, seconds=self._glances.seconds, faces=faces, ranks=found)
         if self._company.leads:
-            self._own = own
-            self._publish(late=last, last=last)
+            self._own, self._missing = own, self._awaited(tick)
+            if last or not self._missing:
+                self._publish(last=last)
         else:
             self._post.send("sight", 0, _encoder.encode(own))
         self._measures.look(attempt)
@@ -147,23 +149,31 @@ class Sights:
             now = int(self._wall() * TICKS)
             if abs(seen.tick - now) > _OFF:
                 seen = replace(seen, tick=now // TICKS * TICKS)
+            if self._own is not None and seen.tick > self._own.tick:  # others are late, and its part is there
+                self._publish()
             self._heard[who] = _Heard(seen, time.monotonic())
-        self._publish(late=False)
+            self._missing.discard(who)
+            if not self._missing:
+                self._publish()
 
-    def _publish(self, *, late: bool = True, last: bool = False) -> None:
-        """What there is. Not `late`: only if nobody is missing."""
+    def _awaited(self, tick: int) -> set[int]:
+        """Who has told of the second before, and will of this one in a moment."""
+        members, now = self._company.members(), time.monotonic()
+        self._heard = {member: heard for member, heard in self._heard.items() if member in members}
+        return {member for member, heard in self._heard.items() if heard.seen.tick < tick and now - heard.when < _QUIET}
+
+    def _publish(self, *, last: bool = False) -> None:
+        """What there is by now."""
         own, now = self._own, time.monotonic()
         if own is None or not self._company.leads:
             return
-        members = self._company.members()
-        self._heard = {member: heard for member, heard in self._heard.items() if member in members}
-        if not late and any(heard.seen.tick < own.tick and now - heard.when < _QUIET for heard in self._heard.values()):
-            return
         self._own = None
         faces, ranks = list(own.faces), list(own.ranks)
-        for heard in self._heard.values():
-            faces += heard.seen.faces
-            ranks += _brought_up(heard, own.tick, now)
+        members = self._company.members()
+        for member, heard in self._heard.items():
+            theirs = frozenset(members.get(member, ()))  # what it told may be of ranks that are another's by now
+            faces += [face for face in heard.seen.faces if face.rank in theirs]
+            ranks += [glance for glance in _brought_up(heard, own.tick, now) if glance.rank in theirs]
         self._introduce(tuple(sorted(faces, key=lambda face: face.rank)))
         ranks.sort(key=lambda glance: glance.rank)
         counts = [glance.samples for glance in ranks if glance.state not in ("X", "E")]
