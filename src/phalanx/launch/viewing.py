@@ -93,6 +93,8 @@ class Living:
                         continue
                     with contextlib.suppress(msgspec.MsgspecError):  # of a supervisor of another version
                         event = events.decode(line)
+                        if isinstance(event, events.RunStarted) and self._since is not None:
+                            continue  # another node leads now, and tells how it began itself
                         if not early:
                             self._since = max(self._since or 0.0, event.time)
                         yield event
