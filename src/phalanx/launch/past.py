@@ -14,7 +14,7 @@ import msgspec
 PART = 1 << 18  # bytes that are given at a time
 _READ = 1 << 22  # bytes that are read for it, at most
 FILES = ("events.jsonl", "sights.jsonl")
-SLACK = 5.0  # seconds by which an event may be older than one before it
+SLACK = 1.0  # seconds by which an event may be older than one before it
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):

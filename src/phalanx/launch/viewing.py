@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import json
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -94,6 +93,8 @@ class Living:
                         continue
                     with contextlib.suppress(msgspec.MsgspecError):  # of a supervisor of another version
                         event = events.decode(line)
+                        if isinstance(event, events.RunStarted) and self._since is not None:
+                            continue  # another node leads now, and tells how it began itself
                         if not early:
                             self._since = max(self._since or 0.0, event.time)
                         yield event
@@ -228,8 +229,9 @@ def _silent(run: RunRecord) -> LaunchError:
 
 def _now(run: RunRecord) -> RunRecord:
     """As it is recorded now: its folder moves when it joins others."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(run.folder, "run.json")) as file:
-        return RunRecord(**json.load(file))
+    found = runfolder.read(run.folder)
+    if found is not None:
+        return found
     for other in runfolder.all_runs(runfolder.home(environment())):
         if (other.pid, other.pid_started) == (run.pid, run.pid_started):
             return other
