@@ -40,9 +40,18 @@ def draw(scene: Scene, chosen: int, top: int, canvas: Canvas) -> list[Line]:
     lines: list[Line] = [text.clip([(f"   {titles}", "dim")], canvas.width)]
     for view in views[top : top + canvas.height - 1]:
         lines.append(_row(view, layout, canvas, chosen=view.rank == chosen))
-    if not views and canvas.height > 1:
-        lines.append([("   no ranks yet", "dim")])
+    if not views:
+        lines += _roll_call(scene, canvas.width)
     return lines[: canvas.height]
+
+
+def _roll_call(scene: Scene, width: int) -> list[Line]:
+    """Who is here, as long as somebody is not."""
+    if scene.roll is None:
+        return [[("   no ranks yet", "dim")]]
+    here, missing = (", ".join(map(text.clean, names)) for names in (scene.roll.here, scene.roll.missing))
+    lines: list[Line] = [[("   here: ", "dim"), (here, "good")], [("   missing: ", "dim"), (missing or "?", "warn")]]
+    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(scene.roll.text)}", "dim")])]
 
 
 def _layout(views: list[RankView], width: int) -> _Layout:

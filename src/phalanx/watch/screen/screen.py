@@ -23,6 +23,7 @@ from phalanx.watch.screen.view import Pane, View
 from phalanx.watch.source import Because, Source
 
 _PAUSE = 0.2  # seconds between two frames, at least
+_AT_ONCE = 0.03  # where somebody has typed
 _LOOK = 0.5  # seconds between two looks at the log
 _ESCAPE = 0.05  # seconds after which an escape was the key itself
 _LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
@@ -45,6 +46,7 @@ class Screen:
         self._view = View(held=held, able=source.alive)
         self._keys = Keys()
         self._news = asyncio.Event()  # there is something to paint
+        self._hurry = asyncio.Event()  # somebody has typed
         self._turned = asyncio.Event()  # another rank is chosen
         self._left = asyncio.Event()
         self._lapse: asyncio.TimerHandle | None = None  # of an escape
@@ -145,7 +147,10 @@ class Screen:
                 terminal.write(self._painter.frame(lines, columns, rows))
             elif terminal.busy:
                 self._news.set()
-            await asyncio.sleep(_PAUSE)
+            self._hurry.clear()
+            await asyncio.sleep(_AT_ONCE)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), _PAUSE - _AT_ONCE)
 
     def _repaint(self) -> None:
         self._painter.forget()
@@ -183,6 +188,7 @@ class Screen:
             self._grant(wish, terminal)
         if keys:
             self._news.set()
+            self._hurry.set()
             if self._typing is not None:
                 self._typing.cancel()
             if view.typed:
