@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ _LOOK = 0.5  # seconds between two looks at the log
 _ESCAPE = 0.05  # seconds after which an escape was the key itself
 _LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
 _TYPING = 1.5  # seconds between two digits of a number
+_PATIENCE = 2.0  # seconds for questions that are still under way when somebody leaves
 _HEED = 200  # events between two looks at anything else
 
 
@@ -77,6 +79,7 @@ class Screen:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failed is not None:
             raise self._failed
+        _leave_behind(_PATIENCE)
         return 0
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -125,8 +128,7 @@ class Screen:
                         view.tail.trouble = str(error)
                         self._news.set()
             self._turned.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._turned.wait(), _LOOK)
+            await _within(_LOOK, self._turned)
 
     async def _tick(self) -> None:
         """The time that it runs."""
@@ -149,8 +151,7 @@ class Screen:
                 self._news.set()
             self._hurry.clear()
             await asyncio.sleep(_AT_ONCE)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), _PAUSE - _AT_ONCE)
+            await _within(_PAUSE - _AT_ONCE, self._hurry)
 
     def _repaint(self) -> None:
         self._painter.forget()
@@ -252,6 +253,22 @@ class Screen:
         loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
         loop.add_reader(terminal.fd, self._typed, terminal)
         self._repaint()
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):  # not wait_for, which before Python 3.12 may swallow that it is cancelled
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+def _leave_behind(seconds: float) -> None:
+    """A question that nobody answers does not keep the shell waiting."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        os._exit(0)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 def told(found: Because, first: int) -> list[str]:
