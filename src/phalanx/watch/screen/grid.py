@@ -129,14 +129,15 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
     """How it spends its time: each share a number of cells, so that all together fill the bar."""
     if view.health in ("dead", "done", "coming"):
         return [(signs.empty * cells, "dim")]
-    data = round(view.data * cells)
-    waiting = min(round(view.waiting * cells), cells - data)
-    compute = min(round(view.compute * cells), cells - data - waiting)
+    known = min(round((view.data + view.compute + view.waiting) * cells), cells)
+    data = min(round(view.data * cells), known)
+    waiting = min(round(view.waiting * cells), known - data)
+    compute = known - data - waiting
     return [
         (signs.data * data, "data"),
         (signs.compute * compute, "compute"),
         (signs.waiting * waiting, "wait"),
-        (signs.empty * (cells - data - compute - waiting), "dim"),
+        (signs.empty * (cells - known), "dim"),
     ]
 
 
