@@ -106,7 +106,9 @@ def test_round_numbers(low: float, high: float, kind: axis.Kind, expected: list[
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(allow_nan=True), min_size=1, max_size=5), st.sampled_from(["number", "log", "seconds", "count"]))
+@given(
+    st.lists(st.floats(allow_nan=True), min_size=1, max_size=5), st.sampled_from(["number", "log", "seconds", "count"])
+)
 def test_all_that_is_finite_has_a_place(values: list[float], kind: axis.Kind) -> None:
     made = spanning(values, kind)
     for value in values:

@@ -119,7 +119,7 @@ def test_it_says_what_ran_how_fast_what_failed_and_what_it_cost(tmp_path: Path) 
 
 def test_nothing_of_the_run_becomes_markup_or_is_fetched(tmp_path: Path) -> None:
     record = failed_run()
-    record_at(record, id=f"r{EVIL}", command=["python", EVIL], cwd=EVIL, host=EVIL)
+    record_at(record, id=f"r{EVIL}", command=["python", EVIL], cwd=f"{EVIL}\ud800\u202e", host=EVIL)
     text = reported(tmp_path, record)
     outline = Outline(text)
     tags = [tag for tag, _ in outline.tags]
@@ -209,9 +209,8 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
         (stall / "stacks.txt").write_bytes(thousands())
     text = reported(tmp_path, record)
     assert len(text.encode()) < 10_000_000
-    outline = Outline(text)
-    assert len(data(outline)["whole"]["rows"]) == 512
-    assert "… and 1 more, in the folder of the run." in outline.text("p")
+    assert text.count("<tr>") > 512
+    assert "… and 1 more, in the folder of the run." in text
 
 
 def test_the_ledger_says_what_each_fault_cost() -> None:
@@ -261,7 +260,10 @@ def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Pat
                 await inside.call(f"{domain}.enable")
             await inside.wait_for("document.querySelectorAll('#grid [role=row]').length == 4")
             assert await inside.evaluate("typeof window.evil") == "undefined"
-            assert await inside.evaluate("fetch('http://127.0.0.1:9/').then(() => 'let out', () => 'kept in')") == "kept in"
+            assert (
+                await inside.evaluate("fetch('http://127.0.0.1:9/').then(() => 'let out', () => 'kept in')")
+                == "kept in"
+            )
             assert [error for error in inside.errors if "127.0.0.1:9" not in error] == []
             assert outside.errors == []
 

@@ -13,7 +13,7 @@ from phalanx.watch.scene import RankView
 from phalanx.watch.svg import Chart, Mark
 
 SVG = "{http://www.w3.org/2000/svg}"
-EVIL = '<script>alert(1)</script>"\'&\x1b[31m\x00'
+EVIL = "<script>alert(1)</script>\"'&\x1b[31m\x00"
 
 
 def parsed(text: str) -> ElementTree.Element:
@@ -22,7 +22,9 @@ def parsed(text: str) -> ElementTree.Element:
 
 def test_a_picture_is_xml_and_holds_what_it_was_given() -> None:
     series = [Series("first", [(0, 1.0), (10, 0.5)]), Series("second", [(0, 2.0), (5, 1.0)])]
-    chart = Chart("loss", series, marks=[Mark(5, "rank 1 was killed"), Mark(6, "back", "recovered"), Mark(99, "outside")])
+    chart = Chart(
+        "loss", series, marks=[Mark(5, "rank 1 was killed"), Mark(6, "back", "recovered"), Mark(99, "outside")]
+    )
     root = parsed(svg.picture([chart, Chart("steps/s", [Series("a", [(0, 3.0)])], zero=True)]))
     texts = [each.text for each in root.iter(f"{SVG}text")]
     assert {"loss", "steps/s", "first", "second", "step"} <= set(texts)
