@@ -112,15 +112,21 @@ class Living:
         return True
 
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = logs.PART) -> LogPart:
+        if not self.alive:
+            return await Ended(self._record).log(rank, stream, start=start, size=size)
         said = await self._ask({"ask": "log", "rank": rank, "stream": stream, "start": start, "size": size})
         return LogPart(start=said["start"], end=said["end"], text=said["text"])
 
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+        if not self.alive:
+            return await Ended(self._record).search(text, ranks, most=most)
         wanted = None if ranks is None else list(ranks)
         said = await self._ask({"ask": "search", "text": text, "ranks": wanted, "most": most})
         return msgspec.convert(said["found"], list[Found])
 
     async def why(self) -> Because:
+        if not self.alive:
+            return await Ended(self._record).why()
         said = await self._ask({"ask": "why"})
         evidence = msgspec.convert(said["evidence"], Evidence)
         return Because(
@@ -130,9 +136,6 @@ class Living:
         )
 
     async def _ask(self, question: wire.Message) -> dict[str, Any]:
-        if not self.alive:
-            ended = Ended(self._record)
-            raise LaunchError(f"{ended.run} has ended", fix=f"phalanx watch {ended.run}")
         return await asyncio.to_thread(self._asked, question)
 
     def _asked(self, question: wire.Message) -> dict[str, Any]:
