@@ -41,6 +41,25 @@ def begin(folder: str, since: float | None = None) -> Cursor:
     return Cursor(at=(0, 0), end=(sizes[0], sizes[1]), since=since - SLACK if since is not None else 0.0)
 
 
+def further(folder: str, before: tuple[int, int]) -> Cursor:
+    """For what has come since, in whole lines: whoever writes may be another machine."""
+    ends = [_line_end(os.path.join(folder, name), at) for name, at in zip(FILES, before, strict=True)]
+    return Cursor(at=before, end=(ends[0], ends[1]))
+
+
+def _line_end(path: str, at: int) -> int:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while size > at:
+            start = max(at, size - _READ)
+            file.seek(start)
+            last = file.read(size - start).rfind(b"\n")
+            if last >= 0:
+                return start + last + 1
+            size = start
+    return at
+
+
 def part(folder: str, cursor: Cursor) -> tuple[bytes, Cursor | None]:
     """The next lines, and where to go on; None: that was all."""
     with contextlib.ExitStack() as open_:
