@@ -62,10 +62,12 @@ class Screen:
         loop.set_exception_handler(self._went_wrong)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
-        loop.add_signal_handler(signal.SIGINT, self._pressed, ["ctrl-c"])
         loop.add_signal_handler(signal.SIGWINCH, self._repaint)
-        # Whoever started us may have held it back until we can take it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if self._view.held:  # the run has got it as well, and to leave is not for us to decide
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        else:
+            loop.add_signal_handler(signal.SIGINT, self._left.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
             loop.add_reader(terminal.fd, self._typed, terminal)
