@@ -62,7 +62,8 @@ def _roll_call(scene: Scene, width: int) -> list[Line]:
 
 def _layout(views: list[RankView], width: int) -> _Layout:
     """Of the columns those that fit."""
-    hosts = {view.host for view in views}
+    hosts, nodes = {view.host for view in views}, {view.node for view in views}
+    named = len(hosts) == len(nodes)  # else several are on one machine, and have numbers alone
     devices = any(view.device for view in views)
     gpus = any(view.gpu >= 0 or view.gpu_memory for view in views)
     told = any(view.samples >= 0 for view in views)
@@ -70,7 +71,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
     device = min(max((text.width(text.clean(view.device)) for view in views), default=3), 10)
     columns = [
         _Column("rank", max(4, len(str(len(views)))), 9, lambda view: str(view.rank)),
-        _Column("node", max(4, host), 3, lambda view: text.clean(view.host) or str(view.node), right=False),
+        _Column("node", max(4, host), 3, lambda view: (named and text.clean(view.host)) or str(view.node), right=False),
         _Column("device", max(6, device), 2, lambda view: text.clean(view.device) or "cpu", right=False),
         _Column("phase", 10, 7, _phase, right=False),
         _Column("step", max(6, max((len(str(view.step)) for view in views), default=0)), 8, _step),
@@ -80,7 +81,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
         _Column("gpu", 4, 6, lambda view: f"{view.gpu * 100:.0f}%" if view.gpu >= 0 else ""),
         _Column("gmem", 5, 2, lambda view: numbers.size(view.gpu_memory) if view.gpu_memory else ""),
     ]
-    if len(hosts) < 2:
+    if len(nodes) < 2:
         columns = [column for column in columns if column.title != "node"]
     if not devices:
         columns = [column for column in columns if column.title != "device"]
@@ -103,26 +104,24 @@ def _sum(columns: list[_Column]) -> int:
 
 
 def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
-    signs, place = canvas.signs, layout.place
-    mark = "chosen " if chosen else ""
+    signs = canvas.signs
     style = STYLES.get(view.health, "")
     plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "done") else ""
-    line: Line = [
-        (signs.chosen if chosen else " ", mark),
-        (signs.health.get(view.health, "?"), mark + style),
-        (" ", mark),
-    ]
+    line: Line = [(signs.chosen if chosen else " ", "bold"), (signs.health.get(view.health, "?"), style), (" ", "")]
     for column in layout.columns:
         cell = text.fit(column.cell(view), column.width, right=column.right, dots="")
-        line.append((cell + " ", mark + (style if column.title == "phase" else plain)))
+        if column.title == "rank":
+            line += [(cell, "chosen bold" if chosen else plain), (" ", "")]
+        else:
+            line.append((cell + " ", style if column.title == "phase" else plain))
     if layout.bar:
-        line += [(piece, mark + named) for piece, named in _bar(view, layout.bar, signs)]
-    if place:
-        where = text.clean(view.place)
+        line += _bar(view, layout.bar, signs)
+    if layout.place:
+        where = text.clean(view.place).removesuffix(" <module>")
         if view.silent >= 5:
             where = f"silent for {numbers.about(view.silent)}; {where}"
-        line.append((" " + text.cut(where, place, signs.dots), mark + "dim"))
-    return text.clip(line, canvas.width, fill=mark if chosen else None)
+        line.append((" " + text.cut(where, layout.place, signs.dots), "dim"))
+    return text.clip(line, canvas.width)
 
 
 def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:

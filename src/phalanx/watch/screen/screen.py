@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.watch.scene import Scene
-from phalanx.watch.screen import frame, text
+from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.hands import Hands
 from phalanx.watch.screen.keys import Keys
@@ -59,12 +59,15 @@ class Screen:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._went_wrong)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
-        loop.add_signal_handler(signal.SIGINT, self._pressed, ["ctrl-c"])
         loop.add_signal_handler(signal.SIGWINCH, self._repaint)
-        # Whoever started us may have held it back until we can take it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if self._view.held:  # the run has got it as well, and to leave is not for us to decide
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        else:
+            loop.add_signal_handler(signal.SIGINT, self._left.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
             loop.add_reader(terminal.fd, self._typed, terminal)
@@ -89,8 +92,18 @@ class Screen:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failed = self._failed or task.exception()
+        if not task.cancelled():
+            self._fail(task.exception())
+
+    def _went_wrong(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError):  # a connection that has broken is told where it is read
+            self._fail(error)
+
+    def _fail(self, error: BaseException | None) -> None:
+        """What nobody has thought of ends the screen, and is told on a terminal that is as it was."""
+        if error is not None:
+            self._failed = self._failed or error
             self._left.set()
 
     # -- what comes
@@ -223,9 +236,9 @@ class Screen:
     async def _stacks(self, pane: Pane) -> None:
         try:
             found = await self._source.why()
-            pane.lines = told(found, self._view.rank)
+            pane.text = told(found, self._view.rank)
         except (PhalanxError, OSError) as error:
-            pane.lines = str(error).splitlines()
+            pane.text = str(error).splitlines()
         self._news.set()
 
     # -- when the terminal is somebody else's
@@ -276,4 +289,4 @@ def told(found: Because, first: int) -> list[str]:
     lines = found.report.splitlines()
     for rank in sorted(found.stacks, key=lambda rank: (rank != first, rank)):
         lines += ["", f"rank {rank}", *(f"  {line}" for line in found.stacks[rank].splitlines())]
-    return [text.clean(line) for line in lines]
+    return lines
