@@ -7,7 +7,6 @@ It goes for a run that lives as well: then it is what has happened so far.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import glob
 import json
@@ -20,8 +19,6 @@ from typing import Any
 import msgspec
 
 from phalanx.contract import events
-from phalanx.diagnose.verdict import Verdict
-from phalanx.launch import past, viewing
 from phalanx.launch.runfolder import RunRecord
 
 METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
@@ -46,11 +43,15 @@ def leading(record: RunRecord) -> RunRecord:
 
 def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
     """As far as it can be read: what another version has written, or was cut off, is left out."""
+    import asyncio  # whoever only wants the end of it does not wait for this, nor for what reads it all
+
     asyncio.run(_read(record, see))
 
 
 async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
     """What a training has written itself has every step, and sights one a second: where it is there, it is taken."""
+    from phalanx.launch import past, viewing
+
     told = list(_told(os.path.join(record.folder, past.FILES[1])))
     path = os.path.join(record.folder, METRICS)
     metrics = _metrics(path, told) if not told or _size(path) <= _MOST else iter(())
@@ -86,6 +87,8 @@ def _told(path: str) -> Iterator[events.Measured]:
 
 def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
     """Each time that nothing went on: the verdicts, with what shows them, and the stacks of all ranks."""
+    from phalanx.diagnose.verdict import Verdict
+
     for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json")), key=_stall):
         texts: list[str] = []
         with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
