@@ -14,12 +14,12 @@ from typing import get_args
 
 from phalanx.watch.histogram import BOUNDS, Histogram
 from phalanx.watch.rank import HEALTH, RankView
-from phalanx.watch.scene import Scene, State
+from phalanx.watch.scene import SAMPLES, STEPS, Scene, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = (
-    ("faults", "fault", "Ranks that failed, and nodes that came or went."),
+    ("faults", "fault", "Ranks that failed, and nodes that were lost."),
     ("recoveries", "recovered", "Faults after which the others went on."),
     ("restarts", "restarted", "Times that all ranks were started again."),
     ("stalls", "stalled", "Times that no rank went on."),
@@ -119,7 +119,7 @@ def _measured(scene: Scene) -> Iterator[str]:
     values = [
         (_labels(run=scene.run, name=name), curve.last)
         for name, curve in scene.curves.items()
-        if curve.last is not None and not name.endswith("/s")
+        if curve.last is not None and name not in (STEPS, SAMPLES)
     ]
     if values:
         yield from _family("measured", "gauge", "What the training has measured last.", values)
