@@ -20,12 +20,14 @@ from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
+from phalanx.launch.audience import Audience
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.onlookers import Onlookers
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
@@ -105,6 +107,8 @@ class Supervisor:
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
+        self._audience: Audience | None = None  # those who look
+        self._onlookers = Onlookers(plan, folder, console)  # what shows it to them
         self._debugging: Debugging | None = None
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
@@ -125,11 +129,13 @@ class Supervisor:
         trusted = gathering is None or bool(gathering.token.key)
         self._debugging = Debugging(self, self._company, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
-        code, text = 1, ""
+        self._audience = Audience(self, self._company, self.post, self._desk, self._folder)
+        code, text, began = 1, "", time.monotonic()
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
         ):
             try:
+                self._onlookers.begin(leads=self._company.leads)
                 self.together = await self._come_together()
                 if self.together:
                     code, text = await self._attempts()
@@ -149,7 +155,9 @@ class Supervisor:
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
-                for held in (self._vault, self._debugging, self._desk, self._board):
+                self._audience.end(code, time.monotonic() - began)
+                await self._onlookers.end()
+                for held in (self._vault, self._debugging, self._desk, self._audience, self._board):
                     if held is not None:
                         held.close()
                 self._showing_rest = True
@@ -336,7 +344,7 @@ class Supervisor:
     async def _clear(self) -> None:
         """What a killed zygote's workers had started has come to us."""
         if self._zygote.process is not None:
-            besides = self._outside.pids if self._outside is not None else frozenset()
+            besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
