@@ -110,8 +110,10 @@ async def looked_at(chromium: Browser, source: Made, *, width: int = 1280, heigh
 
 @contextlib.asynccontextmanager
 async def opened(chromium: Browser, url: str, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
-    page = await chromium.page(url, width=width, height=height)
+    page = await chromium.page(width=width, height=height)
     try:
+        await page.prefer(reduced_motion="reduce")  # so that what is pressed stays where it is
+        await page.goto(url)
         yield page
     finally:
         await page.close()

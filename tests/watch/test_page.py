@@ -236,6 +236,7 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
             live = "document.getElementById('now').getAttribute('aria-pressed')"
             await is_(page, live, "true")
             await page.press("+")
+            await page.press("+")
             await page.press("ArrowLeft")
             await is_(page, live, "false")
             await page.press("f")
