@@ -29,7 +29,7 @@ LINES, COLUMNS = 40, 120  # of the terminal
 
 _SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "watched.py")
 _PHALANX = (sys.executable, "-m", "phalanx")
-_LINK = re.compile(r"http://([\w.:]+)/#(\w+)")
+_LINK = re.compile(r"http://([\w.:]+)/#([\w-]+)")
 
 
 class LostError(Exception):

@@ -1,0 +1,79 @@
+"""Pictures of the page and of the screen, for the documentation: of a simulated run that has seen a lot."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.bench import browser, panorama
+from phalanx.bench.browser import Page
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Of the page, when the simulated run (watch/simulation.py) is so old."""
+
+    name: str
+    ranks: int
+    second: int
+    width: int = 1280
+    height: int = 860
+    scale: float = 1.0
+    dark: bool = False
+    phone: bool = False
+    keys: str = ""  # pressed before
+    part: str = ""  # of the page; else what fits
+
+
+PICTURES = (
+    Picture("page.png", 16, 90),
+    Picture("page-dark.png", 16, 46, dark=True),
+    Picture("many.png", 512, 30),
+    Picture("phone.png", 8, 46, width=390, height=844, scale=1.5, phone=True),
+    Picture("timeline.png", 16, 60, part="#timeline"),
+)
+
+
+def take(folder: str, inherited: Mapping[str, str]) -> int:
+    os.makedirs(folder, exist_ok=True)
+    asyncio.run(_pages(folder, inherited))
+    return 0
+
+
+async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
+    async with browser.started() as chromium:
+        for picture in PICTURES:
+            async with panorama.served(picture.ranks, picture.second, inherited, live=False) as link:
+                page = await chromium.page(width=picture.width, height=picture.height)
+                await page.size(picture.width, picture.height, mobile=picture.phone, scale=picture.scale)
+                await page.prefer(color_scheme="dark" if picture.dark else "light", reduced_motion="reduce")
+                await page.goto(link)
+                await page.wait_for(panorama.PAINTED)
+                for key in picture.keys:
+                    await page.press(key)
+                file = os.path.join(folder, picture.name)
+                await _shot(page, picture.part, file)
+                await page.close()
+            _told(file)
+
+
+async def _shot(page: Page, part: str, file: str) -> None:
+    await page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    if not part:
+        return await page.screenshot(file)
+    box = await page.evaluate(
+        f"(() => {{ const box = document.querySelector('{part}').getBoundingClientRect();"
+        " return {x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}; })()"
+    )
+    told = await page.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box)
+    with open(file, "wb") as output:
+        output.write(base64.b64decode(told["data"]))
+    return None
+
+
+def _told(file: str) -> None:
+    sys.stderr.write(f"{file}: {os.path.getsize(file) / 1000:.0f} kB\n")
