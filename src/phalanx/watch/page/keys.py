@@ -1,0 +1,59 @@
+"""The key that lets a browser in, and the cookie that it gets for it. Neither can be guessed, nor told from a wrong one
+by how long the answer takes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+
+from phalanx.errors import UsageError
+
+VARIABLE = "PHALANX_PAGE_KEY"  # one of the user's own: for a Prometheus that looks at many runs
+_OWN = re.compile(r"[0-9a-fA-F]{32,256}")
+
+
+def new(told: str = "") -> str:
+    """256 bits, or what the user has said. Raises UsageError."""
+    if not told:
+        return secrets.token_urlsafe(32)
+    if not _OWN.fullmatch(told):
+        raise UsageError(
+            f"{VARIABLE} is no key: {len(told)} characters",
+            details=["expected: at least 32 hexadecimal digits"],
+            fix=f"export {VARIABLE}=$(openssl rand -hex 32)",
+        )
+    return told
+
+
+@dataclass(frozen=True)
+class Keys:
+    key: str
+    port: int
+
+    @property
+    def cookie_name(self) -> str:
+        """A browser sends cookies of one host to all its ports, and ssh -L makes many machines one host."""
+        return f"phalanx_{self.port}_{self._derived('name')[:8]}"
+
+    @property
+    def cookie(self) -> str:
+        """Not the key itself; and the same again when the server is another process."""
+        return self._derived("cookie")
+
+    def _derived(self, what: str) -> str:
+        return hmac.new(self.key.encode(), f"phalanx page {what}".encode(), hashlib.sha256).hexdigest()
+
+    def opens(self, key: str) -> bool:
+        return _same(key, self.key)
+
+    def knows(self, cookie: str | None) -> bool:
+        return cookie is not None and _same(cookie, self.cookie)
+
+
+def _same(one: str, other: str) -> bool:
+    # Of digests, so that not even the length can be told.
+    digests = (hashlib.sha256(word.encode(errors="replace")).digest() for word in (one, other))
+    return hmac.compare_digest(*digests)

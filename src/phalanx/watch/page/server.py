@@ -1,0 +1,223 @@
+"""The page's server: `phalanx watch --page`, and what `phalanx run --page` starts when somebody looks.
+
+GET /            the shell, which holds nothing of the run; and /assets/…
+POST /enter      the key, for a cookie
+GET /live        everything, then every change (protocol.py), as server-sent events
+GET /log, /search, /why, /metrics
+No request changes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.watch.page import guard, keys, place
+from phalanx.watch.page.crowd import Crowd
+from phalanx.watch.page.keys import Keys
+from phalanx.watch.page.place import Place
+from phalanx.watch.source import Because, Source, Stream
+
+_ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+}
+_LONGEST_KEY = 1024  # characters
+_PART = 1 << 16  # bytes of a log
+_MOST_FOUND = 1000
+_FRESH = 2.0  # seconds that an answer to `why` is good for: all ranks are asked for their stacks
+_LAST = 1.0  # seconds for browsers to hear the end
+
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def serve(source: Source, at: str | None = None, fd: int | None = None, key: str | None = None) -> int:
+    """Until Ctrl-C; with `fd`, a socket of `phalanx run` that listens already: until the run ends."""
+    where = place.parse(at)
+    key = key or keys.new()
+    sock = place.listen(where) if fd is None else socket.socket(fileno=fd)
+    with sock:
+        if fd is None:
+            sys.stdout.write(place.link(where, sock, key) + "\n")
+            if not where.loopback:
+                sys.stdout.write(f"{place.PLAIN}\n")
+            sys.stdout.flush()
+        return asyncio.run(_served(source, where, key, sock, stays=fd is None))
+
+
+async def _served(source: Source, where: Place, key: str, sock: socket.socket, *, stays: bool) -> int:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    page = Page(source, where, Keys(key, sock.getsockname()[1]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.ServerRunner(page.guard, handle_signals=False)
+    await runner.setup()
+    following = asyncio.create_task(page.crowd.follow())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await web.SockSite(runner, sock, shutdown_timeout=_LAST).start()
+        await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
+        if stays:
+            if following.done() and following.exception() is not None:
+                sys.stderr.write(f"phalanx: nothing new is to be seen: {following.exception()}\n")
+            await stopping
+    finally:
+        following.cancel()
+        stopping.cancel()
+        await asyncio.gather(following, stopping, return_exceptions=True)
+        await runner.cleanup()
+    if not stays and following.done() and not following.cancelled() and following.exception() is not None:
+        raise following.exception() or AssertionError
+    return 0
+
+
+class Page:
+    def __init__(self, source: Source, where: Place, own: Keys) -> None:
+        self.crowd = Crowd(source)
+        self.guard = guard.Guard(self._handle)
+        self._source = source
+        self._keys = own
+        self._names = place.names(where)
+        self._digits = where.everywhere
+        self._assets = _assets()
+        self._asking = asyncio.Lock()
+        self._because: tuple[float, Because] | None = None
+        self._routes: dict[tuple[str, str], Answer] = {
+            ("GET", "/live"): self._live,
+            ("GET", "/log"): self._log,
+            ("GET", "/search"): self._search,
+            ("GET", "/why"): self._why,
+            ("GET", "/metrics"): self._metrics,
+        }
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        why = guard.foreign(request, self._names, digits=self._digits)
+        if why:
+            return guard.refused(403, why)
+        path, method = request.path, request.method
+        if path == "/enter":
+            return await self._enter(request)
+        if path == "/" or path.startswith("/assets/"):
+            return self._shell(request, "index.html" if path == "/" else path.removeprefix("/assets/"))
+        answer = self._routes.get((method, path))
+        if not guard.entitled(request, self._keys, bearer=path == "/metrics"):
+            return guard.refused(401, "nothing is shown without the key: open the link that phalanx has printed")
+        self.guard.trust(request)
+        if answer is None:
+            return guard.refused(404, "there is no such thing here")
+        try:
+            return guard.sealed(await answer(request))
+        except _QuestionError as error:
+            return guard.refused(400, str(error))
+        except PhalanxError as error:
+            return _json({"what": error.what, "details": error.details, "fix": error.fix}, status=503)
+
+    async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "POST":
+            return guard.refused(405, "POST the key")
+        length = request.content_length
+        if length is None or length > _LONGEST_KEY:
+            return guard.refused(413, "that is no key")
+        if not self._keys.opens((await request.read()).decode(errors="replace").strip()):
+            return guard.refused(403, "that is not the key of this run")
+        self.guard.trust(request)
+        response = web.Response(status=204)
+        response.set_cookie(self._keys.cookie_name, self._keys.cookie, path="/", httponly=True, samesite="Strict")
+        return guard.sealed(response)
+
+    def _shell(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
+        """Files are known by their names before anybody asks: no path that is asked for is ever looked up."""
+        if request.method not in ("GET", "HEAD"):
+            return guard.refused(405, "GET it")
+        if name not in self._assets:
+            return guard.refused(404, "there is no such thing here")
+        content, kind, tag = self._assets[name]
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == tag:
+            return guard.sealed(web.Response(status=304, headers=headers))
+        charset = "utf-8" if not kind.startswith("image/p") else None
+        return guard.sealed(web.Response(body=content, content_type=kind, charset=charset, headers=headers))
+
+    async def _live(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.crowd.full:
+            return guard.refused(503, "too many browsers look at this run already")
+        response = guard.sealed(
+            web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        )
+        await response.prepare(request)
+        await self.crowd.show(response, request.transport)
+        return response
+
+    async def _log(self, request: web.BaseRequest) -> web.StreamResponse:
+        query = request.query
+        stream = query.get("stream", "stdout")
+        if stream not in ("stdout", "stderr"):
+            raise _QuestionError("stream is stdout or stderr")
+        start = _number(query.get("start")) if query.get("start") else None
+        size = min(_number(query.get("size") or str(_PART)), _PART)
+        chosen: Stream = "stdout" if stream == "stdout" else "stderr"
+        return _json(await self._source.log(_number(query.get("rank")), chosen, start=start, size=size))
+
+    async def _search(self, request: web.BaseRequest) -> web.StreamResponse:
+        text, told = request.query.get("text", ""), request.query.get("ranks", "")
+        if not text:
+            raise _QuestionError("text is what to look for")
+        ranks = [_number(rank) for rank in told.split(",")] if told else None
+        most = min(_number(request.query.get("most") or "200"), _MOST_FOUND)
+        return _json(await self._source.search(text, ranks, most=most))
+
+    async def _why(self, _: web.BaseRequest) -> web.StreamResponse:
+        async with self._asking:
+            if self._because is None or time.monotonic() - self._because[0] > _FRESH:
+                because = await self._source.why()
+                self._because = (time.monotonic(), because)
+            return _json(self._because[1])
+
+    async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="", content_type="text/plain")
+
+
+class _QuestionError(UsageError):
+    pass
+
+
+def _number(text: str | None) -> int:
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise _QuestionError(f"a whole number was expected, not {(text or 'nothing')[:40]!r}")
+    return int(text)
+
+
+def _json(content: Any, *, status: int = 200) -> web.StreamResponse:
+    body = msgspec.json.encode(content)
+    return guard.sealed(web.Response(status=status, body=body, content_type="application/json", charset="utf-8"))
+
+
+def _assets() -> dict[str, tuple[bytes, str, str]]:
+    """By name: content, type, and a tag that is another when the content is."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(_ASSETS):
+            kind = _TYPES.get(os.path.splitext(entry.name)[1])
+            if entry.is_file() and kind is not None:
+                with open(entry.path, "rb") as file:
+                    content = file.read()
+                found[entry.name] = (content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+    return found
