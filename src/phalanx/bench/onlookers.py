@@ -169,7 +169,7 @@ class Page:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.pid, self.seen = self._process.pid, 0
+        self.pid, self.seen, self._first = self._process.pid, 0, b""
         self._reader: http.client.HTTPConnection | None = None
         try:
             self._stream = self._enter(*link(self._process))
@@ -197,6 +197,10 @@ class Page:
         data = os.read(self._stream, 1 << 16)
         if not data:
             raise LostError("the page has ended")
+        if not self.seen:  # from the first picture on
+            self._first += data
+            if b"event: whole" not in self._first:
+                return
         self.seen += len(data)
 
     def close(self) -> None:
