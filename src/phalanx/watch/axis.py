@@ -1,0 +1,124 @@
+"""An axis of a chart: from what it goes to what, round numbers on it, and where a value lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["number", "count", "log", "seconds"]  # count: whole numbers
+
+_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_BIG = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Axis:
+    low: float
+    high: float
+    kind: Kind = "number"
+
+    def at(self, value: float) -> float | None:
+        """0 at the low end, 1 at the high one. None: it has no place (not a number, or not above 0 on a log axis)."""
+        if not math.isfinite(value) or (self.kind == "log" and value <= 0):
+            return None
+        if self.kind == "log":
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        # halves, so that the difference of two enormous numbers is no infinity
+        return (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Round numbers on it, about that many, each with how it is written."""
+        if most < 1:
+            return []
+        if self.kind == "log" and (powers := _powers(self.low, self.high, most)):
+            return [(value, number(value)) for value in powers]
+        step = self._step(most)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        values = [index * step for index in range(int(first), int(last) + 1)]
+        if self.kind == "seconds":
+            return [(value, duration(value)) for value in values]
+        return [(value, number(value, step, most=max(abs(self.low), abs(self.high)))) for value in values]
+
+    def _step(self, most: int) -> float:
+        least = max((self.high / most - self.low / most), 5e-324)
+        if self.kind == "seconds" and 1 < least <= _SECONDS[-1]:
+            return float(next(step for step in _SECONDS if step >= least))
+        return _round(max(least, 1.0) if self.kind == "count" else least)
+
+
+def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
+    """An axis on which all of them have a place. Without any: from 0 to 1."""
+    places = [value for value in values if math.isfinite(value) and (kind != "log" or value > 0)]
+    if not places:
+        return Axis(0.1, 1.0, kind) if kind == "log" else Axis(0.0, 1.0, kind)
+    low, high = min(places), max(places)
+    if high / 2 - low / 2 <= max(abs(low), abs(high)) * 1e-12:
+        if kind == "log":
+            return Axis(low / 2, min(high * 2, 1.7e308), kind)
+        room = abs(low) * 0.1 or 1.0
+        return Axis(low - room, min(high + room, 1.7e308), kind)
+    return Axis(low, high, kind)
+
+
+def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
+    """`1.5k`, `0.02`, `3e-05`: short, and exact enough for numbers that lie `step` apart."""
+    if value == 0:
+        return "0"
+    size = max(abs(value), most)
+    for unit, letter in _BIG:
+        if size >= unit * (10 if unit == 1e3 else 1) and size < 1e15:
+            return f"{_plain(value / unit, step / unit)}{letter}"
+    if size >= 1e15 or size < 1e-3:
+        return f"{value:.{_digits(step / 10 ** math.floor(math.log10(abs(value)))) if step else 0}e}"
+    return _plain(value, step)
+
+
+def duration(seconds: float) -> str:
+    """`40s`, `5m`, `1h30`, `2d`."""
+    if abs(seconds) < 60:
+        return f"{seconds:.3g}s"
+    minutes = round(seconds / 60)
+    if abs(seconds) < 600 and seconds % 60:
+        return f"{int(seconds // 60)}m{round(seconds % 60):02d}"
+    if abs(minutes) < 60:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48 and not (hours % 24 == 0 and not minutes and hours):
+        return f"{hours}h{minutes:02d}" if minutes else f"{hours}h"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h" if hours else f"{days}d"
+
+
+def _plain(value: float, step: float) -> str:
+    if not step:
+        return f"{value:.3g}"
+    return f"{value:.{_digits(step)}f}"
+
+
+def _digits(step: float) -> int:
+    """Digits behind the point that tell numbers this far apart from each other."""
+    digits = max(0, min(12, -math.floor(math.log10(abs(step)) + 1e-9)))
+    # 2.5 and 0.25 need one more than their size says
+    return digits + int(abs(step * 10**digits - round(step * 10**digits)) > 1e-6)
+
+
+def _round(least: float) -> float:
+    """The next of 1, 2, 5, 10, … that is not smaller."""
+    power = float(10.0 ** math.floor(math.log10(least)))
+    if not power:
+        return least
+    return next((power * factor for factor in (1, 2, 5) if power * factor >= least * (1 - 1e-9)), power * 10)
+
+
+def _powers(low: float, high: float, most: int) -> list[float]:
+    """1, 2, 5, 10, … or 1, 10, 100, … or fewer of them. None: less than two lie there."""
+    first, last = math.floor(math.log10(low) + 1e-9), math.floor(math.log10(high) + 1e-9)
+    for factors in ((1, 2, 5), (1,)):
+        told = [10.0**power * factor for power in range(first, last + 1) for factor in factors]
+        told = [value for value in told if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        if 2 <= len(told) <= most:
+            return told
+    return told[:: math.ceil(len(told) / most)] if len(told) > most else []

@@ -1,0 +1,242 @@
+"""Runs beside each other: what each has measured, how fast it was, what it lost. From events, pure.
+
+courses = [course("a", events_a), course("b", events_b)]
+rows = table(courses)                      # ("steps/s", [Cell("10.2", None), Cell("11.1", 1.09)]), …
+charts = [chart(courses, name, over="step") for name in shown(courses)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from phalanx.contract import events
+from phalanx.watch.axis import number
+from phalanx.watch.curve import Curve
+from phalanx.watch.plot import Series
+from phalanx.watch.scene import Scene
+from phalanx.watch.svg import Chart, Mark
+
+Over = Literal["step", "time"]
+RATES = ("steps/s", "samples/s")
+_APART = 0.25  # seconds
+_LOW = ("loss", "error", "perplexity", "nll")  # of such the lowest is the best, of others who knows
+
+
+@dataclass(frozen=True)
+class Course:
+    """One of them."""
+
+    run: str
+    state: str
+    ranks: int
+    steps: int  # 0: none was seen
+    seconds: float
+    metric: str
+    final: float | None  # of the metric; NaN: it was none in the end; None: it was never measured
+    lowest: float | None
+    highest: float | None
+    rates: dict[str, float]  # medians of RATES, as far as they are known
+    faults: int
+    lost: float  # seconds
+    goodput: float | None  # None: nothing is known of its steps
+    curves: dict[str, list[tuple[int, float, float]]]  # step, seconds since it began, value
+    marks: tuple[tuple[int, float, str, str], ...] = ()  # step, seconds, kind, text
+    known: tuple[str, ...] = ()  # metrics that it has
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    ratio: float | None = None  # to the first run
+
+
+@dataclass
+class _Seen:
+    """What a Scene does not keep."""
+
+    metric: str
+    final: float | None = None
+    lowest: float = math.inf
+    highest: float = -math.inf
+    step: int = 0
+    faults: int = 0
+    looks: int = 0
+    rates: Curve | None = None  # of steps, from what was measured alone
+    before: tuple[int, float] | None = None
+
+    def see(self, event: events.AnyEvent) -> None:
+        match event:
+            case events.Measured():
+                self.looks += 1
+                self.step = max(self.step, event.step)
+                self._rate(event)
+                if self.metric in event.values:
+                    value = event.values[self.metric]
+                    self.final = math.nan if value is None else value
+                    if value is not None:
+                        self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
+            case events.Sight():
+                self.looks += 1
+            case events.Recovered():
+                self.step = max(self.step, event.step)
+            case events.Fault():
+                self.faults += 1
+
+    def _rate(self, event: events.Measured) -> None:
+        """Not of every step: what is a few milliseconds apart says little."""
+        if self.before is not None and event.time - self.before[1] < _APART and event.step >= self.before[0]:
+            return
+        if self.before is not None and event.step > self.before[0] and event.time > self.before[1]:
+            self.rates = self.rates or Curve()
+            rate = (event.step - self.before[0]) / (event.time - self.before[1])
+            self.rates.add(event.step, event.time, rate)
+        self.before = (event.step, event.time)
+
+
+def course(run: str, happened: Iterable[events.AnyEvent], *, state: str = "", metric: str = "loss") -> Course:
+    scene, seen = Scene(), _Seen(metric)
+    marks: list[tuple[int, float, str, str]] = []
+    first: float | None = None
+    for event in happened:
+        if first is None:
+            first = event.time
+        scene.see(event)
+        seen.see(event)
+        match event:
+            case events.Fault():
+                marks.append((max(seen.step, scene.step, 0), event.time - first, "fault", event.reason))
+            case events.Recovered():
+                told = f"recovered in {event.seconds:.1f} s"
+                marks.append((max(event.step, 0), event.time - first, "recovered", told))
+            case events.Restarted():
+                told = f"started again after {event.seconds:.1f} s"
+                marks.append((max(seen.step, 0), event.time - first, "recovered", told))
+    start = scene.started or first or 0.0
+    known = tuple(name for name in scene.curves if name not in RATES)
+    curves = {name: _onward(scene.curves[name], start, again=False) for name in known}
+    for name in RATES:
+        curve = scene.curves.get(name) or (seen.rates if name == "steps/s" else None)
+        if curve is not None and curve.points:
+            curves[name] = _onward(curve, start, again=True)
+    return Course(
+        run=run,
+        state=state or scene.state,
+        ranks=scene.world_size,
+        steps=max(seen.step, scene.step, 0),
+        seconds=max(0.0, (scene.ended or scene.now) - start),
+        metric=metric,
+        final=seen.final,
+        lowest=seen.lowest if math.isfinite(seen.lowest) else None,
+        highest=seen.highest if math.isfinite(seen.highest) else None,
+        rates={name: median(value for _, _, value in curves[name]) for name in RATES if name in curves},
+        faults=seen.faults,
+        lost=scene.lost,
+        goodput=scene.goodput if seen.looks else None,
+        curves=curves,
+        marks=tuple(marks[:200]),
+        known=known,
+    )
+
+
+def _onward(curve: Curve, start: float, *, again: bool) -> list[tuple[int, float, float]]:
+    """What was lost in a fault and made again is there once, as it was made in the end. `again`: a step may be there
+    more than once, because it took long."""
+    told: list[tuple[int, float, float]] = []
+    for step, when, value in curve.points:
+        while told and (told[-1][0] > step or (told[-1][0] == step and not again)):
+            told.pop()
+        told.append((step, when - start, value))
+    return told
+
+
+def shown(courses: Sequence[Course]) -> list[str]:
+    """What there is a chart of: the metric, and rates, where anybody has them."""
+    names = dict.fromkeys([courses[0].metric, *RATES])
+    return [name for name in names if any(course.curves.get(name) for course in courses)]
+
+
+def chart(courses: Sequence[Course], name: str, *, over: Over = "step", log: bool = False) -> Chart:
+    """Marks are those of a single run: of several nobody could tell whose they are."""
+    series = [
+        Series(
+            course.run,
+            [(step if over == "step" else when, value) for step, when, value in course.curves.get(name, ())],
+        )
+        for course in courses
+    ]
+    marks = [
+        Mark(step if over == "step" else when, text, kind)
+        for step, when, kind, text in (courses[0].marks if len(courses) == 1 else ())
+    ]
+    return Chart(
+        name,
+        series,
+        over="count" if over == "step" else "seconds",
+        log=log and name not in RATES,
+        across="step" if over == "step" else "time since it began",
+        marks=marks,
+        zero=name in RATES,
+    )
+
+
+def table(courses: Sequence[Course]) -> list[tuple[str, list[Cell]]]:
+    """A row a fact, a cell a run; what is known of nobody is left out."""
+    metric = courses[0].metric
+    rows: list[tuple[str, list[Cell]]] = [
+        ("state", [Cell(each.state) for each in courses]),
+        ("ranks", [Cell(str(each.ranks)) for each in courses]),
+        ("steps", _numbers([float(each.steps) or None for each in courses], whole=True)),
+        (f"final {metric}", _numbers([each.final for each in courses])),
+        (f"lowest {metric}", _numbers([each.lowest for each in courses])),
+    ]
+    if not any(word in metric.lower() for word in _LOW):
+        rows.append((f"highest {metric}", _numbers([each.highest for each in courses])))
+    rows += [(name, _numbers([each.rates.get(name) for each in courses])) for name in RATES]
+    rows += [
+        ("time", _ratios([each.seconds for each in courses], [seconds(each.seconds) for each in courses])),
+        ("faults", [Cell(str(each.faults)) for each in courses]),
+        ("time lost", [Cell(seconds(each.lost)) for each in courses]),
+        ("goodput", [Cell("-" if each.goodput is None else f"{each.goodput:.1%}") for each in courses]),
+    ]
+    return [(name, cells) for name, cells in rows if any(cell.text != "-" for cell in cells)]
+
+
+def seconds(value: float) -> str:
+    """`0.3 s`, `42 s`, `12m05`, `3h07`."""
+    if value < 10:
+        return f"{value:.1f} s" if value else "0 s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}"
+    return f"{minutes // 60}h{minutes % 60:02d}"
+
+
+def _numbers(values: Sequence[float | None], *, whole: bool = False) -> list[Cell]:
+    texts = []
+    for value in values:
+        if value is None:
+            texts.append("-")
+        elif not math.isfinite(value):
+            texts.append(str(value))
+        else:
+            texts.append(f"{value:.0f}" if whole else _told(value))
+    return _ratios(values, texts)
+
+
+def _told(value: float) -> str:
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 or not value else number(value)
+
+
+def _ratios(values: Sequence[float | None], texts: Sequence[str]) -> list[Cell]:
+    first, cells = values[0], [Cell(texts[0])]
+    for value, text in zip(values[1:], texts[1:], strict=True):
+        known = first is not None and value is not None and math.isfinite(first) and math.isfinite(value)
+        # of numbers that are not above 0 a ratio says nothing
+        cells.append(Cell(text, value / first if known and first > 0 <= value else None))  # type: ignore[operator]
+    return cells

@@ -1,0 +1,215 @@
+"""One picture of the run: lines for a screen of any size. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from phalanx.watch import plot
+from phalanx.watch.scene import Happening, Scene
+from phalanx.watch.screen import grid, head, text
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.signs import KINDS, Signs
+from phalanx.watch.screen.text import Line
+from phalanx.watch.screen.view import View
+
+_WIDE = 100  # columns, from which the lower part is two panels
+_HIGH = 34  # rows, from which there is room for a curve anyway
+_LEAST_LOG = 4  # rows, with its title
+
+
+def draw(scene: Scene, view: View, canvas: Canvas, now: float) -> list[Line]:
+    """That many lines, none of them wider. Also tells the view how much of it is seen."""
+    view.keep(scene)
+    top = head.draw(scene, canvas, now)
+    if canvas.height < 3:
+        return top[: canvas.height]
+    top = top[: 1 if canvas.height < 8 else 2]
+    room = canvas.height - len(top) - 1
+    draws = _pane if view.pane is not None else _followed if view.follows else _body
+    body = [text.clip(line, canvas.width) for line in draws(scene, view, canvas.part(room))[:room]]
+    return [*top, *body, *([[]] * (room - len(body))), _bottom(scene, view, canvas.width)]
+
+
+def _body(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
+    width, room = canvas.width, canvas.height
+    news = _news_lines(scene, room)
+    rows = max(len(scene.ranks), 1) + 1
+    most = room - news - (_LEAST_LOG if room >= 9 else 0)
+    share = max(most if room < 9 else min(most, max(room * 55 // 100, 4)), 1)
+    height = min(rows, share)
+    if view.overview:
+        lines = grid.overview(scene, view.rank, canvas.part(max(room - news - 3, share)))
+    else:
+        view.page = max(height - 1, 1)
+        view.keep(scene)
+        lines = grid.draw(scene, view.rank, view.top, canvas.part(height))
+    lines = [*lines, *_news(scene, canvas.part(news))]
+    left = room - len(lines)
+    if left < 2:
+        return lines
+    if width >= _WIDE and left >= 6 and _curve_name(scene):
+        half = width * 9 // 20
+        curve = _curve(scene, canvas.part(left, half))
+        log = _log(scene, view, canvas.part(left, width - half - 1))
+        return [*lines, *_beside(log, curve, width - half - 1)]
+    if room >= _HIGH and left >= 18 and _curve_name(scene):
+        lines += _curve(scene, canvas.part(10))
+    return [*lines, *_log(scene, view, canvas.part(room - len(lines)))]
+
+
+def _beside(left: list[Line], right: list[Line], width: int) -> list[Line]:
+    rows = max(len(left), len(right))
+    left, right = left + [[]] * (rows - len(left)), right + [[]] * (rows - len(right))
+    return [[*text.clip(one, width, fill=""), (" ", ""), *other] for one, other in zip(left, right, strict=True)]
+
+
+def _rule(title: str, canvas: Canvas, *, right: str = "") -> Line:
+    width, signs = canvas.width, canvas.signs
+    line: Line = [(signs.rule * 2 + " ", "dim"), (title, "bold"), (" ", "")]
+    tail = f" {right} {signs.rule}" if right else ""
+    free = width - text.length(line) - text.width(tail)
+    if free < 1:
+        tail, free = "", max(width - text.length(line), 0)
+    return text.clip([*line, (signs.rule * free + tail, "dim")], width)
+
+
+# -- what has happened
+
+
+def _news_lines(scene: Scene, room: int) -> int:
+    """How many lines of it there are to be."""
+    if room < 7:
+        return 0 if room < 4 else int(bool(scene.happenings))
+    most = 1 if room < 26 else 3 if room < 34 else 5
+    return max(1, min(most, len(scene.happenings)))
+
+
+def _news(scene: Scene, canvas: Canvas) -> list[Line]:
+    """The newest last; a verdict that stands stays."""
+    height = canvas.height
+    if height <= 0:
+        return []
+    last = list(scene.happenings)[-height:]
+    standing = [verdict for verdict in scene.verdicts[-1:] if verdict not in last]
+    told = [*standing, *last[len(standing) :]] if len(last) == height else [*standing, *last]
+    if height == 1 and scene.verdicts:
+        told = scene.verdicts[-1:]
+    if not told:
+        return [[(" nothing has happened yet", "dim")]][:height]
+    return [_told(one, canvas.width, canvas.signs) for one in told]
+
+
+def _told(one: Happening, width: int, signs: Signs) -> Line:
+    style = KINDS.get(one.kind, "")
+    when = time.strftime("%H:%M:%S", time.localtime(one.time))
+    words = text.clean(" ".join(one.text.split()))
+    line: Line = [(f" {when} ", "dim")]
+    if one.kind != "note" and not words.startswith(one.kind):
+        line.append((f"{one.kind} ", f"bold {style}"))
+    return [*line, (text.cut(words, width - text.length(line), signs.dots), style if one.kind == "verdict" else "")]
+
+
+# -- the curve
+
+
+def _curve_name(scene: Scene) -> str:
+    found = head.loss(scene)
+    return found[0] if found is not None and len(scene.curves[found[0]].points) > 1 else ""
+
+
+def _curve(scene: Scene, canvas: Canvas) -> list[Line]:
+    name = _curve_name(scene)
+    points = [(float(step), value) for step, _, value in scene.curves[name].points]
+    rows = plot.lines([plot.Series(name, points)], canvas.width, canvas.height - 1, ascii_only=canvas.signs.ascii_only)
+    drawn: list[Line] = [[(piece, "dim" if style == plot.AXIS else "curve") for piece, style in row] for row in rows]
+    return [_rule(text.clean(name), canvas), *drawn]
+
+
+# -- the log
+
+
+def _log(scene: Scene, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
+    width, height, signs = canvas.width, canvas.height, canvas.signs
+    title = f"rank {view.rank} {signs.dot} {view.stream}"
+    hints = f"{view.back} lines back" if view.back else ""
+    lines: list[Line] = [_rule(title, canvas, right=hints)]
+    kept = view.tail.shown if view.tail.rank == view.rank and view.tail.stream == view.stream else []
+    if view.tail.trouble:
+        return [*lines, [(f" {text.cut(text.clean(view.tail.trouble), width - 1, signs.dots)}", "dim")]][:height]
+    if not kept:
+        return [*lines, [(" nothing written" if scene.ranks else "", "dim")]][:height]
+    room = max(height - 1, 0)
+    kept = kept[: len(kept) - view.back] if view.back else kept
+    if wrapped:
+        kept = [part for line in kept[-room:] for part in text.wrap(line, width - 1)]
+    shown = kept[-room:] if room else []
+    return [*lines, *([(" " + text.cut(line, width - 1, signs.dots), "")] for line in shown)][:height]
+
+
+def _followed(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
+    room = canvas.height
+    at = sorted(scene.ranks).index(view.rank) if view.rank in scene.ranks else 0
+    lines = grid.draw(scene, view.rank, at, canvas.part(2)) if room >= 6 else []
+    lines += _news(scene, canvas.part(1)) if room >= 8 else []
+    return [*lines, *_log(scene, view, canvas.part(room - len(lines)), wrapped=True)]
+
+
+# -- text over all of it
+
+
+def _pane(_: Scene, view: View, canvas: Canvas) -> list[Line]:
+    if view.pane is None:
+        return []
+    view.pane_page = max(canvas.height - 1, 1)
+    lines = view.pane.lines
+    view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane_page))
+    last = min(view.pane.top + view.pane_page, len(lines))
+    more = f"{view.pane.top + 1}-{last} of {len(lines)}" if len(lines) > view.pane_page else ""
+    shown = lines[view.pane.top : last]
+    return [
+        _rule(view.pane.title, canvas, right=more),
+        *([(" " + text.cut(text.clean(line), canvas.width - 1, canvas.signs.dots), "")] for line in shown),
+    ]
+
+
+# -- the last line
+
+_KEYS = (
+    ("?", "help"),
+    ("q", "leave"),
+    ("f", "log"),
+    ("e", "stderr"),
+    ("s", "stacks"),
+    ("d", "debug"),
+    ("x", "stop"),
+    ("g", "all"),
+)
+
+
+def _bottom(scene: Scene, view: View, width: int) -> Line:
+    if view.question == "stop":
+        more = "; Ctrl-C again: at once" if view.held else ""
+        return _said(f"stop the run, with all its ranks?  y / n{more}", "chosen", width)
+    if view.word:
+        return _said(view.word, "warn", width)
+    if view.typed:
+        return _said(f"rank {view.typed}", "bold", width)
+    if view.over:
+        code = f", exit code {scene.code}" if scene.code is not None else ""
+        return _said(f"the run has ended{code}; q leaves", "bold", width)
+    if view.question == "stopping" and scene.ended is None:
+        return _said("the run is being stopped" + ("; Ctrl-C: at once" if view.held else ""), "warn", width)
+    if view.pane is not None:
+        return _said("Esc closes; up, down, PgUp, PgDn", "dim", width)
+    line: Line = [(" ", "")]
+    for key, what in _KEYS:
+        other = "stdout" if key == "e" and view.stream == "stderr" else what
+        line += [(key, "bold"), (f" {other}  ", "dim")]
+    seen = ""
+    if len(scene.ranks) > view.page and not view.follows and not view.overview:
+        seen = f"ranks {view.top}-{view.top + view.page - 1} of {len(scene.ranks)} "
+    return text.spread(line, [(seen, "dim")] if seen else [], width)
+
+
+def _said(words: str, style: str, width: int) -> Line:
+    return text.clip([(f" {text.clean(words)} ", style)], width)

@@ -1,0 +1,182 @@
+"""The ranks: a row each, or, of very many, a sign each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from phalanx.watch.scene import RankView, Scene
+from phalanx.watch.screen import numbers, text
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.signs import STYLES, Signs
+from phalanx.watch.screen.text import Line, Piece
+
+_BAR = (10, 30)  # cells, at least and at most
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    width: int
+    keep: int  # those with the lowest go first where there is no room
+    cell: Callable[[RankView], str]
+    right: bool = True
+
+
+@dataclass(frozen=True)
+class _Layout:
+    columns: list[_Column]
+    bar: int  # cells
+    place: int
+
+
+def draw(scene: Scene, chosen: int, top: int, canvas: Canvas) -> list[Line]:
+    """A line of titles, and as many ranks as there is room for, beginning with the one at `top`."""
+    views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
+    layout = _layout(views, canvas.width)
+    titles = " ".join(text.fit(c.title, c.width, right=c.right) for c in layout.columns)
+    titles += f" {text.fit('data compute wait' if layout.bar >= 17 else 'time', layout.bar)}" if layout.bar else ""
+    titles += " at" if layout.place else ""
+    lines: list[Line] = [text.clip([(f"   {titles}", "dim")], canvas.width)]
+    for view in views[top : top + canvas.height - 1]:
+        lines.append(_row(view, layout, canvas, chosen=view.rank == chosen))
+    if not views and canvas.height > 1:
+        lines.append([("   no ranks yet", "dim")])
+    return lines[: canvas.height]
+
+
+def _layout(views: list[RankView], width: int) -> _Layout:
+    """Of the columns those that fit."""
+    hosts = {view.host for view in views}
+    devices = any(view.device for view in views)
+    gpus = any(view.gpu >= 0 or view.gpu_memory for view in views)
+    told = any(view.samples >= 0 for view in views)
+    host = min(max((text.width(text.clean(name)) for name in hosts), default=4), 12)
+    device = min(max((text.width(text.clean(view.device)) for view in views), default=3), 10)
+    columns = [
+        _Column("rank", max(4, len(str(len(views)))), 9, lambda view: str(view.rank)),
+        _Column("node", max(4, host), 3, lambda view: text.clean(view.host) or str(view.node), right=False),
+        _Column("device", max(6, device), 2, lambda view: text.clean(view.device) or "cpu", right=False),
+        _Column("phase", 10, 7, _phase, right=False),
+        _Column("step", max(6, max((len(str(view.step)) for view in views), default=0)), 8, _step),
+        _Column("samp/s" if told else "step/s", 6, 5, _rate),
+        _Column("mem", 5, 4, lambda view: numbers.size(view.memory) if view.memory else ""),
+        _Column("cpu", 4, 1, lambda view: f"{view.cpu:.1f}"),
+        _Column("gpu", 4, 6, lambda view: f"{view.gpu * 100:.0f}%" if view.gpu >= 0 else ""),
+        _Column("gmem", 5, 2, lambda view: numbers.size(view.gpu_memory) if view.gpu_memory else ""),
+    ]
+    if len(hosts) < 2:
+        columns = [column for column in columns if column.title != "node"]
+    if not devices:
+        columns = [column for column in columns if column.title != "device"]
+    if not gpus:
+        columns = [column for column in columns if column.title not in ("gpu", "gmem")]
+    if width < 40:  # numbers are short of room here
+        columns = [replace(column, width=min(column.width, 6)) for column in columns]
+    room = width - 4
+    while len(columns) > 1 and _sum(columns) + 1 + (_BAR[0] if width >= 50 else 0) > room:
+        columns.remove(min(columns, key=lambda column: column.keep))
+    free = room - _sum(columns) - 1
+    bar = min(free, _BAR[1]) if free >= _BAR[0] else 0
+    if bar and free - bar < 12:
+        bar = min(free, _BAR[1])
+    place = free - bar - 1 if bar else 0
+    if 0 < place < 12 and bar >= 17:  # room for both, if the bar is not at its longest
+        bar, place = max(17, bar - 12 + place), 12
+        place = free - bar - 1
+    return _Layout(columns, bar, place if place >= 10 else 0)
+
+
+def _sum(columns: list[_Column]) -> int:
+    return sum(column.width + 1 for column in columns) - 1
+
+
+def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
+    signs, place = canvas.signs, layout.place
+    mark = "chosen " if chosen else ""
+    style = STYLES.get(view.health, "")
+    plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "done") else ""
+    line: Line = [
+        (signs.chosen if chosen else " ", mark),
+        (signs.health.get(view.health, "?"), mark + style),
+        (" ", mark),
+    ]
+    for column in layout.columns:
+        cell = text.fit(column.cell(view), column.width, right=column.right, dots="")
+        line.append((cell + " ", mark + (style if column.title == "phase" else plain)))
+    if layout.bar:
+        line += [(piece, mark + named) for piece, named in _bar(view, layout.bar, signs)]
+    if place:
+        where = text.clean(view.place)
+        if view.silent >= 5:
+            where = f"silent for {numbers.about(view.silent)}; {where}"
+        line.append((" " + text.cut(where, place, signs.dots), mark + "dim"))
+    return text.clip(line, canvas.width, fill=mark if chosen else None)
+
+
+def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
+    """How it spends its time: each share a number of cells, so that all together fill the bar."""
+    if view.health in ("dead", "done", "coming"):
+        return [(signs.empty * cells, "dim")]
+    data = round(view.data * cells)
+    waiting = min(round(view.waiting * cells), cells - data)
+    compute = min(round(view.compute * cells), cells - data - waiting)
+    return [
+        (signs.data * data, "data"),
+        (signs.compute * compute, "compute"),
+        (signs.waiting * waiting, "wait"),
+        (signs.empty * (cells - data - compute - waiting), "dim"),
+    ]
+
+
+def _phase(view: RankView) -> str:
+    return view.health if view.health in ("dead", "stuck", "silent", "debugged", "done") else view.phase
+
+
+def _step(view: RankView) -> str:
+    return str(view.step) if view.step >= 0 else "-"
+
+
+def _rate(view: RankView) -> str:
+    return numbers.rate(view.samples if view.samples >= 0 else view.rate)
+
+
+# -- a sign each
+
+
+def overview(scene: Scene, chosen: int, canvas: Canvas) -> list[Line]:
+    """Every rank as its sign, node by node: of very many, all are seen at once."""
+    width, height, signs = canvas.width, canvas.height, canvas.signs
+    nodes: dict[int, list[RankView]] = {}
+    for rank in sorted(scene.ranks):
+        nodes.setdefault(scene.ranks[rank].node, []).append(scene.ranks[rank])
+    names = {node: text.clean(views[0].host) or f"node {node}" for node, views in nodes.items()}
+    margin = min(max((text.width(name) for name in names.values()), default=0), 16, width // 3)
+    cells = max(width - margin - 3, 8)
+    groups: list[Line] = []
+    line: Line = []
+    for node in sorted(nodes):  # several nodes in a row, where there is room
+        label = text.fit(names[node], margin, dots="")
+        for at in range(0, len(nodes[node]), cells):
+            part = nodes[node][at : at + cells]
+            group: Line = [(f" {label if at == 0 else ' ' * margin} ", "dim"), *(_dot(v, chosen, signs) for v in part)]
+            if line and text.length(line) + text.length(group) + 1 > width:
+                groups.append(line)
+                line = []
+            line = [*line, (" ", ""), *group] if line else group
+    if line:
+        groups.append(line)
+    told = {health: sum(view.health == health for view in scene.ranks.values()) for health in signs.health}
+    legend: Line = [(" ", "")]
+    for health, count in told.items():
+        if count:
+            legend += [(f"{signs.health[health]} ", STYLES.get(health, "")), (f"{health} {count}   ", "dim")]
+    # The chosen one is always to be seen.
+    at = next((n for n, row in enumerate(groups) if any("chosen" in style for _, style in row)), 0)
+    first = min(max(0, at - (height - 1) // 2), max(0, len(groups) - height + 1))
+    return [text.clip(legend, width), *(text.clip(row, width) for row in groups[first : first + height - 1])][:height]
+
+
+def _dot(view: RankView, chosen: int, signs: Signs) -> Piece:
+    style = STYLES.get(view.health, "")
+    return signs.health.get(view.health, "?"), f"chosen {style}" if view.rank == chosen else style

@@ -1,0 +1,99 @@
+"""The first lines: which run, how it is, and how far."""
+
+from __future__ import annotations
+
+from phalanx.watch.scene import Scene
+from phalanx.watch.screen import numbers, text
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.signs import STYLES, Signs
+from phalanx.watch.screen.text import Line
+
+
+def draw(scene: Scene, canvas: Canvas, now: float) -> list[Line]:
+    return [_who(scene, canvas.width, now, canvas.signs), _progress(scene, canvas.width, canvas.signs)]
+
+
+def state(scene: Scene) -> str:
+    if scene.state == "failed" and scene.code is not None:
+        return f"failed (exit code {scene.code})"
+    if scene.state == "gathering" and scene.roll is not None:
+        return f"gathering: {len(scene.roll.here)} of {scene.roll.expected} here"
+    return scene.state
+
+
+def nodes(scene: Scene) -> int:
+    return len({view.node for view in scene.ranks.values()}) or 1
+
+
+def left(scene: Scene) -> float | None:
+    """Seconds, where that is known."""
+    if scene.ended is None and scene.total > scene.step >= 0 and scene.rate > 0:
+        return (scene.total - scene.step) / scene.rate
+    return None
+
+
+def loss(scene: Scene) -> tuple[str, float] | None:
+    """What is drawn as the curve: the loss, or whatever else was measured first."""
+    name = next((name for name in scene.curves if "loss" in name.lower()), None)
+    name = name or next((name for name in scene.curves if name not in ("steps/s", "samples/s")), None)
+    last = scene.curves[name].last if name is not None else None
+    return (name, last) if name is not None and last is not None else None
+
+
+def _who(scene: Scene, width: int, now: float, signs: Signs) -> Line:
+    dot = f" {signs.dot} "
+    many = scene.world_size or len(scene.ranks)
+    words = [_plural(nodes(scene), "node"), _plural(many, "rank")]
+    words += [f"{'generation' if width >= 100 else 'gen'} {scene.generation}"] if scene.generation else []
+    words += [f"attempt {scene.attempt}"] if scene.attempt else []
+    line: Line = [
+        (" ", ""),
+        (text.clean(scene.run) or "a run", "bold"),
+        ("  ", ""),
+        (text.cut(text.clean(state(scene)), 40, signs.dots), f"bold {STYLES.get(scene.state, '')}"),
+        ("  ", ""),
+        (dot.join(words), ""),
+    ]
+    until = scene.ended if scene.ended is not None else max(now, scene.now)
+    lasted = numbers.span(until - scene.started) if scene.started else ""
+    right = f"{'took' if scene.ended is not None else 'up'} {lasted} " if lasted else ""
+    more = f"goodput {numbers.share(scene.goodput)}{dot}{right}" if scene.step >= 0 else right
+    return text.spread(line, [(more if text.length(line) + text.width(more) < width else right, "dim")], width)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _progress(scene: Scene, width: int, signs: Signs) -> Line:
+    dot = f" {signs.dot} "
+    if scene.step < 0:
+        begun = " no steps yet" if scene.ended is None else " no steps were seen"
+        return text.clip([(begun, "dim")], width)
+    line: Line = [(" step ", ""), (str(scene.step), "bold")]
+    words: list[str] = []
+    if scene.total:
+        done = min(scene.step / scene.total, 1.0)
+        cells = 20 if width >= 110 else 10
+        full = round(done * cells)
+        line += [(f"/{scene.total} ", ""), (signs.compute * full, "good"), (signs.waiting * (cells - full), "dim")]
+        words.append(f"{'' if width < 60 else ' '}{done * 100:.0f}%")
+    line.append((" ".join(words), ""))
+    words = []
+    remains = left(scene)
+    if remains is not None:
+        words.append(f"{numbers.about(remains)} left")
+    if scene.ended is None:
+        words.append(f"{numbers.rate(scene.rate)} steps/s")
+        if scene.samples >= 0:
+            words.append(f"{numbers.rate(scene.samples)} samples/s")
+    measured = loss(scene)
+    if measured is not None:
+        words.append(f"{text.clean(measured[0])} {numbers.value(measured[1])}")
+    if scene.lost >= 1:
+        words.append(f"{numbers.about(scene.lost)} lost")
+    for word in words:  # as many as there is room for
+        if text.length(line) + len(dot) + text.width(word) > width - 1:
+            break
+        line.append((dot + word, ""))
+    return text.clip(line, width)

@@ -1,0 +1,248 @@
+"""The run on the whole screen of a terminal: listens to its events, to keys and to signals, and paints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.watch.scene import Scene
+from phalanx.watch.screen import frame, text
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.hands import Hands
+from phalanx.watch.screen.keys import Keys
+from phalanx.watch.screen.paint import Painter
+from phalanx.watch.screen.signs import signs
+from phalanx.watch.screen.terminal import Terminal
+from phalanx.watch.screen.view import Pane, View
+from phalanx.watch.source import Because, Source
+
+_PAUSE = 0.2  # seconds between two frames, at least
+_LOOK = 0.5  # seconds between two looks at the log
+_ESCAPE = 0.05  # seconds after which an escape was the key itself
+_LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
+_HEED = 200  # events between two looks at anything else
+
+
+def show(source: Source, *, hands: Hands, environ: Mapping[str, str], held: bool = False) -> int:
+    """Until somebody leaves. `held`: below `phalanx run`, whose terminal this is; it goes with the run."""
+    return asyncio.run(Screen(source, hands, environ, held=held).run())
+
+
+class Screen:
+    def __init__(self, source: Source, hands: Hands, environ: Mapping[str, str], *, held: bool) -> None:
+        self._source = source
+        self._hands = hands
+        self._signs = signs(environ)
+        self._painter = Painter(colour=not environ.get("NO_COLOR"), ascii_only=self._signs.ascii_only)
+        self._scene = Scene(run=source.run)
+        self._view = View(held=held, able=source.alive)
+        self._keys = Keys()
+        self._news = asyncio.Event()  # there is something to paint
+        self._turned = asyncio.Event()  # another rank is chosen
+        self._left = asyncio.Event()
+        self._lapse: asyncio.TimerHandle | None = None
+        self._away = False  # the terminal is somebody else's
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._left.set)
+        loop.add_signal_handler(signal.SIGINT, self._pressed, ["ctrl-c"])
+        loop.add_signal_handler(signal.SIGWINCH, self._repaint)
+        # Whoever started us may have held it back until we can take it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        with Terminal() as terminal:
+            loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
+            loop.add_reader(terminal.fd, self._typed, terminal)
+            for work in (self._listen(), self._follow(), self._paint(terminal), self._tick()):
+                self._start(work)
+            try:
+                await self._left.wait()
+            finally:
+                loop.remove_reader(terminal.fd)
+                for task in list(self._tasks):
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._failed is not None:
+            raise self._failed
+        return 0
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = self._failed or task.exception()
+            self._left.set()
+
+    # -- what comes
+
+    async def _listen(self) -> None:
+        seen = 0
+        try:
+            async for event in self._source.events():
+                self._scene.see(event)
+                self._news.set()
+                seen += 1
+                if seen % _HEED == 0:
+                    await asyncio.sleep(0)
+        except (PhalanxError, OSError) as error:
+            self._view.word = f"nothing more is heard of it: {error}"
+        self._view.over, self._view.able = True, False
+        self._view.question = ""
+        self._news.set()
+        if self._view.held:
+            await asyncio.sleep(_LINGER)
+            self._left.set()
+
+    async def _follow(self) -> None:
+        """The log of the chosen rank."""
+        view = self._view
+        while True:
+            if view.rank in self._scene.ranks:
+                view.tail.turn(view.rank, view.stream)
+                try:
+                    if await view.tail.read(self._source):
+                        self._news.set()
+                    view.tail.trouble = ""
+                except (PhalanxError, OSError) as error:
+                    if view.tail.trouble != str(error):
+                        view.tail.trouble = str(error)
+                        self._news.set()
+            self._turned.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._turned.wait(), _LOOK)
+
+    async def _tick(self) -> None:
+        """The time that it runs."""
+        while not self._view.over:
+            await asyncio.sleep(1.0 - time.time() % 1.0)
+            self._news.set()
+
+    # -- what is seen
+
+    async def _paint(self, terminal: Terminal) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if not self._away and not terminal.busy:
+                rows, columns = terminal.size()
+                now = self._scene.now if self._view.over else time.time()
+                lines = frame.draw(self._scene, self._view, Canvas(columns, rows, self._signs), now)
+                terminal.write(self._painter.frame(lines, columns, rows))
+            elif terminal.busy:
+                self._news.set()
+            await asyncio.sleep(_PAUSE)
+
+    def _repaint(self) -> None:
+        self._painter.forget()
+        self._news.set()
+
+    # -- what is typed
+
+    def _typed(self, terminal: Terminal) -> None:
+        try:
+            data = os.read(terminal.fd, 4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:  # the terminal is gone
+            self._left.set()
+            return
+        if self._lapse is not None:
+            self._lapse.cancel()
+        self._pressed(self._keys.feed(data), terminal)
+        if self._keys.halfway:
+            loop = asyncio.get_running_loop()
+            self._lapse = loop.call_later(_ESCAPE, lambda: self._pressed(self._keys.lapse(), terminal))
+
+    def _pressed(self, keys: list[str], terminal: Terminal | None = None) -> None:
+        view = self._view
+        for key in keys:
+            if view.over and view.held:
+                self._left.set()
+                return
+            was = (view.rank, view.stream)
+            wish = view.press(key, self._scene)
+            if (view.rank, view.stream) != was:
+                self._turned.set()
+            self._grant(wish, terminal)
+        if keys:
+            self._news.set()
+
+    def _grant(self, wish: str, terminal: Terminal | None) -> None:
+        match wish:
+            case "leave":
+                self._left.set()
+            case "repaint":
+                self._repaint()
+            case "stop" | "end now":
+                self._start(self._stop(now=wish == "end now"))
+            case "stacks":
+                self._view.pane = Pane("stacks", ["asking all ranks ..."])
+                self._start(self._stacks(self._view.pane))
+            case "suspend":
+                os.kill(0, signal.SIGTSTP)  # as the terminal would: all that the shell calls this job
+            case "debugger" if terminal is not None:
+                self._begin_away(terminal, "debugger")
+
+    async def _stop(self, *, now: bool) -> None:
+        try:
+            await asyncio.to_thread(self._hands.end_now if now else self._hands.stop)
+        except PhalanxError as error:
+            self._view.word, self._view.question = str(error), ""
+        self._news.set()
+
+    async def _stacks(self, pane: Pane) -> None:
+        try:
+            found = await self._source.why()
+            pane.lines = told(found, self._view.rank)
+        except (PhalanxError, OSError) as error:
+            pane.lines = str(error).splitlines()
+        self._news.set()
+
+    # -- when the terminal is somebody else's
+
+    def _begin_away(self, terminal: Terminal, why: str) -> None:
+        if not self._away and not self._left.is_set():
+            self._away = True
+            self._start(self._be_away(terminal, why))
+
+    async def _be_away(self, terminal: Terminal, why: str) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(terminal.fd)
+        loop.remove_signal_handler(signal.SIGTSTP)
+        try:
+            if why == "suspend":
+                await terminal.suspend()
+            else:
+                words = self._hands.debugger(self._view.rank)
+                await terminal.lend(words, hint="phalanx: Enter goes back to the screen\n")
+        except (OSError, PhalanxError) as error:
+            self._view.word = str(error)
+            terminal.enter()
+        finally:
+            self._away = False
+        loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
+        loop.add_reader(terminal.fd, self._typed, terminal)
+        self._repaint()
+
+
+def told(found: Because, first: int) -> list[str]:
+    """The stacks of the chosen rank before those of the others."""
+    lines = found.report.splitlines()
+    for rank in sorted(found.stacks, key=lambda rank: (rank != first, rank)):
+        lines += ["", f"rank {rank}", *(f"  {line}" for line in found.stacks[rank].splitlines())]
+    return [text.clean(line) for line in lines]
