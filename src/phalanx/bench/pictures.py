@@ -9,8 +9,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.bench import browser, panorama
+from phalanx.bench import browser, panorama, still
 from phalanx.bench.browser import Page
+from phalanx.bench.pretended import Pretended
+from phalanx.watch import simulation
+from phalanx.watch.scene import Scene
+from phalanx.watch.screen import frame
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.signs import UNICODE
+from phalanx.watch.screen.view import View
+
+_SCREEN = (110, 34)  # columns, lines
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,25 @@ PICTURES = (
 
 def take(folder: str, inherited: Mapping[str, str]) -> int:
     os.makedirs(folder, exist_ok=True)
+    asyncio.run(_screen(os.path.join(folder, "screen.svg")))
     asyncio.run(_pages(folder, inherited))
     return 0
+
+
+async def _screen(file: str) -> None:
+    ranks, second, start = 16, 46, 1.7e9
+    scene, view = Scene(), View(able=True, rank=2)
+    for event in simulation.begin(ranks, now=start):
+        scene.see(event)
+    for number in range(second):
+        for event in simulation.second(number, ranks, now=start + 2 + number):
+            scene.see(event)
+    view.tail.turn(view.rank, view.stream)
+    await view.tail.read(Pretended(ranks, second, live=False))
+    lines = frame.draw(scene, view, Canvas(*_SCREEN, UNICODE), scene.now)
+    with open(file, "w") as output:
+        output.write(still.picture(lines, _SCREEN[0]))
+    _told(file)
 
 
 async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
