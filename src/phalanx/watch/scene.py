@@ -165,8 +165,7 @@ class Scene:
         for glance in event.ranks:
             view = ranks.get(glance.rank) or self._view(glance.rank)
             view.glance(now, seconds, glance, times)
-            if glance.step > furthest:
-                furthest = glance.step
+            furthest = max(furthest, glance.step)
             if glance.samples >= 0:
                 samples, tells = samples + glance.samples, True
             if coming and (glance.step >= 0 or view.phase not in ("import", "join")) and glance.state != "X":

@@ -75,6 +75,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     curves: dict[str, list[tuple[int, float, float]]] = {}  # new points: step, time, value
     told: tuple[Told, ...] = ()  # new happenings
     verdicts: tuple[Told, ...] = ()  # that stand now: all of them, each time
+    held: tuple[tuple[int, float, str], ...] = ()  # rank that others wait for, share of the last minute, its phase
     roll: dict[str, object] | None = None  # RollCall, as long as it is called
     links: tuple[tuple[str, str, float, float, float], ...] = ()  # one, other, latency, there, back; when they change
     measured: float = 0.0  # when they were

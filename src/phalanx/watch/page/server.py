@@ -68,12 +68,12 @@ async def _served(source: Source, where: Place, key: str, sock: socket.socket, *
     page = Page(source, where, Keys(key, sock.getsockname()[1]))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = web.ServerRunner(page.guard, handle_signals=False)
+    runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=_LAST)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())
     stopping = asyncio.create_task(stop.wait())
     try:
-        await web.SockSite(runner, sock, shutdown_timeout=_LAST).start()
+        await web.SockSite(runner, sock).start()
         await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
         if stays:
             if following.done() and following.exception() is not None:

@@ -1,0 +1,37 @@
+// A canvas as sharp as the screen is.
+
+export function fit(canvas, width, height) {
+  const scale = devicePixelRatio || 1;
+  const [across, down] = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== across || canvas.height !== down) {
+    canvas.width = across;
+    canvas.height = down;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return pen;
+}
+
+export const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif";
+
+const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400];
+
+// How many seconds lie between two labels.
+export function pace(seconds, width, room = 90) {
+  const least = (seconds * room) / Math.max(1, width);
+  return STEPS.find((step) => step >= least) ?? Math.ceil(least / 86400) * 86400;
+}
+
+// Round numbers between two values: three or so.
+export function ticks(low, high, wanted = 3) {
+  const rough = (high - low) / wanted;
+  if (!(rough > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
+  const found = [];
+  for (let number = Math.ceil(low / step); number * step <= high + step * 1e-6; number++) found.push(number * step);
+  return found;
+}

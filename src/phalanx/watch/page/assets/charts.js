@@ -1,0 +1,202 @@
+// Every measured curve, over time or steps. On the time axis: what faults and stalls have cost.
+
+import { FONT, fit, pace, ticks } from "./canvas.js";
+import { $, el, press, say, sight } from "./dom.js";
+import { colour, onTheme } from "./theme.js";
+import { count, measure, offset } from "./words.js";
+
+const HEIGHT = 132;
+const [LEFT, RIGHT, ABOVE, BELOW] = [46, 10, 14, 18];
+const LAST = ["steps/s", "samples/s"]; // after what a training says of itself
+const BANDS = { recovered: "dead", restarted: "dead", resumed: "stuck" }; // they end then, and lasted `seconds`
+const SIGNS = { fault: ["✕", "dead"], recovered: ["✓", "well"], restarted: ["↻", "well"], stalled: ["■", "stuck"], resumed: ["▸", "well"] };
+
+export class Charts {
+  #model;
+  #box = $("charts");
+  #charts = new Map(); // name -> {figure, canvas, value, seen}
+  #over = "time";
+  #hover = null; // a share of the width, the same in all
+  #asked = false;
+
+  constructor(model) {
+    this.#model = model;
+    $("over-time").addEventListener("click", () => this.over("time"));
+    $("over-steps").addEventListener("click", () => this.over("steps"));
+    new ResizeObserver(() => this.#ask()).observe(this.#box);
+    onTheme(() => this.#ask());
+  }
+
+  over(axis) {
+    this.#over = axis ?? (this.#over === "time" ? "steps" : "time");
+    press($("over-time"), this.#over === "time");
+    press($("over-steps"), this.#over === "steps");
+    this.#ask();
+  }
+
+  update(changes) {
+    if (changes.whole) this.#forget();
+    for (const name of changes.curves) if (!this.#charts.has(name)) this.#make(name);
+    if (changes.whole) this.#empty();
+    if (changes.curves.size || (changes.told && this.#over === "time")) this.#draw();
+  }
+
+  #forget() {
+    for (const [name, chart] of this.#charts) {
+      if (this.#model.curves.has(name)) continue;
+      chart.figure.remove();
+      this.#charts.delete(name);
+    }
+  }
+
+  #empty() {
+    this.#box.querySelector(".nothing")?.remove();
+    if (!this.#charts.size) this.#box.append(el("p", { class: "nothing", text: "no step yet" }));
+  }
+
+  #make(name) {
+    const canvas = el("canvas", { role: "img" });
+    const value = el("span", { class: "value" });
+    const figure = el("figure", { "data-curve": name }, el("figcaption", {}, el("b", { text: name }), value), canvas);
+    const seen = sight(figure, () => this.#ask());
+    canvas.addEventListener("pointermove", (event) => {
+      const box = canvas.getBoundingClientRect();
+      this.#hover = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
+      this.#ask();
+    });
+    canvas.addEventListener("pointerleave", () => {
+      this.#hover = null;
+      this.#ask();
+    });
+    this.#charts.set(name, { name, figure, canvas, value, seen });
+    this.#empty();
+    const place = (chart) => (chart.name === "loss" ? -1 : LAST.indexOf(chart.name) + 1);
+    this.#box.append(...[...this.#charts.values()].sort((one, other) => place(one) - place(other)).map((chart) => chart.figure));
+  }
+
+  #ask() {
+    if (this.#asked) return;
+    this.#asked = true;
+    requestAnimationFrame(() => {
+      this.#asked = false;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const charts = [...this.#charts.values()].filter((chart) => chart.seen.now);
+    const widths = charts.map((chart) => chart.figure.clientWidth); // all at once: to ask and to write in turn is slow
+    charts.forEach((chart, place) => this.#one(chart, widths[place]));
+  }
+
+  #one({ name, canvas, value }, width) {
+    const points = this.#model.curves.get(name) ?? [];
+    if (!points.length || width < 80) return;
+    const pen = fit(canvas, width, HEIGHT);
+    pen.font = FONT;
+    pen.textBaseline = "middle";
+    const timely = this.#over === "time";
+    const along = timely ? 1 : 0;
+    const since = this.#model.head.started;
+    const from = timely ? Math.min(since, points[0][1]) : points[0][0];
+    const to = Math.max(points.at(-1)[along], timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
+    let [low, high] = [Infinity, -Infinity];
+    for (const point of points) {
+      low = Math.min(low, point[2]);
+      high = Math.max(high, point[2]);
+    }
+    if (LAST.includes(name)) low = 0; // a rate means little without its zero
+    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = [low - 0.5, high + 0.5];
+    const x = (place) => LEFT + ((place - from) / (to - from)) * (width - LEFT - RIGHT);
+    const y = (height) => HEIGHT - BELOW - ((height - low) / (high - low)) * (HEIGHT - ABOVE - BELOW);
+
+    this.#scales(pen, { x, y, from, to, low, high, width, timely, since });
+    if (timely) this.#costs(pen, { x, from, to });
+    this.#line(pen, points, along, x, y);
+    this.#reading({ pen, canvas, value, name, points, along, x, y, from, to, timely, since });
+  }
+
+  #scales(pen, { x, y, from, to, low, high, width, timely, since }) {
+    pen.textAlign = "right";
+    for (const tick of ticks(low, high)) {
+      pen.fillStyle = colour("line");
+      pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
+      pen.fillStyle = colour("soft");
+      pen.fillText(label(tick), LEFT - 6, y(tick));
+    }
+    const step = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0) || 1;
+    const zero = timely ? since : 0;
+    for (let number = Math.ceil((from - zero) / step); zero + number * step <= to; number++) {
+      const at = x(zero + number * step);
+      pen.fillStyle = colour("soft");
+      pen.textAlign = at > width - 26 ? "right" : at < LEFT + 12 ? "left" : "center";
+      pen.fillText(timely ? offset(number * step) : count(Math.round(number * step)), at, HEIGHT - BELOW / 2);
+    }
+  }
+
+  // How long it stood, as a band; what happened, as a sign.
+  #costs(pen, { x, from, to }) {
+    for (const one of this.#model.told) {
+      if (one.time < from || one.time > to) continue;
+      if (BANDS[one.kind] && one.seconds) {
+        pen.globalAlpha = 0.16;
+        pen.fillStyle = colour(BANDS[one.kind]);
+        pen.fillRect(x(one.time - one.seconds), ABOVE, Math.max(1.5, x(one.time) - x(one.time - one.seconds)), HEIGHT - ABOVE - BELOW);
+        pen.globalAlpha = 1;
+      }
+      const sign = SIGNS[one.kind];
+      if (!sign) continue;
+      pen.fillStyle = colour(sign[1]);
+      pen.textAlign = "center";
+      pen.fillRect(x(one.time) - 0.5, ABOVE, 1, HEIGHT - ABOVE - BELOW);
+      pen.fillText(sign[0], x(one.time), ABOVE / 2);
+    }
+  }
+
+  #line(pen, points, along, x, y) {
+    pen.beginPath();
+    for (const point of points) pen.lineTo(x(point[along]), y(point[2]));
+    pen.strokeStyle = colour("curve");
+    pen.lineWidth = 1.75;
+    pen.lineJoin = "round";
+    pen.stroke();
+    const last = points.at(-1);
+    pen.fillStyle = colour("curve");
+    pen.beginPath();
+    pen.arc(x(last[along]), y(last[2]), 2.75, 0, 7);
+    pen.fill();
+  }
+
+  #reading({ pen, canvas, value, name, points, along, x, y, from, to, timely, since }) {
+    let point = points.at(-1);
+    if (this.#hover !== null) {
+      point = nearest(points, along, from + this.#hover * (to - from));
+      pen.fillStyle = colour("accent");
+      pen.fillRect(x(point[along]), ABOVE, 1, HEIGHT - ABOVE - BELOW);
+      pen.beginPath();
+      pen.arc(x(point[along]), y(point[2]), 4, 0, 7);
+      pen.fill();
+    }
+    const where = this.#hover === null ? "" : timely ? ` at ${offset(point[1] - since)}` : ` at step ${count(point[0])}`;
+    say(value, measure(point[2]) + where);
+    const spoken = `${name} over ${this.#over}: ${measure(points.at(-1)[2])} at step ${points.at(-1)[0]}`;
+    if (canvas.getAttribute("aria-label") !== spoken) canvas.setAttribute("aria-label", spoken);
+  }
+}
+
+function label(value) {
+  const size = Math.abs(value);
+  if (size >= 1e4 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  return String(Number(value.toPrecision(3)));
+}
+
+function nearest(points, along, wanted) {
+  let [low, high] = [0, points.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (points[middle][along] < wanted) low = middle + 1;
+    else high = middle;
+  }
+  const before = points[Math.max(0, low - 1)];
+  return Math.abs(before[along] - wanted) < Math.abs(points[low][along] - wanted) ? before : points[low];
+}

@@ -1,0 +1,138 @@
+// Where the run comes from: the server, as it happens; or, in a report, this very file.
+
+const PAUSES = [0.5, 1, 2, 3, 5]; // seconds between two tries
+
+// The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
+export function kept() {
+  const script = document.querySelector("script#run");
+  return script ? new Kept(JSON.parse(script.textContent)) : null;
+}
+
+export class Remote {
+  report = false;
+
+  // Turns the key of the link into a cookie, and takes it out of the address bar: a picture of the screen, or the
+  // history of the browser, gives nobody the run.
+  async enter() {
+    const key = location.hash.slice(1);
+    if (!key) return;
+    history.replaceState(null, "", location.pathname + location.search);
+    await fetch("enter", { method: "POST", body: key, credentials: "same-origin", cache: "no-store" });
+  }
+
+  // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "denied" | "ended"). `over`
+  // says whether the run has ended: then there is nothing to come back for.
+  async follow(update, status, over) {
+    let entered = false;
+    for (let tries = 0; ; tries++) {
+      let heard = false;
+      try {
+        if (!entered) await this.enter();
+        entered = true;
+        const answer = await fetch("live", { credentials: "same-origin", cache: "no-store" });
+        if (answer.status === 401 || answer.status === 403) return status("denied");
+        if (!answer.ok) throw new Error(`the server says ${answer.status}`);
+        for await (const [kind, data] of messages(answer.body)) {
+          if (!heard) status("open");
+          heard = true;
+          update(JSON.parse(data), kind === "whole");
+        }
+      } catch (error) {
+        if (!(error instanceof TypeError)) console.warn(String(error)); // no TypeError: that is a lost connection
+      }
+      if (over()) return status("ended");
+      if (heard) tries = 0;
+      status("lost");
+      await pause(PAUSES[Math.min(tries, PAUSES.length - 1)]);
+    }
+  }
+
+  log(rank, stream, start) {
+    const query = new URLSearchParams({ rank, stream });
+    if (start !== null) query.set("start", start);
+    return this.#json(`log?${query}`);
+  }
+
+  search(text, ranks) {
+    const query = new URLSearchParams({ text });
+    if (ranks) query.set("ranks", ranks.join(","));
+    return this.#json(`search?${query}`);
+  }
+
+  why() {
+    return this.#json("why");
+  }
+
+  async #json(path) {
+    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store" });
+    if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
+    return answer.json();
+  }
+}
+
+class Kept {
+  report = true;
+  #run;
+
+  constructor(run) {
+    this.#run = run;
+  }
+
+  async follow(update, status) {
+    update(this.#run.whole, true);
+    status("ended");
+  }
+
+  async log(rank, stream, start) {
+    const text = this.#run.logs?.[rank]?.[stream] ?? "";
+    const from = Math.min(start ?? 0, text.length);
+    return { start: from, end: text.length, text: text.slice(from) };
+  }
+
+  async search(text, ranks) {
+    const found = [];
+    for (const [rank, streams] of Object.entries(this.#run.logs ?? {})) {
+      if (ranks && !ranks.includes(Number(rank))) continue;
+      for (const [stream, all] of Object.entries(streams)) {
+        let at = 0;
+        for (const line of all.split("\n")) {
+          if (line.toLowerCase().includes(text.toLowerCase())) found.push({ rank: Number(rank), stream, at, line });
+          if (found.length >= 200) return found;
+          at += line.length + 1;
+        }
+      }
+    }
+    return found;
+  }
+
+  async why() {
+    return this.#run.why ?? { report: "", verdicts: [], stacks: {} };
+  }
+}
+
+// Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.
+async function* messages(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    let from = Math.max(0, text.length - 1);
+    text += value;
+    for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
+      const message = text.slice(0, end);
+      text = text.slice(end + 2);
+      let kind = "message";
+      const data = [];
+      for (const line of message.split("\n")) {
+        if (line.startsWith("event:")) kind = line.slice(6).trim();
+        else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+      }
+      if (data.length) yield [kind, data.join("\n")];
+    }
+  }
+}
+
+function pause(seconds) {
+  return new Promise((resolve) => setTimeout(resolve, seconds * 1000));
+}

@@ -1,0 +1,127 @@
+// Puts the page together: what comes in is folded into the model, and once a frame the parts draw what has changed.
+
+import { Charts } from "./charts.js";
+import { $, into } from "./dom.js";
+import { Grid } from "./grid.js";
+import { Head } from "./head.js";
+import { startKeys } from "./keys.js";
+import { kept, Remote } from "./live.js";
+import { Logs } from "./logs.js";
+import { Changes, Model } from "./model.js";
+import { Stacks } from "./stacks.js";
+import { Story } from "./story.js";
+import { startTheme, toggleTheme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+import { Topology } from "./topology.js";
+
+// For tests and measurements: milliseconds from an event to the picture that shows it, and to the first one.
+const phalanx = { latency: [], firstPaint: null, status: "" };
+window.phalanx = phalanx;
+const LATENCIES = 1000;
+
+startTheme();
+const source = kept() ?? new Remote();
+const model = new Model();
+let changes = new Changes();
+let asked = false;
+let ats = []; // of updates that the next frame shows
+let views = [];
+
+function choose(rank) {
+  if (!model.ranks.has(rank)) return;
+  model.chosen = rank;
+  changes.chosen = true;
+  ask();
+}
+
+function begin() {
+  const stacks = new Stacks(model, source);
+  const grid = new Grid(model, choose);
+  const timeline = new Timeline(model, choose);
+  const charts = new Charts(model);
+  const logs = new Logs(model, source, choose);
+  const story = new Story(model, choose, () => stacks.ask(true));
+  views = [new Head(model), story, grid, timeline, charts, new Topology(model, choose), stacks, logs];
+  startKeys({
+    step: (by) => grid.step(by),
+    log: () => logs.show(),
+    search: () => logs.find(),
+    stacks: () => stacks.ask(true),
+    pan: (by) => timeline.pan(by),
+    zoom: (factor) => timeline.zoom(factor),
+    live: () => timeline.live(),
+    axis: () => charts.over(),
+    theme: toggleTheme,
+    leave: () => {
+      document.activeElement?.blur();
+      stacks.close();
+    },
+  });
+  $("door").hidden = true;
+  $("view").hidden = false;
+}
+
+function receive(update, whole) {
+  model.apply(update, whole, changes);
+  if (!whole) ats.push(update.at);
+  if (!model.ranks.has(model.chosen) && model.order.length) model.chosen = model.order[0];
+  ask();
+}
+
+function ask() {
+  if (asked) return;
+  asked = true;
+  requestAnimationFrame(draw);
+}
+
+function draw() {
+  asked = false;
+  if (!views.length) begin();
+  const [now, shown] = [changes, ats];
+  changes = new Changes();
+  ats = [];
+  for (const view of views) view.update(now);
+  if (now.head && model.ended) status(phalanx.status);
+  after(() => {
+    const time = performance.timeOrigin + performance.now();
+    phalanx.firstPaint ??= performance.now();
+    phalanx.latency.push(...shown.map((at) => time - at * 1000));
+    phalanx.latency.splice(0, phalanx.latency.length - LATENCIES);
+  });
+}
+
+// A task after the frame: by then its picture has been made.
+function after(what) {
+  const { port1, port2 } = new MessageChannel();
+  port1.onmessage = () => {
+    port1.close();
+    what();
+  };
+  port2.postMessage(null);
+}
+
+function status(now) {
+  phalanx.status = now;
+  const notice = $("notice");
+  notice.dataset.status = model.ended ? "ended" : now;
+  if (now === "denied") {
+    $("view").hidden = true;
+    $("door").hidden = false;
+  }
+  if (model.ended) {
+    const how = model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
+    notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
+  } else if (now === "lost") {
+    notice.textContent = model.head
+      ? "The connection is lost. What you see is the last that was heard; trying again …"
+      : "Nobody answers. Trying again …";
+  }
+  notice.hidden = !(model.ended || (now === "lost" && model.head));
+}
+
+source.follow(receive, status, () => model.ended);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  into($("ranks"));
+  $("grid").focus({ preventScroll: true });
+});

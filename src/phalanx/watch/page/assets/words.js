@@ -1,0 +1,126 @@
+// Numbers and times as people read them.
+
+export const HEALTH = {
+  // what it is called, and its sign: colour alone says nothing
+  dead: ["dead", "✕"],
+  stuck: ["stuck", "■"],
+  silent: ["silent", "○"],
+  slow: ["slow", "▾"],
+  debugged: ["debugged", "◆"],
+  waiting: ["waiting", "◐"],
+  coming: ["coming", "◌"],
+  well: ["well", "●"],
+  done: ["done", "✓"],
+};
+
+export const STATE = {
+  gathering: "nodes gather",
+  starting: "starts",
+  running: "running",
+  stalled: "stands still",
+  recovering: "recovers",
+  stopping: "stops",
+  done: "done",
+  failed: "failed",
+};
+
+export const KIND = {
+  joined: "＋",
+  fault: "✕",
+  recovered: "✓",
+  restarted: "↻",
+  stalled: "■",
+  verdict: "!",
+  resumed: "▸",
+  slow: "▾",
+  preempted: "◇",
+  note: "·",
+  end: "⏹",
+};
+
+export function rate(value) {
+  if (!(value >= 0)) return "–";
+  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (value >= 100) return value.toFixed(0);
+  return value.toFixed(value >= 10 ? 1 : 2);
+}
+
+export function count(value) {
+  return value < 0 ? "–" : value.toLocaleString("en").replaceAll(",", "\u202f");
+}
+
+export function bytes(value, digits = 1) {
+  if (!value) return "–";
+  for (const unit of ["B", "kB", "MB"]) {
+    if (value < 1000) return `${value.toFixed(unit === "B" ? 0 : digits)} ${unit}`;
+    value /= 1024;
+  }
+  return value < 1000 ? `${value.toFixed(digits)} GB` : `${(value / 1024).toFixed(digits)} TB`;
+}
+
+export const bandwidth = (value) => (value > 0 ? `${(value / 1e9).toFixed(value < 1e8 ? 3 : 1)} GB/s` : "–");
+
+export const percent = (value) => (value >= 0 ? `${Math.round(value * 100)} %` : "–");
+
+// 42 s, 3:07, 1:03:07, 2 d 01:03
+export function span(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  const whole = Math.max(0, Math.floor(seconds));
+  const two = (number) => String(number).padStart(2, "0");
+  if (whole < 60) return `${whole} s`;
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 60) return `${minutes}:${two(whole % 60)}`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return `${hours}:${two(minutes % 60)}:${two(whole % 60)}`;
+  return `${Math.floor(hours / 24)} d ${two(hours % 24)}:${two(minutes % 60)}`;
+}
+
+// On the time axis, since the start: 0:07.3
+export function offset(seconds, digits = 0) {
+  const sign = seconds < 0 ? "−" : "";
+  // Rounded before it is split, so that no 60th second is shown.
+  const all = Math.round(Math.abs(seconds) * 10 ** digits) / 10 ** digits;
+  const rest = (all % 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
+  const minutes = Math.floor(all / 60);
+  if (minutes < 60) return `${sign}${minutes}:${rest}`;
+  return `${sign}${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
+}
+
+export function clock(time) {
+  return new Date(time * 1000).toLocaleTimeString("en-GB");
+}
+
+export function measure(value) {
+  if (!Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(2);
+  return size >= 100 ? value.toFixed(size >= 1000 ? 0 : 1) : value.toPrecision(4);
+}
+
+// 0–3, 8
+export function ranges(ranks) {
+  const sorted = [...ranks].sort((one, other) => one - other);
+  const parts = [];
+  for (let first = 0; first < sorted.length; ) {
+    let last = first;
+    while (sorted[last + 1] === sorted[last] + 1) last++;
+    parts.push(last > first + 1 ? `${sorted[first]}–${sorted[last]}` : sorted.slice(first, last + 1).join(", "));
+    first = last + 1;
+  }
+  return parts.join(", ");
+}
+
+// The other way round: "0-3,8" -> [0, 1, 2, 3, 8]; empty or all: null; nonsense: undefined
+export function ranksOf(text, most) {
+  const trimmed = text.trim();
+  if (!trimmed || trimmed === "all") return null;
+  const ranks = new Set();
+  for (const part of trimmed.split(/[\s,]+/)) {
+    const found = /^(\d+)(?:[-–](\d+))?$/.exec(part);
+    if (!found) return undefined;
+    const last = Math.min(Number(found[2] ?? found[1]), most - 1);
+    for (let rank = Number(found[1]); rank <= last; rank++) ranks.add(rank);
+  }
+  return [...ranks];
+}
