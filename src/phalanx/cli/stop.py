@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (60)")
     options = parser.parse_args(argv)
     run = choice.running(options.run, verb="stop")
-    with _handle(run) as process:
+    with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
             # The first says "stop", a SIGINT after it says "at once": the supervisor still tidies up.
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _handle(run: RunRecord) -> Iterator[int]:
+def handle(run: RunRecord) -> Iterator[int]:
     """A descriptor of the very process: a pid could be somebody else's by the time the signal is sent."""
     try:
         process = os.pidfd_open(run.pid)

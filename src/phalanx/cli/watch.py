@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import signal
 
 from phalanx.cli import choice
+from phalanx.cluster.sources.surroundings import environment
 from phalanx.launch import viewing
+from phalanx.launch.zygote import kernel
 
 
 def main(argv: list[str]) -> int:
@@ -18,16 +20,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page-at", metavar="HOST[:PORT]", help="where the page listens (127.0.0.1, a free port)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a full screen, as in a pipe")
     parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
+    parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
     options = parser.parse_args(argv)
-    source = viewing.of(choice.any_run(options.run, verb="watch"))
+    if options.held is not None:
+        kernel.die_with_parent(options.held, signal.SIGTERM)
+    run = choice.any_run(options.run, verb="watch")
+    source = viewing.of(run)
     if options.page or options.page_at or options.page_fd is not None:
         from phalanx.watch.page import server
 
         return server.serve(source, at=options.page_at, fd=options.page_fd)
-    if options.plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    from phalanx.watch.screen import terminal
+
+    environ = environment()
+    if options.plain or not terminal.good_for_a_screen(environ.get("TERM", "")):
         from phalanx.watch.screen import lines
 
         return lines.show(source)
+    from phalanx.cli.hands import Hands
     from phalanx.watch.screen import screen
 
-    return screen.show(source)
+    return screen.show(source, hands=Hands(run), environ=environ, held=options.held is not None)

@@ -286,7 +286,7 @@ class Attempt:
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
-        if rank == self._stage.plan.stdin_rank:
+        if rank == self._stage.plan.stdin_rank and not self._stage.console.hidden:
             with contextlib.suppress(OSError):
                 if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
                     return os.dup(0)

@@ -32,12 +32,21 @@ from phalanx.launch.sink import Sink, attributes, restore
 BATCH = 1 << 22  # gathered before it is written
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
+_SAID = 500  # lines of our own that are kept while nothing is shown
+_PATIENCE = 5.0  # seconds for a terminal to take what there is
+
 _MODES_SHARED = (b"25", b"2004")  # rank 0 may change these where it is not alone
 
 
 @dataclass(frozen=True)
 class _Loan:
     rank: int | None
+
+
+@dataclass(frozen=True)
+class _Veil:
+    on: bool
+    done: threading.Event
 
 
 class Console:
@@ -70,9 +79,11 @@ class Console:
         self._err = self._out if _same(out, err) else Sink(err, terminal=terminal)
         self._attributes = attributes((out, err, 0))
         self._wake = threading.Condition(self.lock)
-        self._queue: deque[Feed | str | bytes | _Loan] = deque()
+        self._queue: deque[Feed | str | bytes | _Loan | _Veil] = deque()
         self._borrower: int | None = None  # the rank whose debugger has the terminal
         self._later: list[Feed] = []  # what there is to show once it is through
+        self._said: deque[str] | None = None  # while nothing is shown: what is to be said afterwards
+        self.hidden = False  # or about to be
         self._feeds: list[Feed] = []
         self._live: list[Feed] = []
         self._closing = False
@@ -126,6 +137,23 @@ class Console:
         with self.lock:
             self.ready(_Loan(rank))
 
+    def hide(self) -> None:
+        """Write nothing to the terminal: somebody else draws there. Waits until all that came before is written.
+
+        Meanwhile what ranks write is in their logs alone, and what we say is kept.
+        """
+        self.hidden = True
+        done = threading.Event()
+        with self.lock:
+            self.ready(_Veil(True, done))
+        done.wait(_PATIENCE)
+
+    def show(self) -> None:
+        """From here on, as before: what we have said meanwhile, and what ranks write next."""
+        self.hidden = False
+        with self.lock:
+            self.ready(_Veil(False, threading.Event()))
+
     def debugger(self, data: bytes) -> None:
         """What the debugger writes."""
         with self.lock:
@@ -145,7 +173,7 @@ class Console:
             else:
                 self.ready(text)
 
-    def ready(self, item: Feed | str | bytes | _Loan) -> None:
+    def ready(self, item: Feed | str | bytes | _Loan | _Veil) -> None:
         """There is something to show."""
         if isinstance(item, Feed):
             if item.queued or self._abandoned:
@@ -182,6 +210,7 @@ class Console:
             self._closed = True
             for sink in dict.fromkeys((self._out, self._err)):
                 sink.leave()
+            self._unveil()
             for item in self._queue:
                 if isinstance(item, str) and item:  # our own last words are shown even if the rest is not
                     self._speak(item)
@@ -220,12 +249,19 @@ class Console:
                 batch = list(self._queue)
                 self._queue.clear()
                 last = self._closing and not batch and not self._later
-            if self._closing and not batch and self._later:
-                self._lend(None)
+            if self._closing and not batch:
+                self._unveil()
+                if self._later:
+                    self._lend(None)
             for item in batch:
                 if isinstance(item, str):
                     if item:
                         self._speak(item)
+                elif isinstance(item, _Veil):
+                    self._veil() if item.on else self._unveil()
+                    item.done.set()
+                elif self._said is not None:
+                    self._pass_over(item)
                 elif isinstance(item, bytes):
                     self._out.straight(item)
                 elif isinstance(item, _Loan):
@@ -239,8 +275,9 @@ class Console:
             if last:
                 for feed in list(self._feeds):
                     self._end(feed)
-            self._lapse(time.monotonic())
-            self._flush()
+            if self._said is None:
+                self._lapse(time.monotonic())
+                self._flush()
             if last:
                 break
         for feed in self._feeds:
@@ -248,6 +285,8 @@ class Console:
 
     def _due(self) -> float | None:
         """Seconds until something is to be done although nothing comes."""
+        if self._said is not None:
+            return None
         times = [sink.repaint_at for sink in (self._out, self._err) if sink.late]
         for feed in self._feeds:
             if self._held(feed):
@@ -271,6 +310,32 @@ class Console:
             with self.lock:
                 self._queue.extend(self._later)
             self._later.clear()
+
+    def _veil(self) -> None:
+        for sink in dict.fromkeys((self._out, self._err)):
+            self._gone_by(sink, None)
+            sink.flush([], max(time.monotonic(), sink.repaint_at))
+        self._said = self._said if self._said is not None else deque(maxlen=_SAID)
+
+    def _unveil(self) -> None:
+        if self._said is None:
+            return
+        said, self._said = self._said, None
+        for feed in self._feeds:
+            feed.pass_over()
+        for text in said:
+            self._speak(text)
+
+    def _pass_over(self, item: Feed | bytes | _Loan) -> None:
+        """What would be shown if anything were."""
+        if isinstance(item, _Loan):
+            self._borrower = item.rank
+        elif isinstance(item, Feed) and item.pass_over() and item in self._feeds:
+            with self.lock:
+                self._feeds.remove(item)
+                if item.live:
+                    self._live.remove(item)
+            item.close()
 
     def _held(self, feed: Feed) -> bool:
         return self._borrower not in (None, feed.rank)
@@ -344,6 +409,9 @@ class Console:
                 feed.lines.past.clear()
 
     def _speak(self, text: str) -> None:
+        if self._said is not None:
+            self._said.append(text)
+            return
         sink = self._err
         self._gone_by(sink, None)
         lines = f"phalanx: {text.rstrip()}\n"

@@ -14,10 +14,12 @@ import contextlib
 import itertools
 import json
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx.contract import events
 from phalanx.launch import opening
 from phalanx.launch.attempt import Attempt, Worker
 from phalanx.launch.bridge import Bridge
@@ -156,7 +158,10 @@ class Debugging:
             self._start(self._serve())
 
     def _say_how(self, rank: int, place: str) -> None:
-        self._console.say(f"rank {rank} waits at a breakpoint, {place}: phalanx attach {rank} {self._folder.name}")
+        how = f"phalanx attach {rank} {self._folder.name}"
+        told = f"rank {rank} waits at a breakpoint, {place}: {how}"
+        self._folder.event(events.Note(time=time.time(), text=told + (", or its number and d" * self._console.hidden)))
+        self._console.say(told)
 
     async def _serve(self) -> None:
         """One after the other."""

@@ -82,6 +82,14 @@ class Feed:
             return b"", last
         return (self._read(part) if isinstance(part, range) else part), last
 
+    def pass_over(self) -> bool:
+        """Go on behind all that there is. Whether nothing more comes."""
+        with self._console.lock:
+            self.queued = False
+            self._parts.clear()
+            self._unkept = 0
+            return self.ended
+
     def _read(self, part: range) -> bytes:
         if self._log is not None and part:
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ class Keyboard:
     @property
     def there(self) -> bool:
         """We have a terminal, and in front: one that runs in the background gets nothing of what is typed."""
-        return self._console.terminal(Std.OUT) and _in_front()
+        return self._console.terminal(Std.OUT) and not self._console.hidden and _in_front()
 
     async def lend(self, rank: int, sock: socket.socket, catch_up: Callable[[], None]) -> None:
         """Until the debugger is through. `catch_up`: what the rank has printed before comes before."""

@@ -94,7 +94,7 @@ class Output:
         if (rank, std) in self._streams:  # its worker is replaced; something else may still hold its end
             self._forget(self._streams[rank, std])
         shown = bool(show & std)
-        live = terminal and shown and self._echo and self._console.terminal(std)
+        live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
         path = f"{folder}/{dict(NAMES)[std]}.log"
         log: int | None = None
         try:

@@ -39,6 +39,7 @@ from phalanx.launch.zygotes import Zygote
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
+    from phalanx.launch.screening import Screening
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
@@ -109,6 +110,7 @@ class Supervisor:
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
+        self._screening: Screening | None = None  # what has our terminal
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -125,6 +127,7 @@ class Supervisor:
         trusted = gathering is None or bool(gathering.token.key)
         self._debugging = Debugging(self, self._company, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
+        await self._begin_screen()
         code, text = 1, ""
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
@@ -152,6 +155,8 @@ class Supervisor:
                 for held in (self._vault, self._debugging, self._desk, self._board):
                     if held is not None:
                         held.close()
+                if self._screening is not None:
+                    await self._screening.end()
                 self._showing_rest = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
@@ -159,6 +164,17 @@ class Supervisor:
                 await self._company.close(code, text)
                 if self._outside is not None:
                     await self._outside.end()
+
+    async def _begin_screen(self) -> None:
+        from phalanx.launch import screening
+
+        if not screening.wanted(self._plan):
+            return
+        if not screening.possible(self._plan):
+            self.note("--screen needs a terminal; there is none, so that this is as without it")
+            return
+        self._screening = screening.Screening(self._folder.name, self._console, self.say)
+        await self._screening.begin()
 
     async def _come_together(self) -> bool:
         """The zygote imports while the nodes gather. False if it never comes to both."""
@@ -337,6 +353,7 @@ class Supervisor:
         """What a killed zygote's workers had started has come to us."""
         if self._zygote.process is not None:
             besides = self._outside.pids if self._outside is not None else frozenset()
+            besides |= self._screening.pids if self._screening is not None else frozenset()
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:

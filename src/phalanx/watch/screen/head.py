@@ -21,17 +21,6 @@ def state(scene: Scene) -> str:
     return scene.state
 
 
-def nodes(scene: Scene) -> int:
-    return len({view.node for view in scene.ranks.values()}) or 1
-
-
-def left(scene: Scene) -> float | None:
-    """Seconds, where that is known."""
-    if scene.ended is None and scene.total > scene.step >= 0 and scene.rate > 0:
-        return (scene.total - scene.step) / scene.rate
-    return None
-
-
 def loss(scene: Scene) -> tuple[str, float] | None:
     """What is drawn as the curve: the loss, or whatever else was measured first."""
     name = next((name for name in scene.curves if "loss" in name.lower()), None)
@@ -43,7 +32,7 @@ def loss(scene: Scene) -> tuple[str, float] | None:
 def _who(scene: Scene, width: int, now: float, signs: Signs) -> Line:
     dot = f" {signs.dot} "
     many = scene.world_size or len(scene.ranks)
-    words = [_plural(nodes(scene), "node"), _plural(many, "rank")]
+    words = [_plural(scene.nodes or 1, "node"), _plural(many, "rank")]
     words += [f"{'generation' if width >= 100 else 'gen'} {scene.generation}"] if scene.generation else []
     words += [f"attempt {scene.attempt}"] if scene.attempt else []
     line: Line = [
@@ -71,29 +60,30 @@ def _progress(scene: Scene, width: int, signs: Signs) -> Line:
         begun = " no steps yet" if scene.ended is None else " no steps were seen"
         return text.clip([(begun, "dim")], width)
     line: Line = [(" step ", ""), (str(scene.step), "bold")]
-    words: list[str] = []
     if scene.total:
         done = min(scene.step / scene.total, 1.0)
-        cells = 20 if width >= 110 else 10
-        full = round(done * cells)
-        line += [(f"/{scene.total} ", ""), (signs.compute * full, "good"), (signs.waiting * (cells - full), "dim")]
-        words.append(f"{'' if width < 60 else ' '}{done * 100:.0f}%")
-    line.append((" ".join(words), ""))
-    words = []
-    remains = left(scene)
-    if remains is not None:
-        words.append(f"{numbers.about(remains)} left")
+        line.append((f"/{scene.total} ", ""))
+        if width >= 100:
+            full = round(done * 20)
+            line += [(signs.compute * full, "good"), (signs.waiting * (20 - full), "dim"), (" ", "")]
+        line.append((f"{done * 100:.0f}%", ""))
+    for word in _measures(scene):  # as many as there is room for
+        if text.length(line) + len(dot) + text.width(word) < width:
+            line.append((dot + word, ""))
+    return text.clip(line, width)
+
+
+def _measures(scene: Scene) -> list[str]:
+    words: list[str] = []
+    if scene.left is not None and scene.state == "running":
+        words.append(f"{numbers.about(scene.left)} left")
     if scene.ended is None:
         words.append(f"{numbers.rate(scene.rate)} steps/s")
-        if scene.samples >= 0:
-            words.append(f"{numbers.rate(scene.samples)} samples/s")
-    measured = loss(scene)
-    if measured is not None:
-        words.append(f"{text.clean(measured[0])} {numbers.value(measured[1])}")
+    found = loss(scene)
+    if found is not None:
+        words.append(f"{text.clean(found[0])} {numbers.value(found[1])}")
+    if scene.ended is None and scene.samples >= 0:
+        words.append(f"{numbers.rate(scene.samples)} samples/s")
     if scene.lost >= 1:
         words.append(f"{numbers.about(scene.lost)} lost")
-    for word in words:  # as many as there is room for
-        if text.length(line) + len(dot) + text.width(word) > width - 1:
-            break
-        line.append((dot + word, ""))
-    return text.clip(line, width)
+    return words

@@ -67,9 +67,8 @@ def status(scene: Scene) -> str:
     found = head.loss(scene)
     if found is not None:
         words.append(f"{text.clean(found[0])} {numbers.value(found[1])}")
-    left = head.left(scene)
-    if left is not None:
-        words.append(f"{numbers.about(left)} left")
+    if scene.left is not None:
+        words.append(f"{numbers.about(scene.left)} left")
     return ", ".join(words)
 
 

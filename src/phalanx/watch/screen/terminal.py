@@ -22,7 +22,7 @@ _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[?2004h\x1b[0m\x1b[2J"
 LEAVE = b"\x1b[?2026l\x1b[?2004l\x1b[?7h\x1b[0m\x1b[?25h\x1b[?1049l"
 _PATIENCE = 1.0  # seconds for a terminal that takes nothing
 _AWAY = 0.5  # seconds between two looks whether we are in front again
-_SMALLEST = (5, 20)
+
 
 Attributes = list[int | list[bytes | int]]
 
@@ -192,10 +192,6 @@ def _once_more(fd: int) -> tuple[int, bool]:
     with contextlib.suppress(OSError):
         return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), True
     return fd, False
-
-
-def too_small(rows: int, columns: int) -> bool:
-    return rows < _SMALLEST[0] or columns < _SMALLEST[1]
 
 
 def good_for_a_screen(term: str) -> bool:

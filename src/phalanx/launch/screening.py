@@ -1,0 +1,98 @@
+"""The screen of `phalanx run --screen`: a process of its own that has our terminal, while our console is hidden.
+
+It goes when the run does, or before: somebody leaves it (q), or it dies. Then the terminal is as it was, and the
+console shows what comes from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+from phalanx.launch.cause import in_words
+from phalanx.launch.console import Console
+from phalanx.launch.plan import Plan
+from phalanx.launch.sink import Attributes, attributes, restore
+
+_LAST_LOOK = 8.0  # seconds for the last state to be seen: it takes one, and a slow machine longer
+_ENDING = 3.0  # seconds for a screen that was told to end
+
+
+def wanted(plan: Plan) -> bool:
+    """Here: where there are several nodes, the one that leads."""
+    return plan.watching.screen and (plan.gathering is None or bool(plan.gathering.leads))
+
+
+def possible(plan: Plan) -> bool:
+    """There is a terminal, it can do that, and it is ours to read from."""
+    with contextlib.suppress(OSError):
+        if os.isatty(0) and os.isatty(1) and plan.environ.get("TERM", "") not in ("", "dumb", "unknown"):
+            return os.tcgetpgrp(0) == os.getpgrp()
+    return False
+
+
+class Screening:
+    def __init__(self, run: str, console: Console, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._console = console
+        self._note = note
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handle = -1
+        self._as_it_was: Attributes | None = None
+        self._gone = asyncio.Event()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset((self._process.pid,)) if self._process is not None else frozenset()
+
+    async def begin(self) -> None:
+        """What was said before stays on the terminal, above."""
+        await asyncio.to_thread(self._console.hide)
+        self._as_it_was = attributes((0, 1))
+        words = [sys.executable, "-P", "-m", "phalanx", "watch", "--held", str(os.getpid()), self._run]
+        # Until it can take a Ctrl-C, that is ours alone: it finds the signal blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(words)
+            self._handle = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self._console.show()
+            self._note(f"there is no screen: {error.strerror}")
+            return
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        asyncio.get_running_loop().add_reader(self._handle, self._ended)
+
+    def _ended(self) -> None:
+        if self._process is None or self._gone.is_set():
+            return
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        code = self._process.wait()
+        if code < 0:  # it could not even tidy up
+            from phalanx.watch.screen.terminal import LEAVE
+
+            with contextlib.suppress(OSError):
+                os.write(1, LEAVE)
+        restore(self._as_it_was)
+        self._gone.set()
+        self._console.show()
+        if code:
+            self._note(f"the screen has ended ({in_words(code)}); what ranks print is shown from here on")
+
+    async def end(self) -> None:
+        """The run is over, and the screen knows: it shows the end for a moment. Then the terminal is ours."""
+        if self._process is None or self._gone.is_set():
+            return
+        for number, patience in ((None, _LAST_LOOK), (signal.SIGTERM, _ENDING), (signal.SIGKILL, _ENDING)):
+            if number is not None:
+                self._process.send_signal(number)
+                self._process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), patience)
+                return
