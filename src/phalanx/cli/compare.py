@@ -60,9 +60,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def record_of(name: str, *, verb: str = "compare") -> RunRecord:
+def record_of(name: str | None, *, verb: str = "compare") -> RunRecord:
     """By its name, the beginning of it, or its folder: also one that somebody has copied here."""
-    if os.sep in name and os.path.isdir(name):
+    if name is not None and os.sep in name and os.path.isdir(name):
         found = recollection.at(name)
         if found is None:
             raise UsageError(f"{name} is no folder of a run: it has no run.json", fix="phalanx ps --all --json")

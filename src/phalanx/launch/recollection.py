@@ -23,10 +23,12 @@ from typing import Any
 import msgspec
 
 from phalanx.contract import events
+from phalanx.diagnose.verdict import Verdict
 from phalanx.launch.runfolder import RunRecord
 
 METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
 _OURS = frozenset(("step", "epoch", "time"))
+_STACKS = 1 << 18  # bytes of one stall
 _END = 1 << 18  # bytes of a file that are worth reading when only its end is asked for
 
 
@@ -77,6 +79,21 @@ def tail(record: RunRecord, rank: int, stream: str, size: int) -> tuple[str, int
     return "", 0
 
 
+def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each time that nothing went on: the verdicts, with what shows them, and the stacks of all ranks."""
+    for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json")), key=_stall):
+        texts: list[str] = []
+        with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
+            for verdict in msgspec.json.decode(file.read(), type=list[Verdict]):
+                fix = [f"fix: {verdict.fix}"] if verdict.fix else []
+                texts.append("\n".join([verdict.text, *(f"  {line}" for line in (*verdict.details, *fix))]))
+        stacks = ""
+        with contextlib.suppress(OSError), open(os.path.join(os.path.dirname(path), "stacks.txt"), "rb") as file:
+            stacks = file.read(_STACKS).decode(errors="replace")
+        if texts or stacks:
+            yield tuple(texts), stacks
+
+
 def end(path: str, size: int = _END) -> bytes:
     """The last bytes of a file; nothing of one that is not there."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -86,7 +103,15 @@ def end(path: str, size: int = _END) -> bytes:
 
 
 def _attempt(path: str) -> int:
-    number = os.path.basename(os.path.dirname(os.path.dirname(path))).rpartition("_")[2]
+    return _number_of(os.path.dirname(os.path.dirname(path)))
+
+
+def _stall(path: str) -> int:
+    return _number_of(os.path.dirname(path))
+
+
+def _number_of(folder: str) -> int:
+    number = folder.rpartition("_")[2]
     return int(number) if number.isdigit() else 0
 
 

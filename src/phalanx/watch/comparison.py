@@ -16,6 +16,7 @@ from typing import Literal
 from phalanx.contract import events
 from phalanx.watch.axis import number
 from phalanx.watch.curve import Curve
+from phalanx.watch.figures import seconds
 from phalanx.watch.plot import Series
 from phalanx.watch.scene import Scene
 from phalanx.watch.svg import Chart, Mark
@@ -203,18 +204,6 @@ def table(courses: Sequence[Course]) -> list[tuple[str, list[Cell]]]:
         ("goodput", [Cell("-" if each.goodput is None else f"{each.goodput:.1%}") for each in courses]),
     ]
     return [(name, cells) for name, cells in rows if any(cell.text != "-" for cell in cells)]
-
-
-def seconds(value: float) -> str:
-    """`0.3 s`, `42 s`, `12m05`, `3h07`."""
-    if value < 10:
-        return f"{value:.1f} s" if value else "0 s"
-    if value < 60:
-        return f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}"
-    return f"{minutes // 60}h{minutes % 60:02d}"
 
 
 def _numbers(values: Sequence[float | None], *, whole: bool = False) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""What looks like a secret is not shown to strangers: a file that is made to be shared has to say less than a terminal."""
+"""What looks like a secret is not shown to strangers: a file to be shared has to say less than a terminal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,376 @@
+"""One HTML file of a run, to be shared: readable without a script, and without a network, by anybody. Pure.
+
+Everything that comes from the run is text that nobody trusts, and may hold what is nobody's business: it is escaped,
+and what looks like a secret is masked. A browser is told to fetch nothing, and to run nothing that is not ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from phalanx.watch import comparison, figures, masking, sheet, svg, timeline
+from phalanx.watch.comparison import Course
+from phalanx.watch.figures import seconds
+from phalanx.watch.ledger import Entry, Ledger
+from phalanx.watch.markup import Html, facts, folded, joined, pre, script_json, table, tag
+from phalanx.watch.scene import RankView, Scene
+
+SIGN = '<meta name="generator" content="phalanx report'
+_CHARTS = 12
+_RANKS = 1024
+_TOLD = 500  # happenings
+_STACKS = 200_000  # letters of one stall
+_STALLS = 10
+_LINKS = 200
+_LINE = 2000  # letters
+_CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")  # what a terminal obeys
+
+
+@dataclass(frozen=True)
+class Stood:
+    """Nothing went on: why, and what all ranks were at."""
+
+    texts: tuple[str, ...]  # verdicts, with what shows it
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of what a rank wrote."""
+
+    rank: int
+    stream: str
+    text: str
+    whole: int  # bytes that there are
+
+
+@dataclass(frozen=True)
+class Account:
+    """What events do not say."""
+
+    run: str
+    state: str  # as `phalanx ps` says it
+    command: tuple[str, ...]
+    version: str  # of phalanx, that wrote this
+    made: float
+    host: str = ""
+    cwd: str = ""
+    folder: str = ""
+    started: float = 0.0
+    cause: str = ""  # the first cause, as the terminal had it
+    stood: tuple[Stood, ...] = ()
+    tails: tuple[Tail, ...] = ()
+    with_logs: bool = True
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of a browser, as it is inlined: its body, its style, its scripts; and its data, as JSON."""
+
+    body: str
+    style: str
+    scripts: tuple[str, ...]
+    data: str
+
+
+def html(account: Account, scene: Scene, course: Course, ledger: Ledger, page: Page | None = None) -> str:
+    sections: list[str] = [
+        _head(account, scene, course),
+        _section("What happened", _story(account, scene, course, ledger)),
+        _section("What ran", _ran(account, scene)),
+        _section("How fast", _fast(scene, course), *_charts(course)),
+        _section("What failed, and what it cost", *_failed(account, course, ledger)),
+        _section("Timeline", *_timeline(scene, course, ledger)),
+        _section("Ranks", *_ranks(scene)) if scene.ranks else Html(""),
+        _section("Logs", *_logs(account)) if account.with_logs else Html(""),
+    ]
+    style = sheet.style()
+    scripts: tuple[str, ...] = ()
+    parts = sections
+    if page is not None:
+        style, scripts = style + page.style, page.scripts
+        data = script_json(masking.hidden(page.data), name="run")
+        parts = [joined(sections), Html(page.body), data, *(Html(f"<script>{script}</script>") for script in scripts)]
+    made = f"Made by phalanx {account.version} at {figures.moment(account.made)}. It fetches nothing from anywhere."
+    return "".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+            f'{SIGN} {account.version}">',
+            _policy(style, scripts),
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
+            tag("title", f"{account.run}: {account.state}"),
+            f"<style>{style}</style></head><body>",
+            tag("main", *parts, id="report"),
+            tag("footer", made),
+            "</body></html>\n",
+        ]
+    )
+
+
+def _policy(style: str, scripts: Sequence[str]) -> str:
+    """Nothing from anywhere, and of what is inside only what is known by its digest."""
+
+    def digests(texts: Iterable[str]) -> str:
+        told = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in told)
+
+    allowed = digests(scripts) or "'none'"
+    rules = f"default-src 'none'; style-src {digests([style])}; script-src {allowed}"
+    return f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"
+
+
+def _section(title: str, *children: str) -> Html:
+    return tag("section", tag("h2", title), *children)
+
+
+def _head(account: Account, scene: Scene, course: Course) -> Html:
+    how = "well" if account.state == "done" else "going" if account.state == "running" else "bad"
+    told = [
+        ("ranks", str(course.ranks or len(scene.ranks))),
+        ("steps", str(course.steps) if course.steps else "–"),
+        ("time", seconds(course.seconds)),
+        (f"final {course.metric}", figures.number(course.final)),
+        ("steps/s", figures.number(course.rates.get("steps/s"))),
+        ("faults", str(course.faults)),
+        ("goodput", "–" if course.goodput is None else f"{course.goodput:.1%}"),
+    ]
+    tiles = [tag("div", tag("b", value), tag("span", name)) for name, value in told]
+    title = tag("h1", account.run, " ", tag("span", account.state, class_=f"state {how}"))
+    return tag("header", title, tag("div", *tiles, class_="tiles"))
+
+
+def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Html:
+    """In sentences, for somebody who was not there."""
+    began = figures.moment(account.started or scene.started)
+    told = [f"It began at {began} with {figures.count(course.ranks, 'rank')}{_where(scene)}."]
+    first = _first_step(course)
+    if first is not None:
+        told.append(f"The first step that was seen was {seconds(first)} after that.")
+    faults = [entry for entry in ledger.entries if entry.kind == "fault"]
+    survived = [entry for entry in faults if entry.remedy != "stop"]
+    stalls = [entry for entry in ledger.entries if entry.kind == "stall"]
+    if survived:
+        away = sum(entry.seconds or 0.0 for entry in survived)
+        redone = sum(entry.redone for entry in survived)
+        again = f", and {figures.count(redone, 'step')} {'was' if redone == 1 else 'were'} made again" if redone else ""
+        told.append(f"It survived {figures.count(len(survived), 'fault')}, which took {seconds(away)}{again}.")
+    if stalls:
+        stood = sum(entry.seconds or 0.0 for entry in stalls)
+        told.append(f"It stood still {figures.count(len(stalls), 'time')}, {seconds(stood)} in all: {stalls[0].text}.")
+    if not faults and not stalls:
+        told.append("Nothing failed on the way." if account.state in ("done", "running") else "No fault was survived.")
+    if course.final is not None:
+        low = f", the lowest was {figures.number(course.lowest)}" if course.lowest is not None else ""
+        told.append(f"The last {course.metric} was {figures.number(course.final)}{low}.")
+    told.append(_ending(account, course))
+    return tag("p", " ".join(masking.hidden(sentence) for sentence in told), class_="story")
+
+
+def _ending(account: Account, course: Course) -> str:
+    lasted = seconds(course.seconds)
+    if account.state == "running":
+        return f"When this was written it had run for {lasted}, and was at step {course.steps}."
+    if account.state == "done":
+        return (
+            f"It ended well after {lasted}, at step {course.steps}."
+            if course.steps
+            else f"It ended well after {lasted}."
+        )
+    why = next((line.strip() for line in account.cause.splitlines() if line.strip()), "")
+    return f"It ended after {lasted}: {account.state}{f', because of this: {why}' if why else ''}."
+
+
+def _where(scene: Scene) -> str:
+    hosts = dict.fromkeys(view.host for view in scene.ranks.values() if view.host)
+    devices = {view.device for view in scene.ranks.values() if view.device}
+    told = f" on {figures.count(len(hosts), 'node')}" if hosts else ""
+    return told + (", each with a GPU" if devices and all(view.device for view in scene.ranks.values()) else "")
+
+
+def _ran(account: Account, scene: Scene) -> Html:
+    by_host: dict[str, list[RankView]] = {}
+    for view in sorted(scene.ranks.values(), key=lambda view: view.rank):
+        by_host.setdefault(view.host or account.host or "?", []).append(view)
+    rows = [
+        (
+            host,
+            figures.spans([view.rank for view in views]),
+            ", ".join(dict.fromkeys(view.device or "CPU" for view in views)),
+        )
+        for host, views in by_host.items()
+    ]
+    told = facts(
+        [
+            ("command", tag("code", shlex.join(masking.command(account.command)))),
+            ("in", account.cwd),
+            ("led by", account.host),
+            ("began", figures.moment(account.started or scene.started)),
+            ("ended", figures.moment(scene.ended) if scene.ended else ""),
+            ("folder", account.folder),
+        ]
+    )
+    parts = [told]
+    if rows:
+        parts.append(table(("node", "ranks", "devices"), rows))
+    if scene.links is not None and scene.links.pairs:
+        pairs = [
+            (link.one, link.other, f"{link.latency * 1e6:.0f} µs", figures.speed(link.there), figures.speed(link.back))
+            for link in scene.links.pairs[:_LINKS]
+        ]
+        told_at = f"Between nodes, as the doctor measured it at {figures.moment(scene.links.measured)}"
+        parts.append(folded(told_at, table(("one", "other", "latency", "there", "back"), pairs, numbers=(2, 3, 4))))
+    return joined(parts)
+
+
+def _fast(scene: Scene, course: Course) -> Html:
+    return facts(
+        [
+            ("steps/s", _known(course.rates.get("steps/s"), "median")),
+            ("samples/s", _known(course.rates.get("samples/s"), "median, of all ranks")),
+            ("steps", f"{course.steps}{f' of {scene.total}' if scene.total else ''}" if course.steps else ""),
+            (f"lowest {course.metric}", figures.number(course.lowest) if course.lowest is not None else ""),
+            ("goodput", "" if course.goodput is None else f"{course.goodput:.1%} of the time since the first step"),
+        ]
+    )
+
+
+def _charts(course: Course) -> list[Html]:
+    names = [course.metric, *comparison.RATES, *course.known]
+    shown = [name for name in dict.fromkeys(names) if course.curves.get(name)]
+    if not shown:
+        return [tag("p", "Nothing was measured: no step was seen, and no loss was told.")]
+    parts = []
+    for name in shown[:_CHARTS]:
+        chart = comparison.chart([course], name)
+        parts.append(tag("figure", Html(svg.picture([chart], alone=False))))
+    if len(shown) > _CHARTS:
+        parts.append(tag("p", f"Not drawn: {', '.join(shown[_CHARTS:][:100])}."))
+    if course.marks:
+        parts.append(tag("p", "Red marks are faults, green ones where it went on.", class_="note"))
+    return parts
+
+
+def _failed(account: Account, course: Course, ledger: Ledger) -> list[Html]:
+    parts: list[Html] = []
+    if ledger.entries:
+        start = account.started
+        rows = [_row(entry, start) for entry in ledger.entries[:_TOLD]]
+        head = ("after", "what", "ranks", "what became of it", "time lost")
+        parts.append(table(head, rows, numbers=(0, 4)))
+        more = len(ledger.entries) - len(rows) + ledger.left_out
+        if more:
+            parts.append(tag("p", f"… and {more} more."))
+        lost = f"All of it cost {seconds(course.lost)}."
+        if course.goodput is not None:
+            lost += f" Goodput: {course.goodput:.1%}, the share of the time since the first step that was not lost."
+        parts.append(tag("p", lost))
+    else:
+        parts.append(tag("p", "Nothing failed that it had to survive."))
+    if account.cause:
+        parts += [tag("h3", "First cause"), pre(_plain(account.cause))]
+    for number, stood in enumerate(account.stood[:_STALLS], 1):
+        parts.append(tag("h3", f"Verdict {number}" if len(account.stood) > 1 else "Verdict"))
+        parts += [pre(_plain(text)) for text in stood.texts]
+        if stood.stacks:
+            cut = " (cut)" if len(stood.stacks) > _STACKS else ""
+            parts.append(folded(f"What all ranks were at{cut}", pre(_plain(stood.stacks[:_STACKS]))))
+    if len(account.stood) > _STALLS:
+        parts.append(tag("p", f"… and {len(account.stood) - _STALLS} more, in the folder of the run."))
+    return parts
+
+
+def _row(entry: Entry, start: float) -> tuple[str, ...]:
+    after = seconds(max(0.0, entry.time - start)) if start else figures.moment(entry.time)
+    lost = "" if entry.seconds is None else seconds(entry.seconds)
+    return (after, masking.hidden(entry.text), figures.spans(entry.ranks), entry.outcome, lost)
+
+
+def _timeline(scene: Scene, course: Course, ledger: Ledger) -> list[Html]:
+    first = _first_step(course)
+    begin = None if first is None else scene.started + first
+    end = scene.ended or scene.now
+    parts = [tag("figure", Html(timeline.whole(scene.started, begin, end, ledger.entries)))]
+    views = sorted(scene.ranks.values(), key=lambda view: view.rank)
+    if phases := timeline.ranks(views):
+        shown = min(len(views), timeline.MOST)
+        some = f"; the first {shown} of {len(views)} ranks" if shown < len(views) else ""
+        title = f"What each rank was at, in the last {timeline.SECONDS:.0f} s that were seen{some}"
+        parts.append(tag("figure", tag("figcaption", title), Html(phases)))
+    told = [
+        tag("li", tag("time", figures.clock(one.time)), " ", tag("b", one.kind), " ", masking.hidden(_plain(one.text)))
+        for one in list(scene.happenings)[-_TOLD:]
+    ]
+    if told:
+        parts.append(folded(f"Everything that was told ({len(told)})", tag("ol", *told, class_="told")))
+    return parts
+
+
+def _ranks(scene: Scene) -> list[Html]:
+    views = sorted(scene.ranks.values(), key=lambda view: view.rank)
+    head = (
+        "rank",
+        "node",
+        "device",
+        "health",
+        "step",
+        "data",
+        "compute",
+        "waiting",
+        "memory",
+        "GPU",
+        "GPU memory",
+        "at",
+    )
+    rows = [
+        (
+            str(view.rank),
+            view.host or str(view.node),
+            view.device or "CPU",
+            tag("span", view.health, class_=f"health {view.health}"),
+            str(view.step) if view.step >= 0 else "–",
+            *(f"{share:.0%}" for share in (view.data, view.compute, view.waiting)),
+            figures.size(view.memory),
+            f"{view.gpu:.0%}" if view.gpu >= 0 else "–",
+            figures.size(view.gpu_memory),
+            masking.hidden(view.place),
+        )
+        for view in views[:_RANKS]
+    ]
+    note = "As they were seen last. Data, compute and waiting are shares of a rank's time."
+    more = [tag("p", f"… and {len(views) - _RANKS} more ranks.")] if len(views) > _RANKS else []
+    whole = [tag("p", note, class_="note"), table(head, rows, numbers=(0, 4, 5, 6, 7, 8, 9, 10)), *more]
+    return [folded(f"All {len(views)} ranks", *whole)] if len(views) > 32 else [joined(whole)]
+
+
+def _logs(account: Account) -> list[Html]:
+    if not account.tails:
+        return [tag("p", "No rank wrote anything that is kept here.")]
+    parts = []
+    for tail in account.tails:
+        size = len(tail.text.encode(errors="replace"))
+        part = f", the last {figures.size(size)} of {figures.size(tail.whole)}" if tail.whole > size + 3 else ""
+        parts.append(folded(f"rank {tail.rank}, {tail.stream}{part}", pre(_plain(tail.text))))
+    return parts
+
+
+def _plain(text: str) -> str:
+    """As a terminal would show it in the end, without its colours; no secrets; no line without end."""
+    text = _CONTROL.sub("", text.replace("\r\n", "\n"))
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return masking.hidden("\n".join(line if len(line) <= _LINE else line[:_LINE] + " …" for line in lines))
+
+
+def _first_step(course: Course) -> float | None:
+    """Seconds after the start."""
+    times = [points[0][1] for name, points in course.curves.items() if points]
+    return max(0.0, min(times)) if times else None
+
+
+def _known(value: float | None, how: str) -> str:
+    return "" if value is None else f"{figures.number(value)} ({how})"
