@@ -80,7 +80,7 @@ async def _opened(chromium: browser.Browser, ranks: int, link: str, seconds: flo
     idle = await page.evaluate(_SCROLL % 1000)
     await page.goto(link)
     paint = await page.wait_for(PAINTED)
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(3 * seconds)  # an event a second
     late = await page.evaluate("window.phalanx.latency")
     scroll = await page.evaluate(_SCROLL % (seconds * 1000))
     wrong = f"the page has errors: {page.errors[0]}" if page.errors else ""

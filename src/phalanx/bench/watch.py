@@ -95,11 +95,21 @@ def _show(costs: Sequence[Cost], folds: Sequence[Fold], judged: Sequence[Target]
         console.print(table)
     if folds:
         table = Table(title="A second of events: ms", title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for name in ("ranks", "publish", "read", "fold", "kB of events"):
+        for name in (
+            "ranks",
+            "publish",
+            "read",
+            "fold",
+            "update",
+            "whole page",
+            "kB of events",
+            "update",
+            "whole page",
+        ):
             table.add_column(name, justify="right")
         for one in folds:
-            times = (f"{seconds * 1000:.2f}" for seconds in (one.publish, one.read, one.see))
-            table.add_row(str(one.ranks), *times, f"{one.line / 1000:.1f}")
+            times = (f"{seconds * 1000:.2f}" for seconds in (one.publish, one.read, one.see, one.update, one.whole))
+            table.add_row(str(one.ranks), *times, *(f"{size / 1000:.1f}" for size in (one.line, one.told, one.all)))
         console.print(table)
     for target in judged:
         console.print(f"{verdict(target):<14}{target.what}: {target.evidence}", highlight=False, soft_wrap=True)
