@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from phalanx.contract.events import AnyEvent, RunEnded
-from phalanx.watch.page.early import Updates
 from phalanx.watch.page.protocol import Update
+from phalanx.watch.page.updates import Updates
 from phalanx.watch.scene import Scene
 from phalanx.watch.source import Source
 
@@ -86,7 +86,7 @@ class Crowd:
             self._due.cancel()
             self._due = None
         self._told = time.monotonic()
-        update = self._updates.update()
+        update = self._updates.next()
         if update is None or not self._onlookers:
             return
         data = _event("update", update)

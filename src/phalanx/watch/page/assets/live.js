@@ -33,6 +33,7 @@ export class Remote {
         if (answer.status === 401 || answer.status === 403) return status("denied");
         if (!answer.ok) throw new Error(`the server says ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
+          if (kind === "end") return status("ended"); // nothing more will come
           if (!heard) status("open");
           heard = true;
           update(JSON.parse(data), kind === "whole");

@@ -108,17 +108,19 @@ function status(now) {
     $("view").hidden = true;
     $("door").hidden = false;
   }
-  if (model.ended) {
+  if (now === "ended" && !model.ended) {
+    notice.textContent = "Nothing more is heard of this run. This is its last state.";
+  } else if (model.ended) {
     const how = model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
   } else if (now === "lost") {
-    notice.textContent = model.head
-      ? "The connection is lost. What you see is the last that was heard; trying again …"
-      : "Nobody answers. Trying again …";
+    notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
   }
-  notice.hidden = !(model.ended || (now === "lost" && model.head));
+  notice.hidden = !model.head || !(model.ended || now === "ended" || now === "lost");
 }
 
+// A new link in the same tab changes the fragment only: that alone loads nothing.
+addEventListener("hashchange", () => location.hash.length > 1 && location.reload());
 source.follow(receive, status, () => model.ended);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();

@@ -18,7 +18,7 @@ export class Timeline {
   #scroller = $("lanes");
   #canvas = this.#scroller.querySelector("canvas");
   #space = el("div", { class: "space" });
-  #span = 60; // seconds in sight
+  #span = 30; // seconds in sight
   #end = null; // null: the newest
   #asked = false;
   #seen;
@@ -139,9 +139,8 @@ export class Timeline {
       if (letter === "w" || letter === "W") waiting++;
       else working.push(rank);
     }
-    // Most wait, a few do not: it is those that hold the others up.
-    const few = working.length && working.length <= Math.max(1, waiting / 3);
-    const found = few ? working : [];
+    // As watch/waiting.py: when at least half wait, those that do not hold them up.
+    const found = working.length <= waiting ? working : [];
     if (tick < this.#model.newest / TICK - 30) this.#held.set(tick, found);
     return found;
   }
