@@ -54,6 +54,7 @@ for number, end in zip((3, 4), ends):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 _MOST = 1 << 28  # bytes of one answer: a picture of a long page
+_DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 100))))"
 # What a key press needs beside its name, so that it does what it does by hand.
 _CODES = {
     "Enter": 13,
@@ -209,6 +210,7 @@ class Page:
         self._context = context
         self._loaded = asyncio.Event()
         self._features: dict[str, str] = {}
+        self._size = (1280, 800, False, 1.0)
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._browser.call(method, session=self._session, **params)
@@ -279,6 +281,7 @@ class Page:
         await self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
 
     async def size(self, width: int, height: int, *, mobile: bool = False, scale: float = 1.0) -> None:
+        self._size = (width, height, mobile, scale)
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
         )
@@ -292,21 +295,20 @@ class Page:
 
     async def screenshot(self, path: str, *, whole: bool = False) -> None:
         """What is to be seen, or the whole page, as PNG."""
-        told = await self.call(
-            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **await self._clip(whole)
-        )
+        width, height, mobile, scale = self._size
+        if whole:  # in a window that is so high: what nobody sees need not have been drawn
+            content = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
+            await self.size(width, int(content["height"]), mobile=mobile, scale=scale)
+            await self.evaluate(_DRAWN)
+        told = await self.call("Page.captureScreenshot", format="png")
+        if whole:
+            await self.size(width, height, mobile=mobile, scale=scale)
         with open(path, "wb") as file:
             file.write(base64.b64decode(told["data"]))
 
     async def close(self) -> None:
         self._browser._pages.pop(self._session, None)
         await self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
-
-    async def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
-            return {}
-        size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def _hear(self, method: str, params: dict[str, Any]) -> None:
         match method:

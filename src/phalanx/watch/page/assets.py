@@ -59,7 +59,9 @@ def inlined(run: str = "") -> str:
     script = f'<script>\n"use strict";\n(() => {{\n{_EXPORT.sub("", script)}}})();\n</script>'
     data = run.replace("<", "\\u003c")  # nothing in it ends the element that it is in
     page = _between(_text(INDEX), "links", f"<style>\n{_text('style.css')}</style>")
-    return _between(page, "data", f'<script type="application/json" id="run">{data}</script>\n{script}' if run else script)
+    return _between(
+        page, "data", f'<script type="application/json" id="run">{data}</script>\n{script}' if run else script
+    )
 
 
 def _text(name: str) -> str:

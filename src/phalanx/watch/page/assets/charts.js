@@ -85,7 +85,7 @@ export class Charts {
 
   #draw() {
     const charts = [...this.#charts.values()].filter((chart) => chart.seen.now);
-    const widths = charts.map((chart) => chart.figure.clientWidth); // all at once: to ask and to write in turn is slow
+    const widths = charts.map((chart) => chart.figure.clientWidth - 28); // less its padding; all at once: to ask and to write in turn is slow
     charts.forEach((chart, place) => this.#one(chart, widths[place]));
   }
 
@@ -118,7 +118,7 @@ export class Charts {
 
   #scales(pen, { x, y, from, to, low, high, width, timely, since }) {
     pen.textAlign = "right";
-    for (const tick of ticks(low, high)) {
+    for (const tick of ticks(low, high, 4)) {
       pen.fillStyle = colour("line");
       pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
       pen.fillStyle = colour("soft");

@@ -84,6 +84,7 @@ export class Grid {
     if (measure) {
       this.#height = parseFloat(getComputedStyle(this.#scroller).getPropertyValue("--row")) || 30;
       this.#space.style.height = `${this.#shown.length * this.#height}px`;
+      this.#scroller.style.setProperty("--rows", String(Math.max(1, this.#shown.length)));
     }
     const top = this.#scroller.scrollTop;
     const first = Math.max(0, Math.floor(top / this.#height) - SPARE);

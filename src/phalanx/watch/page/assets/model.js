@@ -37,6 +37,7 @@ export class Model {
   curves = new Map(); // name -> [[step, time, value], …]
   told = [];
   verdicts = [];
+  held = []; // [rank, share of the last minute that others waited for it, its phase]
   roll = null;
   links = [];
   measured = 0;
@@ -61,6 +62,7 @@ export class Model {
     const said = (told) => told.map((one) => one.text).join("\n");
     if (said(verdicts) !== said(this.verdicts)) changes.verdicts = true;
     this.verdicts = verdicts;
+    this.held = update.held ?? [];
     if (update.roll || this.roll) changes.roll = true;
     this.roll = update.roll ?? null;
     if (update.links?.length) {

@@ -7,6 +7,7 @@ export class Stacks {
   #model;
   #source;
   #said = ""; // verdicts that stacks were asked for: once each
+  #wanted = false; // by somebody, and not only because of a verdict
 
   constructor(model, source) {
     this.#model = model;
@@ -19,19 +20,26 @@ export class Stacks {
   update(changes) {
     if (!changes.verdicts) return;
     const said = this.#model.verdicts.map((one) => one.text).join("\n");
-    if (said && said !== this.#said) this.ask(false);
+    if (said && said !== this.#said) this.#ask();
+    if (!said && !this.#wanted) this.close();
     this.#said = said;
   }
 
   close() {
     $("stacks").hidden = true;
+    this.#wanted = false;
   }
 
-  async ask(scroll) {
+  ask(scroll) {
+    this.#wanted = true;
+    this.#ask();
+    if (scroll) into($("stacks"));
+  }
+
+  async #ask() {
     $("stacks").hidden = false;
     $("stacks").setAttribute("aria-busy", "true");
     say($("stacks-note"), "asks every rank …");
-    if (scroll) into($("stacks"));
     try {
       this.#show(await this.#source.why());
     } catch (error) {

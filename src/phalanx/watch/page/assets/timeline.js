@@ -5,9 +5,9 @@ import { $, el, press, say, sight } from "./dom.js";
 import { TICK } from "./model.js";
 import { PHASES, UNSEEN, WAITING } from "./phases.js";
 import { colour, onTheme } from "./theme.js";
-import { clock, offset, ranges } from "./words.js";
+import { clock, offset, percent, ranges } from "./words.js";
 
-const TOP = 22; // the axis
+const TOP = 34; // the axis, and signs of what happened
 const HELD = 18; // the lane of those that all others wait for
 const MARKS = { fault: "dead", recovered: "well", restarted: "well", stalled: "stuck", verdict: "stuck", resumed: "well", preempted: "slow" };
 const SIGNS = { fault: "✕", recovered: "✓", restarted: "↻", stalled: "■", verdict: "!", resumed: "▸", preempted: "◇" };
@@ -79,13 +79,14 @@ export class Timeline {
   #move(seconds) {
     const newest = this.#model.newest;
     const first = Math.min(newest, this.#model.oldest + this.#span);
-    const end = Math.max(first, (this.#end ?? newest) + seconds);
+    const end = Math.max(first, (this.#end ?? newest) + seconds); // there is nothing before the first
     this.#end = end >= newest ? null : end;
     this.#ask();
   }
 
   #window() {
-    const end = this.#end ?? this.#model.newest;
+    // A short past grows from the left; a long one is pushed out there.
+    const end = this.#end ?? Math.max(this.#model.newest, this.#model.oldest + this.#span);
     return [end - this.#span, end];
   }
 
@@ -180,6 +181,7 @@ export class Timeline {
     this.#pointed(pen, { x, height, lane, top });
     press($("now"), this.#end === null);
     this.#tell();
+    this.#sum();
   }
 
   #label(pen, rank, y, lane, gutter) {
@@ -257,13 +259,13 @@ export class Timeline {
     for (let number = Math.ceil((start - since) / step); since + number * step <= end; number++) {
       const at = x(since + number * step);
       pen.fillStyle = colour("line");
-      pen.fillRect(at, TOP - 5, 1, 5);
+      pen.fillRect(at, 15, 1, TOP - 15);
       pen.globalAlpha = 0.5;
       pen.fillRect(at, TOP, 1, height - TOP);
       pen.globalAlpha = 1;
       pen.fillStyle = colour("soft");
       const text = offset(number * step, step < 1 ? 1 : 0);
-      if (at > gutter + 14 && at < width - 16) pen.fillText(text, at, TOP / 2 - 1);
+      if (at > gutter + 14 && at < width - 16) pen.fillText(text, at, 8);
     }
   }
 
@@ -294,8 +296,8 @@ export class Timeline {
       if (!MARKS[one.kind] || one.time < start || one.time > end) continue;
       const at = x(one.time);
       pen.fillStyle = colour(MARKS[one.kind]);
-      pen.fillRect(at - 0.5, TOP - 4, 1, height - TOP + 4);
-      pen.fillText(SIGNS[one.kind], at, TOP - 9);
+      pen.fillRect(at - 0.5, TOP, 1, height - TOP);
+      pen.fillText(SIGNS[one.kind], at, TOP - 7);
     }
   }
 
@@ -326,9 +328,10 @@ export class Timeline {
   #tell() {
     const tip = $("tip");
     const box = this.#scroller.getBoundingClientRect();
+    const right = this.#end ?? this.#model.newest;
     const { rank, tick, time } = this.#hover
       ? this.#at(this.#hover.x, this.#hover.y)
-      : { rank: this.#model.chosen, tick: Math.floor(this.#window()[1] / TICK) - 1, time: this.#window()[1] };
+      : { rank: this.#model.chosen, tick: Math.floor(right / TICK) - 1, time: right };
     const text = this.#reading(rank, tick, time);
     say($("reading"), text);
     tip.hidden = !this.#hover || rank === undefined;
@@ -337,6 +340,12 @@ export class Timeline {
     const left = Math.min(box.left + this.#hover.x + 14, innerWidth - tip.offsetWidth - 8);
     const above = box.top + this.#hover.y - tip.offsetHeight - 12;
     tip.style.transform = `translate(${Math.max(4, left)}px, ${above}px)`;
+  }
+
+  // Of the last minute, in a sentence; what is hardly anything is not told.
+  #sum() {
+    const [rank, share, phase] = this.#model.held[0] ?? [0, 0, ""];
+    say($("held"), share >= 0.03 ? `rank ${rank} kept the others waiting ${percent(share)} of the last minute, in ${phase}` : "");
   }
 
   #reading(rank, tick, time) {

@@ -25,7 +25,7 @@ export const STATE = {
 };
 
 export const KIND = {
-  joined: "＋",
+  joined: "+",
   fault: "✕",
   recovered: "✓",
   restarted: "↻",
@@ -35,7 +35,7 @@ export const KIND = {
   slow: "▾",
   preempted: "◇",
   note: "·",
-  end: "⏹",
+  end: "▪",
 };
 
 export function rate(value) {
