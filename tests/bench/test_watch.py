@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from phalanx.bench import panorama
@@ -10,6 +13,7 @@ from phalanx.bench.looking import CASES, Cost, Window, costs, target
 from phalanx.bench.panorama import Panorama, smooth
 from phalanx.bench.watch import main
 from phalanx.errors import OptionError
+from tests.kit.cli import phalanx
 
 
 def windows(number: int, off: float, screen: float, page: float) -> list[Window]:
@@ -74,6 +78,28 @@ def test_a_second_of_events_is_folded() -> None:
 
 def test_too_little() -> None:
     with pytest.raises(OptionError):
-        main(["--rounds", "1"], {})
+        main(["--rounds", "0"], {})
     with pytest.raises(OptionError, match="none of"):
         main(["--cases", "never"], {})
+
+
+def test_a_small_real_one(tmp_path: Path) -> None:
+    """One window each, and a page of few ranks: no figure is good for anything, but all of them are there."""
+    file = tmp_path / "result.json"
+    small = ("--cases", "one", "--rounds", "1", "--seconds", "0.5", "--settle", "0.1", "--ranks", "24", "--times", "1")
+    result = phalanx("bench", "watch", *small, "--json", str(file))
+    data = json.loads(file.read_text())
+    assert {window["who"] for window in data["windows"]} == {"off", "screen", "page", "again"}, result.stderr
+    assert not any(cost["failure"] for cost in data["costs"]), result.stderr
+    sent = {cost["who"]: cost["sent"] for cost in data["costs"]}
+    assert sent["off"] == sent["again"] == 0
+    assert sent["screen"] > 0
+    busy = {cost["who"]: cost["onlooker"] for cost in data["costs"]}
+    assert busy["off"] == 0 < busy["screen"]
+    page = data["pages"][0]
+    assert page["failure"] == ""
+    assert page["paint"] > 0
+    assert len(page["frames"]) > 1
+    assert [fold["ranks"] for fold in data["folds"]] == [8, 24]
+    assert len(data["targets"]) == 5
+    assert "24 ranks" in result.stdout

@@ -30,7 +30,7 @@ class Picture:
     ranks: int
     second: int
     width: int = 1280
-    height: int = 860
+    height: int = 1060
     scale: float = 1.0
     dark: bool = False
     phone: bool = False
@@ -41,7 +41,6 @@ class Picture:
 PICTURES = (
     Picture("page.png", 16, 90),
     Picture("page-dark.png", 16, 46, dark=True),
-    Picture("many.png", 512, 30),
     Picture("phone.png", 8, 46, width=390, height=844, scale=1.5, phone=True),
     Picture("timeline.png", 16, 60, part="#timeline"),
 )

@@ -63,7 +63,7 @@ class Pretended:
     async def why(self) -> Because:
         text = "rank 2 is in data loading, dataset.py:41 in __getitem__; the others wait for it in all_reduce #214"
         waits = 'File "train.py", line 88, in step\n    loss.backward()'
-        stacks = dict.fromkeys(range(min(self._ranks, 8)), waits)
+        stacks = dict.fromkeys(range(self._ranks), waits)
         stacks[2] = 'File "dataset.py", line 41, in __getitem__\n    return self.images[number]'
         return Because(report=f"probably: {text}", verdicts=(text,), stacks=stacks)
 

@@ -34,7 +34,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     options = _parser().parse_args(argv)
     parts = chosen("--only", options.only, PARTS)
     cases = [CASES[name] for name in chosen("--cases", options.cases, CASES)]
-    if options.rounds < 2 or options.seconds <= 0 or options.times < 1 or options.ranks < 1:
+    if options.rounds < 1 or options.seconds <= 0 or options.times < 1 or options.ranks < 1:
         raise OptionError("too little to tell anything", fix="--rounds 12 --seconds 2 --times 5 --ranks 512")
     if options.pictures:
         from phalanx.bench import pictures
