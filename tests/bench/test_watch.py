@@ -87,10 +87,10 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     """One window each, and a page of few ranks: no figure is good for anything, but all of them are there."""
     file = tmp_path / "result.json"
     small = ("--cases", "one", "--rounds", "1", "--seconds", "0.5", "--settle", "0.1", "--ranks", "24", "--times", "1")
-    result = phalanx("bench", "watch", *small, "--json", str(file))
+    result = phalanx("bench", "watch", *small, "--json", str(file), timeout=150)
     data = json.loads(file.read_text())
-    assert {window["who"] for window in data["windows"]} == {"off", "screen", "page", "again"}, result.stderr
-    assert not any(cost["failure"] for cost in data["costs"]), result.stderr
+    assert {window["who"] for window in data["windows"]} == {"off", "screen", "page", "again"}, result.err
+    assert not any(cost["failure"] for cost in data["costs"]), result.err
     sent = {cost["who"]: cost["sent"] for cost in data["costs"]}
     assert sent["off"] == sent["again"] == 0
     assert sent["screen"] > 0
@@ -102,4 +102,4 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     assert len(page["frames"]) > 1
     assert [fold["ranks"] for fold in data["folds"]] == [8, 24]
     assert len(data["targets"]) == 5
-    assert "24 ranks" in result.stdout
+    assert "24 ranks" in result.out

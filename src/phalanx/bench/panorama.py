@@ -77,7 +77,7 @@ async def served(ranks: int, past: int, inherited: Mapping[str, str], *, live: b
 
 async def _opened(chromium: browser.Browser, ranks: int, link: str, seconds: float) -> Panorama:
     page = await chromium.page()
-    idle = await page.evaluate(_SCROLL % 1000)
+    idle = await page.evaluate(_SCROLL % (seconds * 1000))
     await page.goto(link)
     paint = await page.wait_for(PAINTED)
     await asyncio.sleep(3 * seconds)  # an event a second
