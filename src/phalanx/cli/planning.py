@@ -15,7 +15,7 @@ from phalanx.cluster import nvidia, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
-from phalanx.contract.variables import THREADS, TOKEN
+from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, ScriptError
 from phalanx.launch.command import Command
 from phalanx.launch.filters import Choice, Std
@@ -134,7 +134,8 @@ def _inherited(
     options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...], *, crowded: bool
 ) -> dict[str, str]:
     inherited = {**environ, **options.env}
-    inherited.pop(TOKEN, None)  # no worker has a use for it, and many print their environment
+    for name in (TOKEN, PAGE_KEY):  # no worker has a use for it, and many print their environment
+        inherited.pop(name, None)
     if crowded:
         # As torchrun: workers that each use every core get in each other's way.
         inherited.setdefault(THREADS, "1")

@@ -7,8 +7,10 @@ import signal
 
 from phalanx.cli import choice
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.launch import viewing
+from phalanx.contract.variables import PAGE_KEY
+from phalanx.launch import onlookers, viewing
 from phalanx.launch.zygote import kernel
+from phalanx.watch.page import keys
 
 
 def main(argv: list[str]) -> int:
@@ -23,13 +25,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
     options = parser.parse_args(argv)
     if options.held is not None:
-        kernel.die_with_parent(options.held, signal.SIGTERM)
+        kernel.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
     run = choice.any_run(options.run, verb="watch")
     source = viewing.of(run)
     if options.page or options.page_at or options.page_fd is not None:
         from phalanx.watch.page import server
 
-        return server.serve(source, at=options.page_at, fd=options.page_fd)
+        key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else onlookers.key_of(run.folder)
+        return server.serve(source, at=options.page_at, fd=options.page_fd, key=key)
     from phalanx.watch.screen import terminal
 
     environ = environment()

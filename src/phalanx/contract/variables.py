@@ -17,6 +17,7 @@ LINE = "PHALANX_LINE"  # where a worker that can regroup reaches its supervisor:
 MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/vault.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
+PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks at many runs; no worker has it
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"

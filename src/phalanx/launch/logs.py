@@ -1,4 +1,4 @@
-"""What ranks have written, from their files: a part of it, or lines that are looked for. Bounded, however much it is."""
+"""What ranks have written, from their files: a part of it, or lines that are looked for. Bounded, whatever it is."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ _LAST_LOOK = 8.0  # seconds for the last state to be seen: it takes one, and a s
 _ENDING = 3.0  # seconds for a screen that was told to end
 
 
-def wanted(plan: Plan) -> bool:
-    """Here: where there are several nodes, the one that leads."""
-    return plan.watching.screen and (plan.gathering is None or bool(plan.gathering.leads))
+def here(plan: Plan) -> bool:
+    """Where there are several nodes: on the one that leads."""
+    return plan.gathering is None or bool(plan.gathering.leads)
 
 
 def possible(plan: Plan) -> bool:

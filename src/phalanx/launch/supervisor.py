@@ -20,12 +20,14 @@ from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
+from phalanx.launch.audience import Audience
 from phalanx.launch.company import Company, Orders, Report, Verdict
 from phalanx.launch.console import Console
 from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.onlookers import Onlookers
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder
@@ -39,7 +41,6 @@ from phalanx.launch.zygotes import Zygote
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
-    from phalanx.launch.screening import Screening
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
@@ -106,11 +107,12 @@ class Supervisor:
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
         self._desk: Desk | None = None  # where others ask about it
+        self._audience: Audience | None = None  # those who look
+        self._onlookers = Onlookers(plan, folder, console)  # what shows it to them
         self._debugging: Debugging | None = None
         self._observer: Observer | None = None  # looks whether they go on
         self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
-        self._screening: Screening | None = None  # what has our terminal
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -127,12 +129,14 @@ class Supervisor:
         trusted = gathering is None or bool(gathering.token.key)
         self._debugging = Debugging(self, self._company, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
-        await self._begin_screen()
-        code, text = 1, ""
+        self._audience = Audience(self, self._company, self.post, self._desk, self._folder)
+        code, text, began = 1, "", time.monotonic()
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
         ):
             try:
+                self._onlookers.begin(leads=self._company.leads)
+                await self._onlookers.screen(self.note)
                 self.together = await self._come_together()
                 if self.together:
                     code, text = await self._attempts()
@@ -152,11 +156,11 @@ class Supervisor:
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
-                for held in (self._vault, self._debugging, self._desk, self._board):
+                self._audience.end(code, time.monotonic() - began)
+                await self._onlookers.end()
+                for held in (self._vault, self._debugging, self._desk, self._audience, self._board):
                     if held is not None:
                         held.close()
-                if self._screening is not None:
-                    await self._screening.end()
                 self._showing_rest = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
@@ -164,17 +168,6 @@ class Supervisor:
                 await self._company.close(code, text)
                 if self._outside is not None:
                     await self._outside.end()
-
-    async def _begin_screen(self) -> None:
-        from phalanx.launch import screening
-
-        if not screening.wanted(self._plan):
-            return
-        if not screening.possible(self._plan):
-            self.note("--screen needs a terminal; there is none, so that this is as without it")
-            return
-        self._screening = screening.Screening(self._folder.name, self._console, self.say)
-        await self._screening.begin()
 
     async def _come_together(self) -> bool:
         """The zygote imports while the nodes gather. False if it never comes to both."""
@@ -352,8 +345,7 @@ class Supervisor:
     async def _clear(self) -> None:
         """What a killed zygote's workers had started has come to us."""
         if self._zygote.process is not None:
-            besides = self._outside.pids if self._outside is not None else frozenset()
-            besides |= self._screening.pids if self._screening is not None else frozenset()
+            besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:

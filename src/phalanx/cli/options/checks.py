@@ -176,3 +176,10 @@ def _typed(given: Given) -> str:
     if given.name.startswith("PET_"):
         return f"{given.name}={given.values[-1]}"
     return " ".join((given.name, *given.values[-1:]))
+
+
+def check_page(at: str | None) -> None:
+    if at is not None:
+        from phalanx.watch.page import place
+
+        place.parse(at)

@@ -133,6 +133,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
     min_nodes, max_nodes = checks.count_nodes(values, given, verb)
     where = rendezvous(values, {dest: this.name for dest, this in given.items()}, max_nodes, verb)
     checks.check_node_id(values, given, max_nodes + (values.spares if max_nodes > 1 else 0), verb)
+    checks.check_page(values.page_at)
     checks.check_spares(values, given, hosts, verb)
     checks.check_cpu(values, given, verb)
     slots = checks.slots_of_nodes(values, given, max_nodes, verb)

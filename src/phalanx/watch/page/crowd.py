@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections import deque
 
-import msgspec
 from aiohttp import web
 
 from phalanx.contract.events import AnyEvent, RunEnded
 from phalanx.watch.page.protocol import Update
-from phalanx.watch.page.updates import Updates
+from phalanx.watch.page.updates import Updates, encode
 from phalanx.watch.scene import Scene
 from phalanx.watch.source import Source
 
@@ -21,8 +20,7 @@ HEARTBEAT = 10.0  # seconds without one, after which a comment says that we live
 _BEHIND = 90  # updates that one may be behind
 _PATIENCE = 20.0  # seconds for a browser to read
 _AT_A_TIME = 64  # events that are folded before anything else has its turn
-
-_encoder = msgspec.json.Encoder()
+_QUIET = 0.05  # seconds without an event: what had happened before has been told
 
 
 class Onlooker:
@@ -51,7 +49,7 @@ class Crowd:
         self._onlookers: set[Onlooker] = set()
         self._due: asyncio.TimerHandle | None = None
         self._told = 0.0
-        self._trouble = ""
+        self._seen = 0.0  # when the last event came
 
     @property
     def full(self) -> bool:
@@ -74,8 +72,17 @@ class Crowd:
             for onlooker in self._onlookers:
                 onlooker.news.set()
 
+    async def settled(self, limit: float) -> None:
+        """Until the scene is that of now: a server that has only just begun reads what has happened first."""
+        end = time.monotonic() + limit
+        while not self.ended.is_set() and time.monotonic() < end:
+            if self._seen and time.monotonic() - self._seen > _QUIET:
+                return
+            await asyncio.sleep(_QUIET / 2)
+
     def _see(self, event: AnyEvent) -> None:
         self.scene.see(event)
+        self._seen = time.monotonic()
         if self._due is None:
             # What comes together is told together; and at once, unless something was told only just now.
             wait = max(0.0, self._told + EVERY - time.monotonic())
@@ -86,8 +93,8 @@ class Crowd:
             self._due.cancel()
             self._due = None
         self._told = time.monotonic()
-        update = self._updates.next()
-        if update is None or not self._onlookers:
+        update = self._updates.next() if self._onlookers else None
+        if update is None:
             return
         data = _event("update", update)
         for onlooker in self._onlookers:
@@ -125,4 +132,4 @@ class Crowd:
 
 
 def _event(name: str, update: Update) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encoder.encode(update))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(update))

@@ -9,9 +9,9 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from phalanx.contract.variables import PAGE_KEY
 from phalanx.errors import UsageError
 
-VARIABLE = "PHALANX_PAGE_KEY"  # one of the user's own: for a Prometheus that looks at many runs
 _OWN = re.compile(r"[0-9a-fA-F]{32,256}")
 
 
@@ -21,9 +21,9 @@ def new(told: str = "") -> str:
         return secrets.token_urlsafe(32)
     if not _OWN.fullmatch(told):
         raise UsageError(
-            f"{VARIABLE} is no key: {len(told)} characters",
+            f"{PAGE_KEY} is no key: {len(told)} characters",
             details=["expected: at least 32 hexadecimal digits"],
-            fix=f"export {VARIABLE}=$(openssl rand -hex 32)",
+            fix=f"export {PAGE_KEY}=$(openssl rand -hex 32)",
         )
     return told
 

@@ -14,7 +14,6 @@ HOST = "127.0.0.1"
 PORT = 29580
 _NEXT = 100  # ports after that one that are tried
 _BACKLOG = 64
-PLAIN = "this is plain http: whoever is on the way there can read along; ssh -L needs no --page-at"
 _EXAMPLE = "--page-at 127.0.0.1:29580, --page-at 29580 or --page-at 0.0.0.0"
 
 
@@ -28,6 +27,8 @@ class Place:
         """Nobody but this machine gets there."""
         address = _address(self.host)
         return self.host == "localhost" if address is None else address.is_loopback
+
+    warning = "this is plain http: whoever is on the way there can read along; ssh -L needs no --page-at"
 
     @property
     def everywhere(self) -> bool:

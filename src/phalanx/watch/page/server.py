@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.watch import prometheus
 from phalanx.watch.page import guard, keys, place
 from phalanx.watch.page.crowd import Crowd
 from phalanx.watch.page.keys import Keys
@@ -44,6 +45,8 @@ _LONGEST_KEY = 1024  # characters
 _PART = 1 << 16  # bytes of a log
 _MOST_FOUND = 1000
 _FRESH = 2.0  # seconds that an answer to `why` is good for: all ranks are asked for their stacks
+_PAST = 5.0  # seconds to read what has happened so far, before anybody is told a number
+_SOON = 0.5  # the same, before a browser is shown what is known by then
 _LAST = 1.0  # seconds for browsers to hear the end
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -58,7 +61,7 @@ def serve(source: Source, at: str | None = None, fd: int | None = None, key: str
         if fd is None:
             sys.stdout.write(place.link(where, sock, key) + "\n")
             if not where.loopback:
-                sys.stdout.write(f"{place.PLAIN}\n")
+                sys.stdout.write(f"{where.warning}\n")
             sys.stdout.flush()
         return asyncio.run(_served(source, where, key, sock, stays=fd is None))
 
@@ -128,7 +131,7 @@ class Page:
         except _QuestionError as error:
             return guard.refused(400, str(error))
         except PhalanxError as error:
-            return _json({"what": error.what, "details": error.details, "fix": error.fix}, status=503)
+            return guard.refused(503, str(error))
 
     async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "POST":
@@ -163,6 +166,7 @@ class Page:
             web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         )
         await response.prepare(request)
+        await self.crowd.settled(_SOON)
         await self.crowd.show(response, request.transport)
         return response
 
@@ -192,7 +196,9 @@ class Page:
             return _json(self._because[1])
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(text="", content_type="text/plain")
+        await self.crowd.settled(_PAST)
+        text = prometheus.text(self.crowd.scene)
+        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 class _QuestionError(UsageError):
@@ -205,9 +211,8 @@ def _number(text: str | None) -> int:
     return int(text)
 
 
-def _json(content: Any, *, status: int = 200) -> web.StreamResponse:
-    body = msgspec.json.encode(content)
-    return guard.sealed(web.Response(status=status, body=body, content_type="application/json", charset="utf-8"))
+def _json(content: Any) -> web.StreamResponse:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json", charset="utf-8")
 
 
 def _assets() -> dict[str, tuple[bytes, str, str]]:

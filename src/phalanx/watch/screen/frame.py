@@ -207,8 +207,8 @@ def _bottom(scene: Scene, view: View, width: int) -> Line:
         line += [(key, "bold"), (f" {other}  ", "dim")]
     seen = ""
     if len(scene.ranks) > view.page and not view.follows and not view.overview:
-        seen = f"ranks {view.top}-{view.top + view.page - 1} of {len(scene.ranks)} "
-    return text.spread(line, [(seen, "dim")] if seen else [], width)
+        seen = f"ranks {view.top}-{view.top + view.page - 1} of {len(scene.ranks)} " if width >= 60 else ""
+    return text.spread(text.clip(line, width - len(seen) - 2), [(seen, "dim")] if seen else [], width)
 
 
 def _said(words: str, style: str, width: int) -> Line:

@@ -26,6 +26,7 @@ _PAUSE = 0.2  # seconds between two frames, at least
 _LOOK = 0.5  # seconds between two looks at the log
 _ESCAPE = 0.05  # seconds after which an escape was the key itself
 _LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
+_TYPING = 1.5  # seconds between two digits of a number
 _HEED = 200  # events between two looks at anything else
 
 
@@ -46,7 +47,8 @@ class Screen:
         self._news = asyncio.Event()  # there is something to paint
         self._turned = asyncio.Event()  # another rank is chosen
         self._left = asyncio.Event()
-        self._lapse: asyncio.TimerHandle | None = None
+        self._lapse: asyncio.TimerHandle | None = None  # of an escape
+        self._typing: asyncio.TimerHandle | None = None  # of a number
         self._away = False  # the terminal is somebody else's
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
@@ -181,6 +183,14 @@ class Screen:
             self._grant(wish, terminal)
         if keys:
             self._news.set()
+            if self._typing is not None:
+                self._typing.cancel()
+            if view.typed:
+                self._typing = asyncio.get_running_loop().call_later(_TYPING, self._typed_through)
+
+    def _typed_through(self) -> None:
+        self._view.typed = ""
+        self._news.set()
 
     def _grant(self, wish: str, terminal: Terminal | None) -> None:
         match wish:
