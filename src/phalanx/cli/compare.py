@@ -17,7 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import recollection
 from phalanx.launch.runfolder import RunRecord
 from phalanx.watch import comparison, plot, svg
-from phalanx.watch.comparison import Cell, Course
+from phalanx.watch.comparison import Cell, Course, Track
 
 SIGN = "phalanx compare"
 _COLOURS = (36, 33, 32, 35, 34, 31)  # of a terminal, in the order of the runs
@@ -40,10 +40,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     records = [record_of(name) for name in options.runs]
     names = _names(records)
-    courses = [
-        comparison.course(name, recollection.events_of(record), state=record.state, metric=options.metric)
-        for name, record in zip(names, records, strict=True)
-    ]
+    courses = []
+    for name, record in zip(names, records, strict=True):
+        track = Track(name, metric=options.metric)
+        recollection.read(record, track.see)
+        courses.append(track.course(record.state))
     _check(courses, options.metric)
     if options.svg:
         charts = [

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from phalanx.cli import compare, document
 from phalanx.contract import events
-from phalanx.launch import postmortem, recollection
+from phalanx.launch import postmortem, recollection, viewing
 from phalanx.launch.runfolder import RunRecord
 from phalanx.version import __version__
-from phalanx.watch import comparison, report
+from phalanx.watch import masking, report
+from phalanx.watch.comparison import Track
 from phalanx.watch.ledger import Ledger
+from phalanx.watch.page import assets
+from phalanx.watch.page.updates import Updates
 from phalanx.watch.report import Account, Stood, Tail
 from phalanx.watch.scene import Scene
+from phalanx.watch.source import Stream
+from phalanx.watch.strip import TICK
 
 _RANKS = 32  # of which the ends of logs are shown
 _TAIL = 16_000  # bytes of each stream
+_PHASES = 1_500_000  # letters of all ranks
+_MOST_PHASES = 6000  # of one
+_STACKS = 128  # ranks
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 def main(argv: list[str]) -> int:
@@ -44,14 +58,11 @@ def main(argv: list[str]) -> int:
 
 
 def made(record: RunRecord, *, with_logs: bool = True) -> str:
-    scene, ledger, told = Scene(), Ledger(), []
-    for event in recollection.events_of(record):
-        scene.see(event)
-        ledger.see(event)
-        told.append(event)
-    course = comparison.course(record.id, told, state=record.state)
-    remains = postmortem.read(record)
+    track, ledger, blamed = Track(record.id), Ledger(), Blamed()
+    recollection.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
+    scene, remains = track.scene, postmortem.read(record)
     ended_badly = not record.alive and record.code != 0
+    ranks = list(blamed.ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
     account = Account(
         run=record.id,
         state=record.state,
@@ -62,29 +73,51 @@ def made(record: RunRecord, *, with_logs: bool = True) -> str:
         cwd=record.cwd,
         folder=record.folder,
         started=record.started,
+        first=postmortem.first(remains) if ended_badly else "",
         cause=postmortem.report(remains) if ended_badly else "",
         stood=tuple(Stood(texts, stacks) for texts, stacks in recollection.stalls_of(record)),
-        tails=tuple(_tails(record, _interesting(told, scene))) if with_logs else (),
+        tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
         with_logs=with_logs,
     )
-    return report.html(account, scene, course, ledger)
+    page = asyncio.run(_page(record, scene, account))
+    return report.html(account, scene, track.course(record.state), ledger, page=page)
 
 
-def _interesting(happened: Iterable[events.AnyEvent], scene: Scene) -> list[int]:
-    """Ranks whose words are worth reading: who failed, who was blamed, then the first ones."""
-    ranks: dict[int, None] = {}
-    for event in happened:
+async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
+    """The page with all that it shows inside: as many phases as there is room for."""
+    letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
+    logs: dict[str, dict[str, str]] = {}
+    for tail in account.tails:
+        logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
+    why = await viewing.Ended(record).why()
+    stacks = dict(itertools.islice(why.stacks.items(), _STACKS))
+    data = {
+        "whole": Updates(scene, seconds=letters * TICK).whole(),
+        "logs": logs,
+        "why": msgspec.structs.replace(why, stacks=stacks),
+    }
+    return assets.inlined(masking.hidden(msgspec.json.encode(data).decode()))
+
+
+@dataclass
+class Blamed:
+    """Ranks whose words are worth reading first: who failed, and who was blamed."""
+
+    ranks: dict[int, None] = field(default_factory=dict)
+
+    def see(self, event: events.AnyEvent) -> None:
         match event:
             case events.WorkerFailed() | events.Fault():
-                ranks[event.rank] = None
+                self.ranks[event.rank] = None
             case events.Verdict():
-                ranks |= dict.fromkeys(event.ranks[:8])
-    return list(ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
+                self.ranks |= dict.fromkeys(event.ranks[:8])
 
 
-def _tails(record: RunRecord, ranks: Iterable[int]) -> Iterable[Tail]:
-    for rank in sorted(ranks):
-        for stream in ("stdout", "stderr"):
-            text, whole = recollection.tail(record, rank, stream, _TAIL)
-            if text.strip():
-                yield Tail(rank, stream, text, whole)
+async def _tails(record: RunRecord, ranks: Sequence[int]) -> tuple[Tail, ...]:
+    source, found = viewing.Ended(record), []
+    for rank in ranks:
+        for stream in _STREAMS:
+            part = await source.log(rank, stream, size=_TAIL)
+            if part.text.strip():
+                found.append(Tail(rank, stream, part.text, part.end))
+    return tuple(found)

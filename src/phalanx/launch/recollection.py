@@ -1,29 +1,28 @@
-"""What a run has left in its folder: all that happened and was measured, in order; and the end of what ranks wrote.
+"""What a run has left in its folder, for those who come later: read once, in order; and stalls, with all stacks.
 
-    record = recollection.at("/data/runs/train-1115-101500-ab12")
-    for event in recollection.events_of(record): …
+    recollection.read(recollection.at("/data/runs/train-1115-101500-ab12"), scene.see)
 
 It goes for a run that lives as well: then it is what has happened so far.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import glob
-import heapq
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from phalanx.contract import events
 from phalanx.diagnose.verdict import Verdict
+from phalanx.launch import viewing
 from phalanx.launch.runfolder import RunRecord
 
 METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
@@ -34,49 +33,40 @@ _END = 1 << 18  # bytes of a file that are worth reading when only its end is as
 
 def at(folder: str) -> RunRecord | None:
     """The run whose folder that is, wherever it lies now. None: it is no run's."""
-    for part in (folder, os.path.join(folder, "node_0")):
-        with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(part, "run.json")) as file:
-            return replace(RunRecord(**json.load(file)), folder=os.path.abspath(part))
+    with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
+        return replace(RunRecord(**json.load(file)), folder=os.path.abspath(folder))
     return None
 
 
 def leading(record: RunRecord) -> RunRecord:
-    """The part of node 0, which has seen all ranks, where it lies on this disk; else what there is."""
-    beside = os.path.join(os.path.dirname(record.folder), "node_0")
-    if record.node and os.path.basename(record.folder).startswith("node_") and os.path.isdir(beside):
-        return at(beside) or record
-    return record
+    """The part of the node that led, which has seen all ranks, where it lies on this disk; else what there is."""
+    inside = os.path.basename(record.folder).startswith("node_")
+    return (at(os.path.dirname(record.folder)) if inside else None) or record
 
 
-def events_of(record: RunRecord) -> Iterator[events.AnyEvent]:
-    """As far as they can be read: what another version has written, or was cut off, is left out."""
-    happened = _read(os.path.join(record.folder, "events.jsonl"))
-    sights = _read(os.path.join(record.folder, "sights.jsonl"))
-    streams = [happened, sights]
-    early = list(itertools.islice(sights, 100))
-    if not any(isinstance(event, events.Measured) for event in early):
-        # a run of before, or one whose training is not heard: its own file may say more
-        streams.append(_metrics(os.path.join(record.folder, METRICS)))
-    streams[1] = itertools.chain(early, sights)
-    yield from heapq.merge(*streams, key=attrgetter("time"))
+def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
+    """As far as it can be read: what another version has written, or was cut off, is left out."""
+    asyncio.run(_read(record, see))
 
 
-def tail(record: RunRecord, rank: int, stream: str, size: int) -> tuple[str, int]:
-    """The end of what a rank wrote in its last attempt, whole lines; and how long all of it is."""
-    folder = glob.escape(record.folder)
-    places = [
-        *glob.glob(os.path.join(folder, "attempt_*", str(rank), f"{stream}.log")),
-        *glob.glob(os.path.join(folder, "..", "node_*", "attempt_*", str(rank), f"{stream}.log")),
-        *glob.glob(os.path.join(folder, "node_*", "attempt_*", str(rank), f"{stream}.log")),
-    ]
-    if not places:
-        return "", 0
-    path = max(places, key=_attempt)
-    with contextlib.suppress(OSError):
-        whole = os.path.getsize(path)
-        text = end(path, size).decode(errors="replace")
-        return (text.partition("\n")[2] if whole > size and "\n" in text else text), whole
-    return "", 0
+async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
+    metrics = iter(()) if _is_told(record.folder) else _metrics(os.path.join(record.folder, METRICS))
+    own = next(metrics, None)
+    async for event in viewing.Ended(record).events():
+        while own is not None and own.time <= event.time:
+            see(own)
+            own = next(metrics, None)
+        see(event)
+    while own is not None:
+        see(own)
+        own = next(metrics, None)
+
+
+def _is_told(folder: str) -> bool:
+    """Whether what was measured is among the sights. In a run of before it is only in the training's own file."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, "sights.jsonl"), "rb") as file:
+        return any(line.startswith(b'{"event":"measured"') for line in itertools.islice(file, 100))
+    return False
 
 
 def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -102,27 +92,12 @@ def end(path: str, size: int = _END) -> bytes:
     return b""
 
 
-def _attempt(path: str) -> int:
-    return _number_of(os.path.dirname(os.path.dirname(path)))
-
-
 def _stall(path: str) -> int:
-    return _number_of(os.path.dirname(path))
-
-
-def _number_of(folder: str) -> int:
-    number = folder.rpartition("_")[2]
+    number = os.path.dirname(path).rpartition("_")[2]
     return int(number) if number.isdigit() else 0
 
 
-def _read(path: str) -> Iterator[events.AnyEvent]:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.MsgspecError):
-                yield events.decode(line)
-
-
-def _metrics(path: str) -> Iterator[events.AnyEvent]:
+def _metrics(path: str) -> Iterator[events.Measured]:
     """What a training has written itself, as if it had been measured."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:

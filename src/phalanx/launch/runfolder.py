@@ -192,14 +192,15 @@ def all_runs(base: str) -> Iterator[RunRecord]:
     runs = os.path.join(base, "runs")
     found = []
     for name in os.listdir(runs) if os.path.isdir(runs) else []:
-        records = list(_records(os.path.join(runs, name)))
+        records = list(in_folder(os.path.join(runs, name)))
         # Of a run on several nodes, this machine's part of it; else its first node's.
         found += [record for record in records if record.here][:1] or records[:1]
     # With --log-dir on a disk that nodes share, two names may lead to the same folder.
     yield from sorted({run.folder: run for run in found}.values(), key=lambda run: run.started)
 
 
-def _records(folder: str) -> Iterator[RunRecord]:
+def in_folder(folder: str) -> Iterator[RunRecord]:
+    """Of all nodes whose part lies in it."""
     parts = [folder]
     with contextlib.suppress(OSError):
         parts += sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith("node_"))

@@ -8,7 +8,7 @@ charts = [chart(courses, name, over="step") for name in shown(courses)]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -24,6 +24,7 @@ from phalanx.watch.svg import Chart, Mark
 Over = Literal["step", "time"]
 RATES = ("steps/s", "samples/s")
 _APART = 0.25  # seconds
+_MARKS = 200
 _LOW = ("loss", "error", "perplexity", "nll")  # of such the lowest is the best, of others who knows
 
 
@@ -55,92 +56,92 @@ class Cell:
     ratio: float | None = None  # to the first run
 
 
-@dataclass
-class _Seen:
-    """What a Scene does not keep."""
+class Track:
+    """A run as its events are seen, one after the other. `scene` is what is to be seen of it."""
 
-    metric: str
-    final: float | None = None
-    lowest: float = math.inf
-    highest: float = -math.inf
-    step: int = 0
-    faults: int = 0
-    looks: int = 0
-    rates: Curve | None = None  # of steps, from what was measured alone
-    before: tuple[int, float] | None = None
+    def __init__(self, run: str, *, metric: str = "loss") -> None:
+        self.scene = Scene()
+        self._run = run
+        self._metric = metric
+        self._first: float | None = None  # when it began
+        self._final: float | None = None
+        self._lowest = math.inf
+        self._highest = -math.inf
+        self._step = 0
+        self._faults = 0
+        self._looked = False
+        self._rates = Curve()  # steps a second, from what was measured alone
+        self._before: tuple[int, float] | None = None
+        self._marks: list[tuple[int, float, str, str]] = []
 
     def see(self, event: events.AnyEvent) -> None:
+        self._first = event.time if self._first is None else self._first
+        self.scene.see(event)
         match event:
-            case events.Measured():
-                self.looks += 1
-                self.step = max(self.step, event.step)
-                self._rate(event)
-                if self.metric in event.values:
-                    value = event.values[self.metric]
-                    self.final = math.nan if value is None else value
-                    if value is not None:
-                        self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
             case events.Sight():
-                self.looks += 1
-            case events.Recovered():
-                self.step = max(self.step, event.step)
+                self._looked = True
+            case events.Measured():
+                self._looked = True
+                self._measured(event)
             case events.Fault():
-                self.faults += 1
+                self._faults += 1
+                self._mark(event.time, self._step, "fault", event.reason)
+            case events.Recovered():
+                self._step = max(self._step, event.step)
+                self._mark(event.time, event.step, "recovered", f"recovered in {event.seconds:.1f} s")
+            case events.Restarted():
+                self._mark(event.time, self._step, "recovered", f"started again after {event.seconds:.1f} s")
+
+    def _mark(self, when: float, step: int, kind: str, text: str) -> None:
+        if len(self._marks) < _MARKS:
+            self._marks.append((max(step, 0), when - (self._first or when), kind, text))
+
+    def _measured(self, event: events.Measured) -> None:
+        self._step = max(self._step, event.step)
+        self._rate(event)
+        if self._metric in event.values:
+            value = event.values[self._metric]
+            self._final = math.nan if value is None else value
+            if value is not None:
+                self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
 
     def _rate(self, event: events.Measured) -> None:
         """Not of every step: what is a few milliseconds apart says little."""
-        if self.before is not None and event.time - self.before[1] < _APART and event.step >= self.before[0]:
-            return
-        if self.before is not None and event.step > self.before[0] and event.time > self.before[1]:
-            self.rates = self.rates or Curve()
-            rate = (event.step - self.before[0]) / (event.time - self.before[1])
-            self.rates.add(event.step, event.time, rate)
-        self.before = (event.step, event.time)
+        if self._before is not None:
+            step, when = self._before
+            if event.step >= step and event.time - when < _APART:
+                return
+            if event.step > step and event.time > when:
+                self._rates.add(event.step, event.time, (event.step - step) / (event.time - when))
+        self._before = (event.step, event.time)
 
-
-def course(run: str, happened: Iterable[events.AnyEvent], *, state: str = "", metric: str = "loss") -> Course:
-    scene, seen = Scene(), _Seen(metric)
-    marks: list[tuple[int, float, str, str]] = []
-    first: float | None = None
-    for event in happened:
-        if first is None:
-            first = event.time
-        scene.see(event)
-        seen.see(event)
-        match event:
-            case events.Fault():
-                marks.append((max(seen.step, scene.step, 0), event.time - first, "fault", event.reason))
-            case events.Recovered():
-                told = f"recovered in {event.seconds:.1f} s"
-                marks.append((max(event.step, 0), event.time - first, "recovered", told))
-            case events.Restarted():
-                told = f"started again after {event.seconds:.1f} s"
-                marks.append((max(seen.step, 0), event.time - first, "recovered", told))
-    start = scene.started or first or 0.0
-    known = tuple(name for name in scene.curves if name not in RATES)
-    curves = {name: _onward(scene.curves[name], start, again=False) for name in known}
-    for name in RATES:
-        curve = scene.curves.get(name) or (seen.rates if name == "steps/s" else None)
-        if curve is not None and curve.points:
-            curves[name] = _onward(curve, start, again=True)
-    return Course(
-        run=run,
-        state=state or scene.state,
-        ranks=scene.world_size,
-        steps=max(seen.step, scene.step, 0),
-        seconds=max(0.0, (scene.ended or scene.now) - start),
-        metric=metric,
-        final=seen.final,
-        lowest=seen.lowest if math.isfinite(seen.lowest) else None,
-        highest=seen.highest if math.isfinite(seen.highest) else None,
-        rates={name: median(value for _, _, value in curves[name]) for name in RATES if name in curves},
-        faults=seen.faults,
-        lost=scene.lost,
-        goodput=scene.goodput if seen.looks else None,
-        curves=curves,
-        marks=tuple(marks[:200]),
-        known=known,
-    )
+    def course(self, state: str = "") -> Course:
+        scene = self.scene
+        start = scene.started or self._first or 0.0
+        known = tuple(name for name in scene.curves if name not in RATES)
+        curves = {name: _onward(scene.curves[name], start, again=False) for name in known}
+        for name in RATES:
+            curve = scene.curves.get(name) or (self._rates if name == "steps/s" else None)
+            if curve is not None and curve.points:
+                curves[name] = _onward(curve, start, again=True)
+        return Course(
+            run=self._run,
+            state=state or scene.state,
+            ranks=scene.world_size,
+            steps=max(self._step, scene.step, 0),
+            seconds=max(0.0, (scene.ended or scene.now) - start),
+            metric=self._metric,
+            final=self._final,
+            lowest=self._lowest if math.isfinite(self._lowest) else None,
+            highest=self._highest if math.isfinite(self._highest) else None,
+            rates={name: median(value for _, _, value in curves[name]) for name in RATES if name in curves},
+            faults=self._faults,
+            lost=scene.lost,
+            goodput=scene.goodput if self._looked else None,
+            curves=curves,
+            marks=tuple(self._marks),
+            known=known,
+        )
 
 
 def _onward(curve: Curve, start: float, *, again: bool) -> list[tuple[int, float, float]]:

@@ -29,7 +29,8 @@ class Entry:
         if self.remedy == "stop":
             return "the run was ended"
         if self.seconds is None:
-            return {"regroup": "regrouping", "restart": "starting all ranks again"}.get(self.remedy, "")
+            done = {"regroup": "regrouped", "restart": "started all ranks again"}.get(self.remedy)
+            return f"{done}, and no step was made since" if done else "it did not go on"
         if self.kind == "stall":
             return "it went on by itself"
         if self.remedy == "restart":

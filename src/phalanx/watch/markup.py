@@ -66,17 +66,3 @@ def folded(title: str, *children: str, is_open: bool = False) -> Html:
 def pre(text: str) -> Html:
     # A first line that is empty would be swallowed.
     return tag("pre", tag("code", Html("\n" + safe(text)) if text.startswith("\n") else text), tabindex="0")
-
-
-def script_json(encoded: bytes | str, *, name: str) -> Html:
-    """Data for a script. No `<` in it, so that nothing in it can end it; and no line that JavaScript takes for two."""
-    text = encoded.decode() if isinstance(encoded, bytes) else encoded
-    for char, code in (
-        ("<", "\\u003c"),
-        (">", "\\u003e"),
-        ("&", "\\u0026"),
-        ("\u2028", "\\u2028"),
-        ("\u2029", "\\u2029"),
-    ):
-        text = text.replace(char, code)
-    return Html(f'<script type="application/json" id="{escape(name)}">{text}</script>')

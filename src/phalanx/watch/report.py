@@ -12,12 +12,13 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from phalanx.watch import comparison, figures, masking, sheet, svg, timeline
 from phalanx.watch.comparison import Course
 from phalanx.watch.figures import seconds
 from phalanx.watch.ledger import Entry, Ledger
-from phalanx.watch.markup import Html, facts, folded, joined, pre, script_json, table, tag
+from phalanx.watch.markup import Html, facts, folded, joined, pre, table, tag
 from phalanx.watch.scene import RankView, Scene
 
 SIGN = '<meta name="generator" content="phalanx report'
@@ -25,9 +26,11 @@ _CHARTS = 12
 _RANKS = 1024
 _TOLD = 500  # happenings
 _STACKS = 200_000  # letters of one stall
-_STALLS = 10
+_STALLS = 5
 _LINKS = 200
 _LINE = 2000  # letters
+_STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)  # data has a type
 _CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")  # what a terminal obeys
 
 
@@ -62,24 +65,16 @@ class Account:
     cwd: str = ""
     folder: str = ""
     started: float = 0.0
-    cause: str = ""  # the first cause, as the terminal had it
+    first: str = ""  # the first cause in a line
+    cause: str = ""  # all that is known of it
     stood: tuple[Stood, ...] = ()
     tails: tuple[Tail, ...] = ()
     with_logs: bool = True
 
 
-@dataclass(frozen=True)
-class Page:
-    """The page of a browser, as it is inlined: its body, its style, its scripts; and its data, as JSON."""
-
-    body: str
-    style: str
-    scripts: tuple[str, ...]
-    data: str
-
-
-def html(account: Account, scene: Scene, course: Course, ledger: Ledger, page: Page | None = None) -> str:
-    sections: list[str] = [
+def html(account: Account, scene: Scene, course: Course, ledger: Ledger, *, page: str = "") -> str:
+    """`page`: the page of a browser in one file, with its data inside, for those who want to look closer."""
+    sections = [
         _head(account, scene, course),
         _section("What happened", _story(account, scene, course, ledger)),
         _section("What ran", _ran(account, scene)),
@@ -88,40 +83,43 @@ def html(account: Account, scene: Scene, course: Course, ledger: Ledger, page: P
         _section("Timeline", *_timeline(scene, course, ledger)),
         _section("Ranks", *_ranks(scene)) if scene.ranks else Html(""),
         _section("Logs", *_logs(account)) if account.with_logs else Html(""),
+        _section("Look closer", *_closer(page)) if page else Html(""),
     ]
-    style = sheet.style()
-    scripts: tuple[str, ...] = ()
-    parts = sections
-    if page is not None:
-        style, scripts = style + page.style, page.scripts
-        data = script_json(masking.hidden(page.data), name="run")
-        parts = [joined(sections), Html(page.body), data, *(Html(f"<script>{script}</script>") for script in scripts)]
     made = f"Made by phalanx {account.version} at {figures.moment(account.made)}. It fetches nothing from anywhere."
+    style = sheet.style()
     return "".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             f'{SIGN} {account.version}">',
-            _policy(style, scripts),
+            _policy([style, *_STYLE.findall(page)], _SCRIPT.findall(page)),
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
             tag("title", f"{account.run}: {account.state}"),
             f"<style>{style}</style></head><body>",
-            tag("main", *parts, id="report"),
+            tag("main", *sections, id="report"),
             tag("footer", made),
             "</body></html>\n",
         ]
     )
 
 
-def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Nothing from anywhere, and of what is inside only what is known by its digest."""
+def _closer(page: str) -> list[Html]:
+    """In a frame that may run its script, and nothing else: it is nobody there, and has no way out."""
+    note = "The page that `phalanx run` shows, as it was in the end: ranks, curves, phases, logs. It needs JavaScript."
+    inside = escape(page)  # as it is, to the letter: its script is known by its digest
+    frame = f'<iframe sandbox="allow-scripts" title="the run, to look at closer" srcdoc="{inside}"></iframe>'
+    return [tag("p", note, class_="note"), Html(frame)]
+
+
+def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """Nothing from anywhere, and of what is inside only what is known by its digest. It holds for the frame as well."""
 
     def digests(texts: Iterable[str]) -> str:
         told = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
         return " ".join(f"'sha256-{digest}'" for digest in told)
 
     allowed = digests(scripts) or "'none'"
-    rules = f"default-src 'none'; style-src {digests([style])}; script-src {allowed}"
+    rules = f"default-src 'none'; style-src {digests(styles)}; script-src {allowed}"
     return f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"
 
 
@@ -153,7 +151,7 @@ def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Ht
     if first is not None:
         told.append(f"The first step that was seen was {seconds(first)} after that.")
     faults = [entry for entry in ledger.entries if entry.kind == "fault"]
-    survived = [entry for entry in faults if entry.remedy != "stop"]
+    survived = [entry for entry in faults if entry.seconds is not None]
     stalls = [entry for entry in ledger.entries if entry.kind == "stall"]
     if survived:
         away = sum(entry.seconds or 0.0 for entry in survived)
@@ -163,8 +161,10 @@ def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Ht
     if stalls:
         stood = sum(entry.seconds or 0.0 for entry in stalls)
         told.append(f"It stood still {figures.count(len(stalls), 'time')}, {seconds(stood)} in all: {stalls[0].text}.")
-    if not faults and not stalls:
-        told.append("Nothing failed on the way." if account.state in ("done", "running") else "No fault was survived.")
+    if len(faults) > len(survived):
+        told.append(f"{figures.count(len(faults) - len(survived), 'fault')} it did not get over.")
+    if not faults and not stalls and account.state in ("done", "running"):
+        told.append("Nothing failed on the way.")
     if course.final is not None:
         low = f", the lowest was {figures.number(course.lowest)}" if course.lowest is not None else ""
         told.append(f"The last {course.metric} was {figures.number(course.final)}{low}.")
@@ -182,8 +182,9 @@ def _ending(account: Account, course: Course) -> str:
             if course.steps
             else f"It ended well after {lasted}."
         )
-    why = next((line.strip() for line in account.cause.splitlines() if line.strip()), "")
-    return f"It ended after {lasted}: {account.state}{f', because of this: {why}' if why else ''}."
+    if account.state == "killed":
+        return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
+    return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
 
 def _where(scene: Scene) -> str:
@@ -273,13 +274,13 @@ def _failed(account: Account, course: Course, ledger: Ledger) -> list[Html]:
     else:
         parts.append(tag("p", "Nothing failed that it had to survive."))
     if account.cause:
-        parts += [tag("h3", "First cause"), pre(_plain(account.cause))]
+        parts += [tag("h3", "First cause"), pre(plain(account.cause))]
     for number, stood in enumerate(account.stood[:_STALLS], 1):
         parts.append(tag("h3", f"Verdict {number}" if len(account.stood) > 1 else "Verdict"))
-        parts += [pre(_plain(text)) for text in stood.texts]
+        parts += [pre(plain(text)) for text in stood.texts]
         if stood.stacks:
             cut = " (cut)" if len(stood.stacks) > _STACKS else ""
-            parts.append(folded(f"What all ranks were at{cut}", pre(_plain(stood.stacks[:_STACKS]))))
+            parts.append(folded(f"What all ranks were at{cut}", pre(plain(stood.stacks[:_STACKS]))))
     if len(account.stood) > _STALLS:
         parts.append(tag("p", f"… and {len(account.stood) - _STALLS} more, in the folder of the run."))
     return parts
@@ -303,7 +304,7 @@ def _timeline(scene: Scene, course: Course, ledger: Ledger) -> list[Html]:
         title = f"What each rank was at, in the last {timeline.SECONDS:.0f} s that were seen{some}"
         parts.append(tag("figure", tag("figcaption", title), Html(phases)))
     told = [
-        tag("li", tag("time", figures.clock(one.time)), " ", tag("b", one.kind), " ", masking.hidden(_plain(one.text)))
+        tag("li", tag("time", figures.clock(one.time)), " ", tag("b", one.kind), " ", masking.hidden(plain(one.text)))
         for one in list(scene.happenings)[-_TOLD:]
     ]
     if told:
@@ -355,11 +356,11 @@ def _logs(account: Account) -> list[Html]:
     for tail in account.tails:
         size = len(tail.text.encode(errors="replace"))
         part = f", the last {figures.size(size)} of {figures.size(tail.whole)}" if tail.whole > size + 3 else ""
-        parts.append(folded(f"rank {tail.rank}, {tail.stream}{part}", pre(_plain(tail.text))))
+        parts.append(folded(f"rank {tail.rank}, {tail.stream}{part}", pre(plain(tail.text))))
     return parts
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """As a terminal would show it in the end, without its colours; no secrets; no line without end."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n"))
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

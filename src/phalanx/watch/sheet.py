@@ -1,4 +1,4 @@
-"""How a report looks: light or dark, on a phone, on paper."""
+"""How a report looks: light or dark, on a phone, on paper. The colours are those of the page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from phalanx.watch import svg, timeline
 
 def style() -> str:
     return (
-        ":root{color-scheme:light dark;--ink:#1a1d24;--soft:#5a606d;--paper:#fff;--line:#e4e6ea;--box:#f6f7f9}"
+        ":root{color-scheme:light dark;--ink:#1e2227;--soft:#5b626c;--paper:#fffdfa;--line:#e5e0d6;--box:#f3f0e9}"
         "@media (prefers-color-scheme:dark){"
-        ":root{--ink:#e8eaee;--soft:#a9b0bd;--paper:#14161b;--line:#2a2e37;--box:#1c1f26}}"
+        ":root{--ink:#e9e6df;--soft:#a3a9b1;--paper:#0f1215;--line:#2b3138;--box:#20252b}}"
         "body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}"
         "main#report,footer{max-width:60rem;margin:0 auto;padding:1rem}"
         "#report h1{font-size:1.5rem;overflow-wrap:anywhere}#report h2{font-size:1.15rem;margin-top:2rem}"
@@ -32,6 +32,8 @@ def style() -> str:
         ".health.dead,.health.stuck{color:#c22b50;font-weight:600}.health.slow,.health.silent{color:#b06a00}"
         "@media (prefers-color-scheme:dark){.health.dead,.health.stuck{color:#ff7f9f}"
         ".health.slow,.health.silent{color:#d8b93a}}"
+        "iframe{width:100%;height:92vh;border:1px solid var(--line);border-radius:.5rem}"
+        "@media print{iframe{display:none}}"
         "@media print{details{display:block}pre{max-height:none}}"
-        f"{svg.style()}{timeline.style()}"
+        f"{svg.style()}{timeline.style()}#report .ph-paper{{fill:none}}"
     )

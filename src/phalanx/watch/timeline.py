@@ -47,7 +47,8 @@ def whole(start: float, first: float | None, end: float, entries: Sequence[Entry
     """The run from its start to its end: until the first step, after faults, and standing still."""
     axis, wide = Axis(0.0, max(end - start, 1e-3), "seconds"), WIDTH - _LEFT - _RIGHT
     parts = [_head(92, "the time of the run"), f'<g transform="translate({_LEFT} 16)">']
-    parts.append(f'<rect class="ph-ran" width="{wide}" height="26"/>')
+    base = ("ran", "training") if first is not None else ("start", "no step was seen")
+    parts.append(f'<rect class="ph-{base[0]}" width="{wide}" height="26"/>')
     spans = [("start", start, first, _KINDS["start"])] if first is not None else []
     spans += [
         (entry.kind, entry.time, entry.time + (entry.seconds or 0.0), entry.text)
@@ -61,7 +62,7 @@ def whole(start: float, first: float | None, end: float, entries: Sequence[Entry
         title = f"<title>{_text(text[:300])} ({over - begin:.1f} s)</title>"
         parts.append(f'<rect class="ph-{kind}" x="{left:.1f}" width="{width:.1f}" height="26">{title}</rect>')
     parts.append(_across(axis, wide, 26))
-    names = [("ran", "training"), *((kind, _KINDS[kind]) for kind in _KINDS if any(span[0] == kind for span in spans))]
+    names = [base, *((kind, _KINDS[kind]) for kind in _KINDS if any(span[0] == kind for span in spans))]
     x = 0.0
     for kind, name in names:
         parts.append(f'<rect class="ph-{kind}" x="{x:.0f}" y="58" width="11" height="11"/>')
