@@ -14,7 +14,7 @@ from typing import get_args
 
 from phalanx.watch.histogram import BOUNDS, Histogram
 from phalanx.watch.rank import HEALTH, RankView
-from phalanx.watch.scene import Scene, State
+from phalanx.watch.scene import SAMPLES, STEPS, Scene, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -119,7 +119,7 @@ def _measured(scene: Scene) -> Iterator[str]:
     values = [
         (_labels(run=scene.run, name=name), curve.last)
         for name, curve in scene.curves.items()
-        if curve.last is not None and not name.endswith("/s")
+        if curve.last is not None and name not in (STEPS, SAMPLES)
     ]
     if values:
         yield from _family("measured", "gauge", "What the training has measured last.", values)

@@ -70,17 +70,18 @@ class RankView:
         self.cpu, self.memory, self.samples = glance.cpu, glance.memory, glance.samples
         self.gpu, self.gpu_memory = glance.gpu, glance.gpu_memory
         self.silent, self.debugged, self.place = glance.silent, glance.debugged, glance.place
-        self.seen = now
+        since, self.seen = self.seen, now
         phases = glance.phases
         self.strip.add(now, phases)
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
-        if glance.state == "X":
-            self.gone, self.rate = True, 0.0
+        if glance.state in ("X", "E"):
+            self.ended(self.code if glance.state == "X" else 0)
             return
         if self.gone:
             self.gone, self.code = False, None
-        self._count(now, seconds, glance, times)
+        # Of a long run only some sights are kept: what each of them has seen stands for the time since the one before.
+        self._count(now, now - since if since and now > since else seconds, glance, times)
 
     def _count(self, now: float, seconds: float, glance: Glance, times: Mapping[str, Histogram]) -> None:
         """How long its steps take, and what for."""

@@ -35,8 +35,7 @@ _MOST_CURVES = 100  # a script may make up names all day
 _MOST_VERDICTS = 20
 _BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
 _AGAIN = 600.0  # seconds until the same rank is told to be slow once more
-_ECHOES = ("; regrouped, and step ", "starting all ranks again")  # notes of what was told by an event just before
-_STEPS, _SAMPLES = "steps/s", "samples/s"
+STEPS, SAMPLES = "steps/s", "samples/s"  # curves of our own
 
 
 @dataclass
@@ -72,12 +71,13 @@ class Scene:
     _spares: set[int] = field(default_factory=set)  # pids
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
+    _present: set[int] | None = None  # ranks, as the latest faces say
     _furthest: int | None = None  # of the sight before, since the latest trouble
-    _committed: tuple[int, int | None] | None = None  # the step that was told last, and what was seen just after it
-    _redo: int | None = None  # the step before a restart
+    _troubled: float = -math.inf  # when that was
     _pace: Rate = field(default_factory=Rate)
-    _told_pace: Rate = field(default_factory=Rate)
-    _told_samples: float = -1.0
+    _measured: events.Measured | None = None  # the latest
+    _measured_pace: Rate = field(default_factory=Rate)
+    _restless: bool = False  # the training counts its steps from 0 again and again: those that were seen are better
     _usual: float = 0.0  # seconds a step
 
     @property
@@ -101,9 +101,9 @@ class Scene:
     @property
     def left(self) -> float | None:
         """Seconds to go, where that is known."""
-        if self.ended is not None or self.total <= 0 or self.rate <= 0 or self.step < 0:
+        if self.ended is not None or self._measured is None or self.total <= 0 or self.rate <= 0:
             return None
-        return max(0, self.total - self.step) / self.rate
+        return max(0, self.total - self._measured.step) / self.rate
 
     @property
     def held(self) -> list[Held]:
@@ -117,13 +117,18 @@ class Scene:
             case events.Sight():
                 self._sight(event)
             case events.Measured():
-                self._measured(event)
+                self._measure(event)
+            case _:
+                self._seldom(event, self.story.see(event))
+
+    def _seldom(self, event: events.AnyEvent, told: Happening | None) -> None:
+        match event:
             case events.Faces():
                 self._faces(event)
             case events.WorkerBorn() | events.WorkerSeated() | events.WorkerExited():
                 self._worker(event)
             case events.Stalled() | events.Verdict() | events.Resumed():
-                self._standstill(event)
+                self._standstill(event, told)
             case events.Fault() | events.Recovered() | events.Restarted() | events.WorkerFailed():
                 self._fault(event)
             case events.RunEnded():
@@ -137,48 +142,41 @@ class Scene:
                 self._attempt(event)
             case events.Stopping():
                 self._become("stopping", unless=("recovering",))
-                if self.state == "stopping" and not self.story.has("fault", event.reason):
-                    self._note(event.time, f"stopping ({event.signal}): {event.reason}")
             case events.Preempted():
                 self._become("stopping")
-                text = f"preempted: step {event.step} is in a checkpoint, {event.seconds:.1f} s after it was asked for"
-                self.story.tell(event.time, "preempted", text, seconds=event.seconds)
             case events.Paces():
                 self._paces(event)
-            case events.Note():
-                self._note(event.time, event.text)
-            case events.StoreLost():
-                self._note(event.time, f"the store process has ended (code {event.code})")
             case events.ZygoteReady():
                 self.imports = event
             case events.Links():
                 self.links = event
-            case events.ZygoteRefused():
-                pass  # a note says it
 
     # -- all ranks, once a second
 
     def _sight(self, event: events.Sight) -> None:
         self.generation = event.generation
-        now, ranks, times, seconds = event.time, self.ranks, self.times, max(0.0, event.seconds)
+        now, ranks, times = event.time, self.ranks, self.times
         furthest, samples, tells, coming = -1, 0.0, False, True
         for glance in event.ranks:
             view = ranks.get(glance.rank) or self._view(glance.rank)
-            view.glance(now, seconds, glance, times)
+            view.glance(now, event.seconds, glance, times)
             furthest = max(furthest, glance.step)
             if glance.samples >= 0:
                 samples, tells = samples + glance.samples, True
-            if coming and (glance.step >= 0 or view.phase not in ("import", "join")) and glance.state != "X":
+            if coming and not view.gone and (glance.step >= 0 or view.phase not in ("import", "join")):
                 coming = False
+        if not coming and self.state in ("starting", "gathering") and now >= self._troubled:
+            self._become("running")
+            if self.step < 0:  # nobody sees its steps, so that is all that can be waited for
+                self.losses.settle(now)
+        self._steps(now, furthest)
+        self._throughput(now, samples if tells else -1.0)
+        if self.state == "running":
+            self._prune()
+            self.tally.see(now, {glance.rank: glance.phases[-50:] for glance in event.ranks if glance.phases})
+            self._tell_slow(now)
         if len(event.ranks) < len(ranks):
             self._missed(event)
-        if not coming:
-            self._become("running", only=("starting", "gathering"))
-        self._steps(now, furthest)
-        self._throughput(now, furthest >= 0, samples if tells else -1.0)
-        if self.state == "running":
-            self.tally.see(now, {glance.rank: glance.phases[-50:] for glance in event.ranks})
-            self._tell_slow(now)
         self._judge()
 
     def _missed(self, event: events.Sight) -> None:
@@ -188,37 +186,34 @@ class Scene:
                 view.silent = max(view.silent, event.time - view.seen)
 
     def _steps(self, now: float, furthest: int) -> None:
+        """A sight may be from before the trouble that was told a moment ago, and then says nothing about it."""
         if furthest >= 0:
+            self.step = furthest
             self._pace.see(now, furthest)
+            if self.losses.first is None:
+                self.losses.first = now
+        if now >= self._troubled:
             if self._furthest is not None and furthest > self._furthest:
                 self._goes_on(now)
-            elif furthest > 0 and self.losses.first is None:
-                self.losses.stepped(now)
             self._furthest = furthest
-        if self._committed is None:
-            self.step = furthest if furthest >= 0 else self.step
-            return
-        # Optimizers count from where a process began, and the training from its first step ever. The training is
-        # right; between two of its words what was seen goes on from there.
-        step, then = self._committed
-        if then is None or furthest < then:
-            self._committed = (step, furthest)
-        else:
-            self.step = max(self.step, step + furthest - then)
 
-    def _throughput(self, now: float, seen: bool, samples: float) -> None:
-        self.rate = (self._pace if seen else self._told_pace).at(now)
-        stands = self.state in ("stalled", "recovering", "stopping")
-        self.samples = samples if samples >= 0 else min(0.0, self._told_samples) if stands else self._told_samples
-        if self.state == "running" and self.rate > 0:
+    def _throughput(self, now: float, samples: float) -> None:
+        told = self._measured.samples if self._measured is not None else -1.0
+        self.rate = (self._pace if self._pace.marks else self._measured_pace).at(now)
+        self.samples = samples if samples >= 0 else told
+        if self.state in ("stalled", "recovering"):  # what was told last is not true any more
+            self.samples = min(0.0, self.samples)
+            for view in self.ranks.values():
+                view.samples = min(0.0, view.samples)
+        elif self.state == "running" and self.rate > 0:
             self._usual = 1 / self.rate
         if self.step >= 0:
-            self._point(_STEPS, self.step, now, self.rate)
+            self._point(STEPS, self.step, now, self.rate)
             if self.samples >= 0:
-                self._point(_SAMPLES, self.step, now, self.samples)
+                self._point(SAMPLES, self.step, now, self.samples)
 
     def _goes_on(self, when: float) -> None:
-        """A rank has made a step: whatever it was, it is over."""
+        """A step was made: whatever it was, it is over."""
         self.verdicts.clear()
         self.roll = None
         self.losses.stepped(when)
@@ -229,25 +224,24 @@ class Scene:
             if not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN:
                 self._named[rank] = now
                 held = next(one for one in self.tally.held() if one.rank == rank)
-                self.story.tell(now, "slow", held.sentence(), (rank,), held.seconds)
+                self.story.tell(now, "slow", held.sentence(self.tally.seconds), (rank,), held.seconds)
 
     # -- what a training tells
 
-    def _measured(self, event: events.Measured) -> None:
-        if self._redo is not None:
-            self.losses.add(max(0, self._redo - event.step) * self._usual)
-            self._redo = None
-        more = self._committed is None or event.step > self._committed[0]
-        if self.state in ("starting", "gathering", "running") or (self.state == "stalled" and more):
+    def _measure(self, event: events.Measured) -> None:
+        before, self._measured = self._measured, event
+        more = before is None or event.step > before.step
+        self._restless = self._restless or (before is not None and event.step < before.step and self.state == "running")
+        self.total, self.epoch = event.total or self.total, event.epoch
+        self._measured_pace.see(event.time, event.step)
+        if event.time >= self._troubled and (self.state != "recovering" and more):  # then it may have waited in a pipe
             self._goes_on(event.time)
-        self._committed, self.step = (event.step, None), event.step
-        self.total, self.epoch, self._told_samples = event.total or self.total, event.epoch, event.samples
-        self._told_pace.see(event.time, event.step)
-        if self._furthest is None or self._furthest < 0:
-            self.rate, self.samples = self._told_pace.at(event.time), event.samples
+        if not self._pace.marks:  # nobody sees its steps
+            self.step, self.rate, self.samples = event.step, self._measured_pace.at(event.time), event.samples
+        step = self.step if self._restless else event.step
         for name, value in event.values.items():
-            if value is not None:
-                self._point(name, event.step, event.time, value)
+            if value is not None and name not in (STEPS, SAMPLES):
+                self._point(name, step, event.time, value)
 
     def _point(self, name: str, step: int, when: float, value: float) -> None:
         curve = self.curves.get(name)
@@ -264,12 +258,20 @@ class Scene:
     def _faces(self, event: events.Faces) -> None:
         if not event.ranks:  # between two attempts: they will be back
             return
-        self.world_size = len(event.ranks)
+        self._present = {face.rank for face in event.ranks}
+        self.world_size = max(self.world_size, len(self._present))
         for face in event.ranks:
             self._view(face.rank).sits(face)
-        for rank in self.ranks.keys() - {face.rank for face in event.ranks}:
-            del self.ranks[rank]
+        if self.state == "running":
+            self._prune()
         self._judge()
+
+    def _prune(self) -> None:
+        """Ranks that are no more. While they start, or come together again, not all of them have a face yet."""
+        if self._present is not None and (self.ranks.keys() - self._present or self.world_size > len(self._present)):
+            self.world_size = len(self._present)
+            for rank in self.ranks.keys() - self._present:
+                del self.ranks[rank]
 
     def _worker(self, event: events.WorkerBorn | events.WorkerSeated | events.WorkerExited) -> None:
         match event:
@@ -282,6 +284,9 @@ class Scene:
                 view.born(event.pid)
             case events.WorkerSeated():
                 self._spares.discard(event.pid)
+                before = self.ranks.get(event.was)
+                if before is not None and before.pid == event.pid:
+                    before.born(0)
                 view = self._view(event.rank)
                 view.born(event.pid)
             case events.WorkerExited():
@@ -309,76 +314,60 @@ class Scene:
 
     def _attempt(self, event: events.AttemptStarted) -> None:
         if event.attempt > self.attempt:
-            self._redo = self._committed[0] if self._committed is not None else None
             for view in self.ranks.values():
                 view.born(0)
         self.attempt = event.attempt
-        self.roll, self._committed, self._furthest = None, None, None
+        self.roll, self._measured, self._furthest, self._troubled = None, None, None, event.time
         self.verdicts.clear()
         self._become("starting", only=("gathering", "recovering", "running", "stalled"))
         self._judge()
 
     # -- trouble
 
-    def _standstill(self, event: events.Stalled | events.Verdict | events.Resumed) -> None:
+    def _standstill(self, event: events.Stalled | events.Verdict | events.Resumed, told: Happening | None) -> None:
         match event:
             case events.Stalled():
                 self.verdicts.clear()  # new ones follow
                 self.losses.begin(event.time - max(0.0, event.seconds))
-                self._trouble("stalled")
-                self.story.tell(event.time, "stalled", f"no rank goes on, for {event.seconds:.0f} s", (), event.seconds)
+                self._trouble("stalled", event.time)
             case events.Verdict():
                 self.losses.begin(event.time)
-                self._trouble("stalled")
-                self.verdicts.append(self.story.tell(event.time, "verdict", event.text, event.ranks))
+                self._trouble("stalled", event.time)
+                self.verdicts += [told] if told is not None else []
                 del self.verdicts[:-_MOST_VERDICTS]
             case events.Resumed():
                 self.verdicts.clear()
                 self.losses.told(event.seconds)
                 self._become("running", only=("stalled",))
-                self.story.tell(event.time, "resumed", f"goes on after {event.seconds:.0f} s", (), event.seconds)
         self._judge()
 
     def _fault(self, event: events.Fault | events.Recovered | events.Restarted | events.WorkerFailed) -> None:
         match event:
+            case events.Fault(recovery="stop"):
+                self._become("stopping")
             case events.Fault():
-                known = event.reason.startswith(("rank ", "node ", "the "))
-                text = event.reason if known else f"rank {event.rank}: {event.reason}"
-                self.story.tell(event.time, "fault", text, (event.rank,))
-                if event.recovery == "stop":
-                    self._become("stopping")
-                    return
                 if self.state == "stalled":
                     self.losses.settle(event.time)
                 self.losses.begin(event.time)
-                self._trouble("recovering")
+                self._trouble("recovering", event.time)
             case events.Recovered():
                 self.generation = max(self.generation, event.generation)
                 self.losses.told(event.seconds)
                 self.losses.add(max(0, event.redone) * self._usual)
                 self.verdicts.clear()
                 self._become("running", only=("recovering", "starting", "stalled"))
-                redone = f"{event.redone} steps done again" if event.redone > 1 else "1 step done again"
-                cost = redone if event.redone > 0 else "no step lost"
-                text = f"recovered in {event.seconds:.2f} s: step {event.step} is committed, {cost}"
-                self.story.tell(event.time, "recovered", text, (), event.seconds)
-                self._judge()
             case events.Restarted():
                 self.losses.told(event.seconds)
                 self.losses.begin(event.time)
                 self.verdicts.clear()
                 self._become("starting", only=("recovering", "running", "stalled"))
-                text = f"all ranks are started again, {event.seconds:.2f} s after the fault"
-                self.story.tell(event.time, "restarted", text, (), event.seconds)
-                self._judge()
             case events.WorkerFailed():
                 self.cause = Happening(event.time, "fault", event.summary, (event.rank,))
-                if not self.story.has("fault", event.summary):
-                    self.story.tell(event.time, "fault", event.summary, (event.rank,))
+        self._judge()
 
-    def _trouble(self, state: State) -> None:
+    def _trouble(self, state: State, when: float) -> None:
         self._become(state, unless=("stopping",))
-        self._furthest = None
+        self._furthest, self._troubled = None, when
         self.tally.clear()
 
     def _paces(self, event: events.Paces) -> None:
@@ -390,18 +379,13 @@ class Scene:
             self.story.tell(event.time, "slow", text, ranks)
         self._judge()
 
-    def _note(self, when: float, text: str) -> None:
-        if not any(echo in text for echo in _ECHOES):
-            self.story.note(when, text)
-
     # -- the end
 
     def _ended(self, event: events.RunEnded) -> None:
         self.losses.settle(event.time)
         self._become("failed" if event.code else "done")
-        self.ended, self.code, self.roll, self.rate = event.time, event.code, None, 0.0
-        how = f"ended with code {event.code}" if event.code else "done"
-        self.story.tell(event.time, "end", f"{how}, after {event.seconds:.0f} s", (), event.seconds)
+        self.ended, self.code, self.roll = event.time, event.code, None
+        self.rate, self.samples = 0.0, min(0.0, self.samples)
         for view in self.ranks.values():
             if view.code is None:  # of other nodes nobody says how they ended
                 view.ended(0 if event.code == 0 else None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+
+from phalanx.contract import events
 
 KINDS = (
     "joined",
@@ -21,6 +23,7 @@ KINDS = (
 )
 _MOST = 500
 _LONG = 2000  # letters
+_ECHOES = ("; regrouped, and step ", "starting all ranks again")  # notes of what was told by an event just before
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,73 @@ class Story:
     latest: deque[Happening] = field(default_factory=lambda: deque(maxlen=_MOST))
     counts: Counter[str] = field(default_factory=Counter)  # by kind, of all
 
-    def tell(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> Happening:
-        told = Happening(when, kind, text[:_LONG], ranks, seconds)
-        self.latest.append(told)
-        self.counts[kind] += 1
-        return told
+    def see(self, event: events.AnyEvent) -> Happening | None:
+        """What is told of it, unless that is known already."""
+        told = _happening(event)
+        if told is None or self._known(told, event):
+            return None
+        return self._add(told)
 
-    def note(self, when: float, text: str) -> None:
-        """Once, however often it is said in a row."""
-        if not (self.latest and self.latest[-1].kind == "note" and self.latest[-1].text == text[:_LONG]):
-            self.tell(when, "note", text)
-
-    def has(self, kind: str, text: str) -> bool:
-        return any(one.kind == kind and one.text == text[:_LONG] for one in self.latest)
+    def tell(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+        self._add(Happening(when, kind, text, ranks, seconds))
 
     def since(self, count: int) -> list[Happening]:
         """Those that came after so many."""
         new = min(self.counts.total() - count, len(self.latest))
         return list(islice(self.latest, len(self.latest) - new, None))
+
+    def _add(self, told: Happening) -> Happening:
+        self.latest.append(replace(told, text=told.text[:_LONG]))
+        self.counts[told.kind] += 1
+        return self.latest[-1]
+
+    def _known(self, told: Happening, event: events.AnyEvent) -> bool:
+        text = told.text[:_LONG]
+        if isinstance(event, events.Stopping):
+            text = event.reason[:_LONG]
+        if isinstance(event, events.Stopping | events.WorkerFailed):
+            return any(one.kind == "fault" and one.text == text for one in self.latest)
+        if told.kind == "note":
+            last = self.latest[-1] if self.latest else None
+            again = last is not None and last.kind == "note" and last.text == text
+            return again or any(echo in text for echo in _ECHOES)
+        return False
+
+
+def _happening(event: events.AnyEvent) -> Happening | None:
+    match event:
+        case events.Fault():
+            named = event.reason.startswith(("rank ", "node ", "the "))
+            text = event.reason if named else f"rank {event.rank}: {event.reason}"
+            return Happening(event.time, "fault", text, (event.rank,))
+        case events.WorkerFailed():
+            return Happening(event.time, "fault", event.summary, (event.rank,))
+        case events.Recovered():
+            again = f"{event.redone} step{'s' if event.redone > 1 else ''} done again"
+            cost = again if event.redone > 0 else "no step lost"
+            text = f"recovered in {event.seconds:.2f} s: step {event.step} is committed, {cost}"
+            return Happening(event.time, "recovered", text, seconds=event.seconds)
+        case events.Restarted():
+            text = f"all ranks are started again, {event.seconds:.2f} s after the fault"
+            return Happening(event.time, "restarted", text, seconds=event.seconds)
+        case events.Stalled():
+            text = f"no rank has gone on for {event.seconds:.0f} s"
+            return Happening(event.time, "stalled", text, seconds=event.seconds)
+        case events.Verdict():
+            return Happening(event.time, "verdict", event.text, event.ranks)
+        case events.Resumed():
+            text = f"goes on after {event.seconds:.0f} s"
+            return Happening(event.time, "resumed", text, seconds=event.seconds)
+        case events.Preempted():
+            text = f"preempted: step {event.step} is in a checkpoint, {event.seconds:.1f} s after it was asked for"
+            return Happening(event.time, "preempted", text, seconds=event.seconds)
+        case events.Stopping():
+            return Happening(event.time, "note", f"ranks are being ended ({event.signal}): {event.reason}")
+        case events.StoreLost():
+            return Happening(event.time, "note", f"the store process has ended (code {event.code})")
+        case events.Note():
+            return Happening(event.time, "note", event.text)
+        case events.RunEnded():
+            how = f"ended with code {event.code}" if event.code else "done"
+            return Happening(event.time, "end", f"{how}, after {event.seconds:.0f} s", seconds=event.seconds)
+    return None

@@ -48,7 +48,9 @@ class Held:
         """Seconds a step; without steps 0."""
         return self.seconds / self.steps if self.steps else 0.0
 
-    def sentence(self, within: str = "the last minute") -> str:
+    def sentence(self, seconds: float = _WINDOW) -> str:
+        """Of the last so many."""
+        within = "the last minute" if round(seconds) == 60 else f"the last {seconds:.0f} s"
         where = {"data": "data loading", "idle": "none of the phases we know"}.get(self.phase, self.phase)
         return f"rank {self.rank} kept the others waiting {self.share:.0%} of {within}, mostly in {where}"
 
@@ -106,6 +108,11 @@ class Tally:
         while self._parts and not now - _WINDOW < self._parts[0][0] <= now:
             self._forget(*self._parts.popleft()[1:])
         self._slow = set(self._late_ones())
+
+    @property
+    def seconds(self) -> float:
+        """That it has seen of the last minute."""
+        return self._ticks * TICK
 
     def clear(self) -> None:
         self._parts.clear()
