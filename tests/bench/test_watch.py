@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.bench import panorama
 from phalanx.bench.fold import measure
-from phalanx.bench.looking import CASES, Cost, Window, costs, target
+from phalanx.bench.looking import CASES, Cost, Seen, Window, costs, target
 from phalanx.bench.panorama import Panorama, smooth
 from phalanx.bench.watch import main
 from phalanx.errors import OptionError
@@ -23,7 +23,7 @@ def windows(number: int, off: float, screen: float, page: float) -> list[Window]
 
 def test_a_cost_is_that_of_the_same_round() -> None:
     # The machine was slow in the second round, for all: that is no difference between them.
-    found = costs(CASES["short"], windows(0, 0.001, 0.00101, 0.002) + windows(1, 0.1, 0.101, 0.2))
+    found = costs(Seen(CASES["short"], windows(0, 0.001, 0.00101, 0.002) + windows(1, 0.1, 0.101, 0.2)))
     assert {cost.who: cost.more for cost in found} == {"off": 0.0, "screen": 0.01, "page": 1.0, "again": 0.0}
     assert found[1].milliseconds == 51.005
     assert (found[1].computing, found[1].supervisor, found[1].onlooker, found[1].sent) == (0.01, 0.003, 0.02, 5000)
@@ -31,7 +31,7 @@ def test_a_cost_is_that_of_the_same_round() -> None:
 
 def test_who_never_looked_has_a_reason() -> None:
     alone = [window for window in windows(0, 0.001, 0.001, 0.001) if window.who == "off"]
-    found = {cost.who: cost.failure for cost in costs(CASES["short"], alone, "it has ended")}
+    found = {cost.who: cost.failure for cost in costs(Seen(CASES["short"], alone, failure="it has ended"))}
     assert found == {"off": "it has ended", "screen": "it has ended", "page": "it has ended", "again": "it has ended"}
 
 
@@ -89,7 +89,9 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     small = ("--cases", "one", "--rounds", "1", "--seconds", "0.5", "--settle", "0.1", "--ranks", "24", "--times", "1")
     result = phalanx("bench", "watch", *small, "--json", str(file), timeout=150)
     data = json.loads(file.read_text())
-    assert {window["who"] for window in data["windows"]} == {"off", "screen", "page", "again"}, result.err
+    (seen,) = data["seen"]
+    assert seen["opened"] > 0, result.err
+    assert {window["who"] for window in seen["windows"]} == {"off", "screen", "page", "again"}, result.err
     assert not any(cost["failure"] for cost in data["costs"]), result.err
     sent = {cost["who"]: cost["sent"] for cost in data["costs"]}
     assert sent["off"] == sent["again"] == 0

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.bench import onlookers
 from phalanx.bench.launch import rotated
@@ -73,19 +73,29 @@ class Cost:
     failure: str = ""
 
 
-def measure(case: Case, pace: Pace, inherited: Mapping[str, str]) -> tuple[list[Window], str]:
-    """And why there are no more, if something failed."""
-    windows: list[Window] = []
+@dataclass
+class Seen:
+    """What was measured of one case."""
+
+    case: Case
+    windows: list[Window] = field(default_factory=list)
+    opened: float | None = None  # seconds until the run's own page answers for the first time
+    failure: str = ""
+
+
+def measure(case: Case, pace: Pace, inherited: Mapping[str, str]) -> Seen:
+    seen = Seen(case)
     try:
         with onlookers.watched(case.ranks, case.width, case.batch, inherited) as run:
             onlookers.look([], pace.settle)
             for number in range(pace.rounds):
                 for who in rotated(tuple(LOOKERS), number):
                     step, computing, *shares = _window(run, who, pace)
-                    windows.append(Window(case.name, number, who, step, computing, *shares))
+                    seen.windows.append(Window(case.name, number, who, step, computing, *shares))
+            seen.opened = round(run.opened(), 3)
     except LostError as error:
-        return windows, str(error)
-    return windows, ""
+        seen.failure = str(error)
+    return seen
 
 
 def _window(run: Watched, who: str, pace: Pace) -> tuple[float, ...]:
@@ -114,8 +124,9 @@ def _spent(run: Watched, lookers: Sequence[Onlooker]) -> tuple[float, float, flo
     return onlookers.computed(run.pid), own, sum(looker.seen for looker in lookers)
 
 
-def costs(case: Case, windows: Sequence[Window], failure: str = "") -> list[Cost]:
+def costs(seen: Seen) -> list[Cost]:
     """Each window beside that of the same round in which nobody looked."""
+    case, windows, failure = seen.case, seen.windows, seen.failure
     alone = {window.round: window for window in windows if window.who == "off"}
     found = []
     for who in LOOKERS:
@@ -160,13 +171,10 @@ def target(cost: Cost, again: Cost | None) -> Target:
     return Target(what, text, cost.more <= LIMIT)
 
 
-def measured(cases: Sequence[Case], pace: Pace, inherited: Mapping[str, str]) -> tuple[list[Window], list[Cost]]:
-    windows: list[Window] = []
-    found: list[Cost] = []
+def measured(cases: Sequence[Case], pace: Pace, inherited: Mapping[str, str]) -> list[Seen]:
+    found = []
     for case in cases:
-        own, failure = measure(case, pace, inherited)
+        found.append(measure(case, pace, inherited))
         text = f"{pace.rounds} rounds of {len(LOOKERS)} windows of {pace.seconds} s"
-        sys.stderr.write(f"{case.name}: {failure or text}\n")
-        windows += own
-        found += costs(case, own, failure)
-    return windows, found
+        sys.stderr.write(f"{case.name}: {found[-1].failure or text}\n")
+    return found

@@ -52,7 +52,7 @@ class Watched:
         self._files = os.path.join(folder, "progress")
         self._ranks = ranks
         told = {"width": width, "batch": batch, "file": self._files}
-        line = [*_PHALANX, "run", "-g", str(ranks), "--cpu", "--no-page", _SCRIPT, json.dumps(told)]
+        line = [*_PHALANX, "run", "-g", str(ranks), "--cpu", "--page", _SCRIPT, json.dumps(told)]
         with open(os.path.join(folder, launch.OUTPUT), "wb") as output:
             self._process = subprocess.Popen(
                 line, env=self.environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -83,6 +83,19 @@ class Watched:
     def progress(self) -> Progress:
         each = self._each()
         return Progress(each[0].step, each[0].time, sum(rank.cpu for rank in each))
+
+    def opened(self) -> float:
+        """Seconds until who opens the link of the run itself has an answer: a server is started for the first one."""
+        with open(os.path.join(self.folder, launch.OUTPUT), errors="replace") as file:
+            found = _LINK.search(file.read())
+        if found is None:
+            raise LostError(f"the run has printed no link; it said: {launch.said(self.folder)}")
+        reader, begin = http.client.HTTPConnection(found[1], timeout=LIMIT), time.monotonic()
+        reader.request("GET", "/")
+        reader.getresponse().read()
+        took = time.monotonic() - begin
+        reader.close()
+        return took
 
     def check(self) -> None:
         if self._process.poll() is not None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from phalanx.bench import fold, looking, machine, panorama
 from phalanx.bench.fold import Fold
 from phalanx.bench.launch import chosen
-from phalanx.bench.looking import CASES, LABELS, Cost, Pace, Window
+from phalanx.bench.looking import CASES, LABELS, Cost, Pace, Seen
 from phalanx.bench.panorama import Panorama
 from phalanx.bench.report import verdict
 from phalanx.bench.results import Target
@@ -41,22 +41,22 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
 
         return pictures.take(options.pictures, inherited)
     before = machine.machine()
-    windows: list[Window] = []
-    costs: list[Cost] = []
+    seen: list[Seen] = []
     pages: list[Panorama] = []
     folds: list[Fold] = []
     if "cost" in parts:
-        windows, costs = looking.measured(cases, Pace(options.rounds, options.seconds, options.settle), inherited)
+        seen = looking.measured(cases, Pace(options.rounds, options.seconds, options.settle), inherited)
     if "page" in parts:
         pages = panorama.measured(options.ranks, options.times, options.seconds, inherited)
     if "fold" in parts:
         folds = [fold.measure(ranks) for ranks in (8, options.ranks)]
+    costs = [cost for one in seen for cost in looking.costs(one)]
     judged = looking.targets(costs) + (panorama.targets(pages) if pages else [])
     data = {
         "benchmark": "watch",
         "machine": {**asdict(before), "load_after": os.getloadavg()},
         "settings": {name: value for name, value in vars(options).items() if name not in ("json", "pictures")},
-        "windows": [asdict(one) for one in windows],
+        "seen": [asdict(one) for one in seen],
         "costs": [asdict(one) for one in costs],
         "pages": [asdict(one) for one in pages],
         "folds": [asdict(one) for one in folds],
@@ -66,6 +66,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
         with open(options.json, "w") as file:
             file.write(json.dumps(data, indent=1) + "\n")
     _show(costs, folds, judged)
+    _opened(seen)
     failed = any(cost.failure for cost in costs)
     return 1 if failed or any(target.met is False for target in judged) else 0
 
@@ -113,6 +114,13 @@ def _show(costs: Sequence[Cost], folds: Sequence[Fold], judged: Sequence[Target]
         console.print(table)
     for target in judged:
         console.print(f"{verdict(target):<14}{target.what}: {target.evidence}", highlight=False, soft_wrap=True)
+
+
+def _opened(seen: Sequence[Seen]) -> None:
+    times = [one.opened for one in seen if one.opened is not None]
+    if times:
+        text = ", ".join(f"{seconds:.2f} s" for seconds in times)
+        sys.stdout.write(f"The first who opens the page of `phalanx run` waits for its server: {text}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
