@@ -196,7 +196,7 @@ class Audience:
     def _wanted(self, who: int | None, _: int, __: bytes) -> None:
         if who is not None and self._company.leads:
             self._members[who] = time.monotonic() + _EXPIRES
-            self._post.send("seen", 0, self._id, to=who)  # that we are who leads
+            self._post.send("seen", 0, self._id + self._ended, to=who)  # who leads, and that it is over
 
     def _unwanted(self, who: int | None) -> None:
         if who is not None:
@@ -336,7 +336,8 @@ class Audience:
         async with self._reading:
             found = msgspec.to_builtins(await asyncio.to_thread(logs.search, folders, text, most))
         for answer in await asyncio.gather(*elsewhere):
-            found += answer.get("found") or [{"rank": -1, "stream": "stdout", "at": 0, "line": answer.get("why", "")}]
+            silent = {"rank": -1, "stream": "stdout", "at": 0, "line": answer.get("why", "")}
+            found += answer.get("found", [silent])
         notes = [line for line in found if line["rank"] < 0]
         lines = sorted((line for line in found if line["rank"] >= 0), key=lambda line: (line["rank"], line["stream"]))
         return {"is": "search", "found": lines[:most] + notes}

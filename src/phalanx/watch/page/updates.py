@@ -37,7 +37,7 @@ class Updates:
         self._latest: Update | None = None  # with all that is told each time, and nothing that is told once
         self._rows: dict[int, Row] = {}
         self._ends: dict[int, float] = {}  # how far the strips were told
-        self._points: dict[str, Point] = {}  # the last that was told, of each curve
+        self._given: dict[str, int] = {}  # how far the curves were told
         self._told = 0
         self._links: object = None
 
@@ -56,7 +56,11 @@ class Updates:
                 for rank, end in self._ends.items()
                 if (letters := self._back(rank, end))
             },
-            curves={name: self._kept(name, last) for name, last in self._points.items()},
+            curves={
+                name: curve.points[: curve.before(given)]
+                for name, given in self._given.items()
+                if (curve := self._scene.curves[name]).points
+            },
             told=tuple(map(_told, islice(happenings, len(happenings) - new))),
             **self._linked(),
         )
@@ -124,14 +128,11 @@ class Updates:
     def _curves(self) -> dict[str, list[Point]]:
         new: dict[str, list[Point]] = {}
         for name, curve in self._scene.curves.items():
-            points = curve.since(self._points.get(name))
+            points = curve.points[curve.before(self._given.get(name, 0)) :]
+            self._given[name] = curve.given
             if points:
-                new[name], self._points[name] = points, points[-1]
+                new[name] = points
         return new
-
-    def _kept(self, name: str, last: Point) -> list[Point]:
-        points = self._scene.curves[name].points
-        return points[: len(points) - len(self._scene.curves[name].since(last))]
 
     def _linked(self) -> dict[str, object]:
         links = self._scene.links

@@ -203,10 +203,8 @@ class Screen:
             case "stacks":
                 self._view.pane = Pane("stacks", ["asking all ranks ..."])
                 self._start(self._stacks(self._view.pane))
-            case "suspend":
-                os.kill(0, signal.SIGTSTP)  # as the terminal would: all that the shell calls this job
-            case "debugger" if terminal is not None:
-                self._begin_away(terminal, "debugger")
+            case "suspend" | "debugger" if terminal is not None:
+                self._begin_away(terminal, wish)
 
     async def _stop(self, *, now: bool) -> None:
         try:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import tty
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 # The other screen, no cursor, lines that do not wrap, and pasted text that can be told from keys.
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[?2004h\x1b[0m\x1b[2J"
@@ -69,7 +69,7 @@ class Terminal:
     def enter(self) -> None:
         if self._as_it_was is None:
             attributes = termios.tcgetattr(self.fd)
-            tty.setraw(self.fd, termios.TCSADRAIN)
+            tty.setraw(self.fd, termios.TCSAFLUSH)  # what was typed before was for somebody else
             self._as_it_was = attributes
             self._straight(_ENTER)
 
@@ -79,10 +79,11 @@ class Terminal:
             return
         attributes, self._as_it_was = self._as_it_was, None
         self._forget()
-        self._straight(LEAVE)
-        with contextlib.suppress(OSError, termios.error):
-            # What was typed and not read was meant for us, and not for the shell.
-            termios.tcsetattr(self.fd, termios.TCSAFLUSH, attributes)
+        with _allowed():
+            self._straight(LEAVE)
+            with contextlib.suppress(OSError, termios.error):
+                # What was typed and not read was meant for us, and not for the shell.
+                termios.tcsetattr(self.fd, termios.TCSAFLUSH, attributes)
 
     @property
     def busy(self) -> bool:
@@ -119,10 +120,11 @@ class Terminal:
                 data = data[os.write(self._out, data) :]
 
     async def suspend(self) -> None:
-        """Ctrl-Z: until the shell has us go on, and in front."""
+        """Ctrl-Z: until the shell has us go on, and in front. With all that it calls this job, as the terminal would
+        have done it; but not before that is as it was, for then it is the shell's."""
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)  # nothing happens where there is no shell that could have us go on
+        os.kill(0, signal.SIGTSTP)  # nothing happens where there is no shell that could have us go on
         while not self.in_front:
             await asyncio.sleep(_AWAY)
         self.enter()
@@ -155,17 +157,23 @@ class Terminal:
         return code
 
     def _in_front(self, group: int) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
-        try:
-            with contextlib.suppress(OSError):
-                os.tcsetpgrp(self.fd, group)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _allowed(), contextlib.suppress(OSError):
+            os.tcsetpgrp(self.fd, group)
 
     async def _typed(self) -> None:
         """Until there is a line."""
         await _ready(self.fd)
         os.read(self.fd, 4096)
+
+
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    """Change the terminal even from the background, where that would stop us."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:

@@ -1,0 +1,172 @@
+"""`phalanx run --screen` and `phalanx watch`, of real runs in real terminals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cli import PHALANX, alive, descendants, stage, start, terminal, until
+from tests.kit.proc import command
+from tests.watch.glass import Glass, attributes
+
+pytestmark = pytest.mark.xdist_group("screen")  # they share a warm zygote
+places: dict[str, str | None] = {}
+
+SCRIPT = """
+import os, sys, time
+rank, folder, then = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+def wait(name):
+    while not os.path.exists(f"{folder}/{name}"):
+        time.sleep(0.02)
+
+print(f"rank {rank} is here; input {sys.stdin.read()!r}, a terminal: {sys.stdout.isatty()}", flush=True)
+wait("go")
+print(f"rank {rank} goes on", flush=True)
+if then == "break" and rank == 1:
+    breakpoint()
+    raise ValueError("no good")
+wait("end")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> Iterator[None]:
+    with stage() as env:
+        places.update({**env, "LC_ALL": "C.UTF-8"})
+        yield
+        places.clear()
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    script = tmp_path / "quiet.py"
+    script.write_text(SCRIPT)
+    return ("run", "--screen", "-g", "2", "--cpu", str(script), str(tmp_path))
+
+
+def screen_of(pid: int) -> int:
+    """The process below a run that draws."""
+    found: list[int] = []
+    until(lambda: bool(found.extend(p for p in descendants(pid) if "--held" in command(p)) or found), 30)
+    return found[0]
+
+
+def here(glass: Glass) -> None:
+    """Ranks have begun, and their output is in the tail."""
+    glass.until(r"rank 0 is here; input '', a terminal: False")
+
+
+def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
+    with terminal(*words, "-", env=places) as job:
+        glass = Glass(job)
+        before = attributes(glass)
+        here(glass)
+        assert glass.aside
+        assert attributes(glass) != before
+        os.kill(screen_of(job.pid), signal.SIGKILL)
+        job.wait_for("the screen has ended")
+        assert not glass.aside
+        assert glass.cursor
+        assert attributes(glass) == before
+        (tmp_path / "go").touch()
+        job.wait_for("rank 1 goes on")
+        (tmp_path / "end").touch()
+        assert job.wait() == 0
+        assert "is here" not in glass.afterwards  # that was before, and is in the logs
+
+
+def test_a_breakpoint_and_last_words(words: tuple[str, ...], tmp_path: Path) -> None:
+    with terminal(*words, "break", env=places) as job:
+        glass = Glass(job)
+        before = attributes(glass)
+        here(glass)
+        (tmp_path / "go").touch()
+        glass.until("rank 1 waits at a breakpoint")
+        assert glass.aside
+        glass.type("1d")
+        job.wait_for("(Pdb)")
+        assert not glass.aside
+        glass.type("\x03p 6 * 7\r")  # the interrupt is not for the run
+        job.wait_for("\n42")
+        glass.type("c\r")
+        assert job.wait() == 1
+        assert "ValueError: no good" in glass.afterwards
+        assert attributes(glass) == before
+        assert glass.cursor
+        assert not glass.aside
+
+
+def test_who_leaves_and_who_stops_it_from_elsewhere(words: tuple[str, ...], tmp_path: Path) -> None:
+    with terminal(*words, "-", env=places) as job:
+        glass = Glass(job)
+        before = attributes(glass)
+        here(glass)
+        glass.type("q")
+        until(lambda: not glass.aside, 30)
+        with terminal("watch", env=places) as other, start("watch", env=places) as lines:
+            there = Glass(other)
+            here(there)
+            assert attributes(glass) == before
+            (tmp_path / "go").touch()
+            job.wait_for("rank 1 goes on")
+            there.until("rank 0 goes on")
+            there.type("x")
+            there.until("stop the run")
+            assert job.process.poll() is None
+            there.type("y")
+            assert job.wait() == 143
+            there.until("the run has ended")
+            there.type("q")
+            assert other.wait() == 0
+            assert lines.wait() == 143
+            assert "failed with exit code 143" in lines.out.splitlines()[-1]
+            assert "\x1b" not in lines.out
+
+
+def test_ctrl_z_and_a_run_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
+    env = {**places, "PS1": "$ "}
+    with terminal(words=("bash", "--norc", "--noprofile", "-i"), env=env) as job:
+        glass = Glass(job)
+        glass.until(r"\$")
+        glass.type(f"{' '.join(PHALANX)} {' '.join(words)} -\r")
+        here(glass)
+        run = next(pid for pid in descendants(job.pid) if "--screen" in command(pid))
+        drawing = screen_of(run)
+        glass.type("\x1a")
+        job.wait_for("Stopped")
+        assert not glass.aside
+        glass.type("fg\r")
+        until(lambda: glass.aside, 30)
+        here(glass)
+        os.kill(run, signal.SIGKILL)
+        job.wait_for("Killed")
+        until(lambda: not alive(drawing), 30)
+        assert not glass.aside
+        assert glass.cursor
+        glass.type("stty -a; exit\r")
+        job.wait_for(" icanon")
+        job.wait()
+
+
+def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("go", "end"):
+        (tmp_path / name).touch()
+    with start(*words, "-", env=places) as job:
+        assert job.wait() == 0
+        assert "--screen needs a terminal" in job.err
+        assert "[1] rank 1 goes on" in job.out
+    with terminal("watch", env={**places, "TERM": "dumb"}) as job:
+        assert job.wait() == 0
+        assert "ended well" in job.out
+        assert "\x1b" not in job.out
+    with terminal("watch", env=places) as job:
+        glass = Glass(job)
+        glass.until("the run has ended, exit code 0; q leaves")
+        glass.until("rank 0 goes on")
+        glass.type("q")
+        assert job.wait() == 0

@@ -1,0 +1,419 @@
+"""Those who look at a run hear everything once, hold nobody up, and may sit at any node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from phalanx.contract import events
+from phalanx.control import messages
+from phalanx.errors import LaunchError
+from phalanx.launch import audience, desk, logs, past, runfolder, viewing
+from phalanx.launch.audience import Audience
+from phalanx.launch.desk import Desk
+from phalanx.launch.post import Post
+from phalanx.launch.runfolder import RunFolder, RunRecord
+from phalanx.launch.zygote import kernel
+from phalanx.watch.source import Found
+
+
+class Node:
+    """A supervisor, as far as those who look have to do with it. Letters to other nodes come a moment later."""
+
+    def __init__(self, folder: Path, *, leads: bool = True, ranks: tuple[int, ...] = ()) -> None:
+        folder.mkdir()
+        self.folder = RunFolder(str(folder))
+        self.leads = leads
+        self.together = True
+        self.attempt: Any = None
+        self.leader: Node = self
+        self.others: dict[int, Node] = {}
+        self.number = 0
+        self.ranks = ranks
+        self.post = Post(cast("Any", self))
+        pid = os.getpid()
+        self.record = RunRecord(
+            id="run",
+            pid=pid,
+            pid_started=kernel.start_time(pid) or 0,
+            command=["train.py"],
+            cwd="/",
+            folder=str(folder),
+            world_size=1,
+            started=time.time(),
+        )
+        self.folder.record(self.record)
+        self.note("begins")
+        for rank in ranks:
+            place = Path(self.folder.rank_folder(0, str(rank)))
+            (place / "stdout.log").write_text(f"rank {rank} speaks\n")
+
+    def open(self) -> None:
+        self.desk = Desk(self.folder)
+        self.audience = Audience(cast("Any", self), cast("Any", self), self.post, self.desk, self.folder)
+
+    def close(self) -> None:
+        self.desk.close()
+        self.audience.close()
+        self.folder.close()
+
+    def note(self, text: str) -> None:
+        self.folder.event(events.Note(time=time.time(), text=text))
+
+    def sight(self, size: int = 0) -> None:
+        glances = (events.Glance(rank=0, place="x" * size),)
+        self.folder.sight(events.Sight(time=time.time(), seconds=1.0, ranks=glances))
+
+    def call(self, since: float | None = None) -> Any:
+        return desk.call(self.record, {"ask": "watch", "since": since})
+
+    # -- Carrier
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {number: node.ranks for number, node in self.others.items()}
+
+    def carry(self, letter: messages.Letter, to: int | None) -> None:
+        node, who = (self.others[to], None) if to is not None else (self.leader, self.number)
+        asyncio.get_running_loop().call_soon(node.post.heard, who, letter)
+
+
+@contextlib.asynccontextmanager
+async def nodes(folder: Path, count: int = 1) -> AsyncIterator[list[Node]]:
+    made = [Node(folder / f"run_{number}", leads=number == 0, ranks=(number,)) for number in range(count)]
+    for number, node in enumerate(made):
+        node.number, node.leader = number, made[0]
+        if number:
+            made[0].others[number] = node
+        node.open()
+    try:
+        yield made
+    finally:
+        for node in made:
+            node.close()
+
+
+def play(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(bounded())
+
+
+async def heard(source: Any, *, until: str = "") -> list[str]:
+    """The notes, in order; S: a sight."""
+    found: list[str] = []
+    async for event in source.events():
+        found.append(
+            event.text if isinstance(event, events.Note) else "S" if isinstance(event, events.Sight) else "end"
+        )
+        if until and found[-1] == until:
+            break
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_the_past_then_what_happens_each_once(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            expected = ["begins"]
+
+            async def happen() -> None:
+                for number in range(300):
+                    node.note(f"note {number}")
+                    node.sight()
+                    expected.extend((f"note {number}", "S"))
+                    await asyncio.sleep(0.001)
+                node.audience.end(0, 1.0)
+
+            for number in range(2000):
+                node.note(f"past {number}")
+                expected.append(f"past {number}")
+            happening = asyncio.create_task(happen())
+            everybody = await asyncio.gather(*(heard(viewing.of(node.record)) for _ in range(5)))
+            await happening
+            assert everybody == [[*expected, "end"]] * 5
+
+    play(work)
+
+
+def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = RunFolder(str(tmp_path))
+    for number in range(50):
+        folder.event(events.Note(time=float(number), text=f"{number}"))
+        folder.sight(events.Sight(time=number + 0.5, seconds=1.0))
+    folder.close()
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b'{"event":"note","time":60.0,"te')  # the disk was full
+    monkeypatch.setattr(past, "PART", 200)
+    cursor: past.Cursor | None = past.begin(str(tmp_path))
+    lines, parts = b"", 0
+    while cursor is not None:
+        part, cursor = past.part(str(tmp_path), cursor)
+        assert len(part) < 400
+        lines, parts = lines + part, parts + 1
+    times = [events.decode(line).time for line in lines.splitlines()]
+    assert times == [number / 2 for number in range(100)]
+    assert parts > 20
+    lately, _ = past.part(str(tmp_path), past.begin(str(tmp_path), since=48.0 + past.SLACK))
+    assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
+
+
+def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            with await asyncio.to_thread(node.call) as deaf:
+                await until(lambda: len(node.audience._callers) == 1)
+                (caller,) = node.audience._callers
+                await until(lambda: caller._held is None)
+                for _ in range(100):
+                    node.sight(1 << 16)
+                    await asyncio.sleep(0)
+                assert caller._transport is not None
+                assert caller._transport.get_write_buffer_size() < audience._SIGHTS + (1 << 17)
+                node.note("something happens")  # that is not lost yet
+                assert caller in node.audience._callers
+                for number in range(200):
+                    node.note(f"{number}" * (1 << 14))
+                    await asyncio.sleep(0)
+                await until(lambda: not node.audience._callers)
+                # Whoever reads gets it all the same.
+                node.audience.end(0, 1.0)
+                assert (await heard(viewing.of(node.record)))[-1] == "end"
+                deaf.close()
+
+    play(work)
+
+
+def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "MOST", 2)
+    monkeypatch.setattr(desk, "SOON", 0.2)
+
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            first, second = await asyncio.to_thread(node.call), await asyncio.to_thread(node.call)
+            await until(lambda: len(node.audience._callers) == 2)
+            with pytest.raises(LaunchError, match="2 look at this run already"):
+                await heard(viewing.of(node.record))
+            first.close()
+            await until(lambda: len(node.audience._callers) == 1)
+            assert await heard(viewing.of(node.record), until="begins") == ["begins"]
+            second.close()
+
+    play(work)
+
+
+def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            hearing = asyncio.create_task(heard(viewing.of(node.record)))
+            for number in range(3):
+                await until(lambda: bool(node.audience._callers))
+                node.note(f"before {number}")
+                await asyncio.sleep(0.05)
+                node.audience._start_over()
+                node.note(f"meanwhile {number}")
+            await until(lambda: bool(node.audience._callers))
+            node.audience.end(3, 1.0)
+            words = [f"{word} {number}" for number in range(3) for word in ("before", "meanwhile")]
+            assert await hearing == ["begins", *words, "end"]
+
+    play(work)
+
+
+def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+    monkeypatch.setattr(audience, "_EXPIRES", 0.5)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 3) as (leader, one, _):
+            for number in range(5000):
+                leader.note(f"past {number}")
+            several = [asyncio.create_task(heard(viewing.of(one.record))) for _ in range(3)]
+            await until(lambda: len(one.audience._callers) == 3 and 1 in leader.audience._members)
+            assert list(leader.audience._members) == [1]  # however many look there
+            one.note("not for those who look at the whole")
+            leader.note("now")
+            for number in range(3):
+                source = viewing.of(leader.others.get(number, leader).record)
+                for rank in range(3):
+                    part = await source.log(rank, "stdout")
+                    assert (part.start, part.text) == (0, f"rank {rank} speaks\n")
+                assert [line.rank for line in await source.search("SPEAKS")] == [0, 1, 2]
+                assert await source.search("rank 2", [0, 1]) == []
+                assert (await source.log(7, "stdout")).text == ""
+            leader.audience.end(0, 1.0)
+            words = ["begins", *(f"past {number}" for number in range(5000)), "now", "end"]
+            for task in several:
+                assert await task == words
+            await until(lambda: not one.audience._callers)
+            await until(lambda: not leader.audience._members)
+            # One that dies leaves nothing behind: what is not renewed expires.
+            leader.audience._members[2] = time.monotonic() + 0.1
+            await asyncio.sleep(0.15)
+            leader.note("later")
+            assert not leader.audience._members
+
+    play(work)
+
+
+def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 3) as (leader, heir, other):
+            hearing = [asyncio.create_task(heard(viewing.of(node.record))) for node in (heir, other)]
+            await until(lambda: len(leader.audience._members) == 2)
+            await until(lambda: all(not caller._held for node in (heir, other) for caller in node.audience._callers))
+            leader.note("the last of the first")
+            await asyncio.sleep(0.1)
+            heir.leads, heir.leader, other.leader = True, heir, heir
+            leader.others, heir.others = {}, {2: other}
+            heir.note("the first of the second")
+            await until(lambda: 2 in heir.audience._members)
+            heir.note("and more")
+            await asyncio.sleep(0.3)
+            heir.audience.end(0, 1.0)
+            for task in hearing:
+                told = await task
+                assert [word for word in told if word != "begins"] == [
+                    "the last of the first",
+                    "the first of the second",
+                    "and more",
+                    "end",
+                ]
+
+    play(work)
+
+
+def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 2) as (leader, node):
+            node.together = False
+            leader.note("long ago")
+            hearing = asyncio.create_task(heard(viewing.of(node.record)))
+            await until(lambda: bool(node.audience._callers))
+            node.note("waits for node 0")
+            await asyncio.sleep(0.1)
+            node.together = True
+            await until(lambda: bool(leader.audience._members))
+            leader.audience.end(0, 1.0)
+            assert await hearing == ["begins", "waits for node 0", "begins", "long ago", "end"]
+
+    play(work)
+
+
+def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.event(events.Note(time=1.0, text="one"))
+    folder.sight(events.Sight(time=2.0, seconds=1.0))
+    folder.event(events.RunEnded(time=3.0, code=1, seconds=2.0))
+    (tmp_path / "node_1").mkdir()
+    other = RunFolder(str(tmp_path / "node_1"))  # that has led since
+    other.event(events.Note(time=2.5, text="its own, from when it followed"))
+    other.sight(events.Sight(time=4.0, seconds=1.0))
+    other.event(events.Note(time=5.0, text="led"))
+    for run, rank in ((folder, 0), (other, 1)):
+        for name in (f"{rank}", f"{rank}.1"):  # another has taken its place
+            place = Path(run.rank_folder(2, name))
+            (place / "stderr.log").write_text(f"{name} warns\n")
+            os.utime(place / "stderr.log", (time.time(), time.time() + len(name)))
+    other.close()
+    folder.close()
+    record = RunRecord(
+        id="run",
+        pid=1,
+        pid_started=0,
+        command=["t.py"],
+        cwd="/",
+        folder=str(tmp_path / "node_1"),
+        world_size=2,
+        started=1.0,
+        ended=5.0,
+        code=1,
+    )
+    runfolder.RunFolder(str(tmp_path)).record(record)
+
+    async def work() -> None:
+        source = viewing.of(record)
+        assert not source.alive
+        assert await heard(source) == ["one", "S", "end", "S", "led"]
+        assert (await source.log(1, "stderr")).text == "1.1 warns\n"
+        found = await source.search("WARNS")
+        assert [(line.rank, line.line) for line in found] == [(0, "0.1 warns"), (1, "1.1 warns")]
+        assert "failed (1)" in (await source.why()).report
+
+    play(work)
+
+
+# -- what ranks have written
+
+
+def test_parts_of_a_log(tmp_path: Path) -> None:
+    text = "".join(f"line {number} äöü€\n" for number in range(10_000))
+    (tmp_path / "stdout.log").write_text(text)
+    found, at = "", 0
+    while True:
+        part = logs.part(str(tmp_path), "stdout", at, 1000)
+        assert part.start == at
+        if not part.text:
+            break
+        found, at = found + part.text, part.end
+    assert found == text
+    last = logs.part(str(tmp_path), "stdout", None, 100)
+    assert last.text.startswith("line ")
+    assert text.endswith(last.text)
+    assert len(logs.part(str(tmp_path), "stdout", 0, 1 << 30).text.encode()) <= logs.PART
+    beyond = logs.part(str(tmp_path), "stdout", 1 << 40)
+    assert (beyond.start, beyond.end, beyond.text) == (len(text.encode()), len(text.encode()), "")
+    assert logs.part(str(tmp_path), "stderr", None).text == ""
+    assert logs.part(None, "stdout", 3).text == ""
+
+
+def test_a_search_is_bounded_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logs, "LOOKED", 1 << 16)
+    monkeypatch.setattr(logs, "_BLOCK", 1 << 10)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    lines = [f"line {number}" + " Needle" * (number % 1000 == 0) for number in range(20_000)]
+    (tmp_path / "0" / "stdout.log").write_text("\n".join(lines))
+    (tmp_path / "1" / "stderr.log").write_text("x" * 5000 + "needle" + "y" * 5000)
+    places = {rank: str(tmp_path / str(rank)) for rank in (0, 1)}
+    *found, note = logs.search(places, "needle", 100)
+    assert note == Found(rank=-1, stream="stdout", at=0, line="of rank 0, only the last 0 MiB were looked through")
+    assert [line.line for line in found[:-1]] == [f"line {number} Needle" for number in range(15_000, 20_000, 1000)]
+    text = (tmp_path / "0" / "stdout.log").read_bytes()
+    assert all(text[line.at :].startswith(line.line.encode()) for line in found[:-1])
+    assert found[-1].rank == 1
+    assert found[-1].line.startswith("needle")
+    assert len(found[-1].line) <= logs._LINE
+    *few, _, limit = logs.search(places, "needle", 2)
+    assert [(line.rank, line.line[:10]) for line in few] == [(0, "line 19000"), (1, "needleyyyy")]
+    assert limit.line == "only 2 lines are shown, of more"
+    assert "there was no time" in logs.search(places, "needle", 2, patience=-1.0)[-1].line
+
+
+def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    for name in ("0", "1", "spare.2"):
+        (Path(folder.rank_folder(0, name)) / "stdout.log").write_text(name)
+    for number, (rank, spare) in enumerate(((0, False), (1, False), (1, True))):
+        folder.event(events.WorkerBorn(time=1.0, rank=rank, pid=10 + number, spare=spare))
+    assert {rank: Path(path).name for rank, path in logs.folders(str(tmp_path)).items()} == {0: "0", 1: "1"}
+    os.utime(tmp_path / "attempt_0" / "spare.2" / "stdout.log", (time.time(), time.time() + 9))
+    folder.event(events.WorkerSeated(time=2.0, rank=1, pid=12, was=1))
+    assert {rank: Path(path).name for rank, path in logs.folders(str(tmp_path)).items()} == {0: "0", 1: "spare.2"}
+    folder.close()

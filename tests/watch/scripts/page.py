@@ -1,0 +1,43 @@
+"""A page of a made-up run that goes on: `python page.py PORT KEY`. A stranger has a second."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from phalanx.contract import events
+from phalanx.errors import LaunchError
+from phalanx.watch import simulation
+from phalanx.watch.page import guard, server
+from phalanx.watch.source import Because, Found, LogPart, Stream
+
+
+class Simulated:
+    run = "train-simulated"
+    alive = True
+
+    async def events(self) -> AsyncIterator[events.AnyEvent]:
+        for event in simulation.begin(4, now=time.time()):
+            yield event
+        for number in range(10_000):
+            for event in simulation.second(number % 15, 4, now=time.time()):
+                yield event
+            await asyncio.sleep(0.1)
+
+    async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
+        if rank == 3:
+            raise LaunchError("node 1 has not answered within 5 s")
+        return LogPart(start=start or 0, end=size, text=f"{stream} of rank {rank}")
+
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+        return [Found(rank=rank, stream="stdout", at=most, line=text) for rank in ranks or (0,)]
+
+    async def why(self) -> Because:
+        return Because(report="nothing is wrong", stacks={0: "train.py"})
+
+
+server.guard.Guard = functools.partial(guard.Guard, patience=1.0)  # type: ignore[misc, assignment]
+sys.exit(server.serve(Simulated(), at=sys.argv[1], key=sys.argv[2]))

@@ -1,0 +1,27 @@
+"""A series that is never too long."""
+
+from __future__ import annotations
+
+from phalanx.watch.curve import MOST, Curve
+
+
+def test_a_long_one_keeps_its_shape() -> None:
+    curve = Curve()
+    for step in range(10 * MOST):
+        curve.add(step, float(step), step / 2)
+        assert len(curve.points) <= MOST
+    steps = [step for step, _, _ in curve.points]
+    assert steps == list(range(0, 10 * MOST, curve.every))
+    assert curve.last == (10 * MOST - 1) / 2, "the latest, kept or not"
+
+
+def test_what_is_new_whatever_was_thinned_out() -> None:
+    curve, heard, given = Curve(), [], 0
+    for step in range(3 * MOST):
+        curve.add(step, -float(step), 0.0)  # whatever the clock does
+        if step % 7 == 0:
+            heard += curve.points[curve.before(given) :]
+            given = curve.given
+    steps = [step for step, _, _ in heard]
+    assert steps == sorted(set(steps)), "none twice"
+    assert {step for step, _, _ in curve.points[: curve.before(given)]} <= set(steps)

@@ -1,0 +1,192 @@
+"""What the page is told: a whole, and what comes after it, add up to the scene."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.contract import events
+from phalanx.watch import simulation
+from phalanx.watch.page.protocol import Head, Row, Told, Update
+from phalanx.watch.page.updates import SECONDS, Updates, encode
+from phalanx.watch.scene import Scene
+from tests.watch.made import EVENTS
+
+_decoder = msgspec.json.Decoder(Update)
+
+
+@dataclass
+class Client:
+    """As the page keeps it."""
+
+    head: Head | None = None
+    rows: dict[int, Row] = field(default_factory=dict)
+    strips: dict[int, dict[int, str]] = field(default_factory=dict)  # letter by tenth of a second
+    curves: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
+    told: list[Told] = field(default_factory=list)
+    links: object = ()
+
+    def hear(self, line: bytes) -> None:
+        update = _decoder.decode(line)
+        self.head, self.links = update.head, update.links or self.links
+        for rank in update.gone:
+            del self.rows[rank]
+            self.strips.pop(rank, None)
+        self.rows |= {row.rank: row for row in update.rows}
+        for rank, (start, letters) in update.strips.items():
+            first = round(start * 10)
+            mine = self.strips.setdefault(rank, {})
+            assert not mine.keys() & set(range(first, first + len(letters))), "no letter is told twice"
+            mine |= {first + place: letter for place, letter in enumerate(letters)}
+        for name, points in update.curves.items():
+            self.curves.setdefault(name, []).extend(points)
+        self.told += update.told
+
+
+def _tail(strips: dict[int, dict[int, str]]) -> dict[int, list[tuple[int, str]]]:
+    return {rank: sorted(letters.items())[-100:] for rank, letters in strips.items() if letters}
+
+
+def test_a_newcomer_sees_what_the_first_one_sees() -> None:
+    scene = Scene()
+    updates = Updates(scene)
+    first = Client()
+    first.hear(encode(updates.whole()))
+    newcomers = []
+    for number, event in enumerate(simulation.run(6, 70)):
+        scene.see(event)
+        if number % 17 == 5:  # in between two updates
+            newcomer = Client()
+            newcomer.hear(encode(updates.whole()))
+            newcomers.append(newcomer)
+        if number % 3 == 0:
+            update = updates.next()
+            assert update is not None
+            for client in (first, *newcomers):
+                client.hear(encode(update))
+    scene.see(events.Note(time=scene.now, text="the last word"))
+    last = updates.next()
+    assert last is not None
+    for client in (first, *newcomers):
+        client.hear(encode(last))
+    assert len(newcomers) > 5
+    assert updates.next() is None, "nothing has happened since"
+    assert first.rows.keys() == scene.ranks.keys()
+    assert [one.text for one in first.told] == [one.text for one in scene.happenings]
+    assert first.curves["loss"] == scene.curves["loss"].points
+    view = scene.ranks[2]
+    assert "".join(letter for _, letter in sorted(first.strips[2].items())) == view.strip.letters
+    for client in newcomers:
+        assert (client.head, client.rows, client.links) == (first.head, first.rows, first.links)
+        assert (client.curves, client.told) == (first.curves, first.told)
+        assert _tail(client.strips) == _tail(first.strips)
+
+
+def test_only_what_has_changed() -> None:
+    scene = Scene()
+    for event in simulation.run(16, 10):
+        scene.see(event)
+    updates = Updates(scene)
+    whole = updates.whole()
+    assert (len(whole.rows), len(whole.links), whole.measured) == (16, 1, 1.7e9 - 3600)
+    scene.see(events.Note(time=scene.now, text="a word"))
+    update = updates.next()
+    assert update is not None
+    assert (update.rows, update.strips, update.curves, update.gone, update.links) == ((), {}, {}, (), ())
+    assert [one.text for one in update.told] == ["a word"]
+    scene.see(events.WorkerExited(time=scene.now, rank=2, pid=scene.ranks[2].pid, code=-9))
+    update = updates.next()
+    assert update is not None
+    assert [(row.rank, row.health) for row in update.rows] == [(2, "dead")]
+
+
+def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
+    scene = Scene()
+    updates = Updates(scene)
+    for event in (*simulation.begin(4, now=100.0), *simulation.second(1, 4, now=103.0)):
+        scene.see(event)
+    updates.whole()
+    faces = tuple(events.Face(rank=rank, pid=1000 + rank) for rank in range(2))
+    scene.see(events.Faces(time=104.0, ranks=faces))
+    scene.see(events.Verdict(time=105.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
+    update = updates.next()
+    assert update is not None
+    assert sorted(update.gone) == [2, 3]
+    assert update.head.world_size == 2
+    for _ in range(2):
+        assert update is not None
+        assert [one.text for one in update.verdicts] == ["rank 1 is stuck"]
+        scene.see(events.Note(time=106.0, text="a word"))
+        update = updates.next()
+
+
+def test_a_roll_that_is_called() -> None:
+    scene = Scene()
+    scene.see(events.RollCall(time=1, expected=2, here=("a",), missing=("b",), text="waiting for b"))
+    roll = Updates(scene).whole().roll
+    assert roll is not None
+    assert msgspec.json.decode(msgspec.json.encode(roll)) | {"event": "", "time": 1} == {
+        "event": "",
+        "time": 1,
+        "expected": 2,
+        "here": ["a"],
+        "missing": ["b"],
+        "text": "waiting for b",
+    }
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, 200.0])
+def test_a_whole_has_the_last_seconds(seconds: float) -> None:
+    scene = Scene()
+    for event in simulation.run(2, 90):
+        scene.see(event)
+    start, letters = Updates(scene, seconds=seconds).whole().strips[0]
+    assert len(letters) == min(seconds * 10, len(scene.ranks[0].strip.letters))
+    assert start + len(letters) / 10 == pytest.approx(scene.ranks[0].strip.end)
+
+
+@settings(max_examples=40, deadline=None)
+@given(EVENTS, st.randoms(use_true_random=False))
+def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object) -> None:
+    scene = Scene()
+    updates = Updates(scene)
+    client = Client()
+    client.hear(encode(updates.whole()))
+    for event in happened:
+        scene.see(event)
+        if chance.random() < 0.5 and (update := updates.next()) is not None:  # type: ignore[attr-defined]
+            client.strips.clear()  # of a clock that is set back and forth they are told again
+            client.hear(encode(update))
+    if (update := updates.next()) is not None:
+        client.strips.clear()
+        client.hear(encode(update))
+    newcomer = Client()
+    newcomer.hear(encode(updates.whole()))
+    assert (newcomer.rows, newcomer.head) == (client.rows, client.head)
+    assert newcomer.curves == client.curves
+
+
+def test_512_ranks_are_told_in_time_and_space() -> None:
+    scene = Scene()
+    updates = Updates(scene)
+    sizes, took = [], []
+    for event in simulation.begin(512, now=100.0):
+        scene.see(event)
+    for second in range(35):
+        for event in simulation.second(second, 512, now=102.0 + second):
+            scene.see(event)
+        then = time.process_time()
+        update = updates.next()
+        assert update is not None
+        line = encode(update)
+        took.append(time.process_time() - then)
+        sizes.append(len(line))
+    assert statistics.median(sizes) < 150_000
+    assert len(encode(updates.whole())) < 500_000
+    assert statistics.median(took) < 0.05, "4 ms on a machine that does nothing else"
