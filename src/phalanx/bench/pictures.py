@@ -30,7 +30,7 @@ class Picture:
     ranks: int
     second: int
     width: int = 1280
-    height: int = 1060
+    height: int = 1000
     scale: float = 1.0
     dark: bool = False
     phone: bool = False
