@@ -20,6 +20,12 @@ from phalanx.watch.screen.signs import UNICODE
 from phalanx.watch.screen.view import View
 
 _SCREEN = (110, 34)  # columns, lines
+# Until all is drawn: what has come into sight is told a frame later, and drawn in the next.
+_FRAMES = """new Promise(done => {
+    let left = 10;
+    const frame = () => left-- ? requestAnimationFrame(frame) : done();
+    frame();
+})"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,11 @@ async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
 
 
 async def _shot(page: Page, part: str, file: str) -> None:
-    await page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    if part:  # what is not in sight is not drawn
+        await page.evaluate(
+            f"document.querySelector('{part}').scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
+    await page.evaluate(_FRAMES)
     if not part:
         return await page.screenshot(file)
     box = await page.evaluate(
