@@ -866,3 +866,42 @@ def test_text_without_what_is_not_text() -> None:
     link = b"\x1b]8;;http://a\x1b\\name\x1b]8;;\x1b\\"
     assert plain(b"\x1b[1;31mred\x1b[0m \x1b[2K" + link + b"\xff") == "red name\N{REPLACEMENT CHARACTER}"
     assert [columns(text) for text in (b"ab", b"\x1b[31mab", "日本".encode(), "é".encode(), b"\t|")] == [2, 2, 4, 1, 9]
+
+
+# -- hidden
+
+
+def test_nothing_is_written_while_hidden_and_what_was_said_is_said_afterwards(terminal: Terminal) -> None:
+    with showing(2, terminal) as console:
+        worker = Worker(console, 1, Std.OUT)
+        worker.write("before\n")
+        console.say("one")
+        console.hide()
+        until(lambda: b"before" in terminal.data and b"one" in terminal.data, lambda: terminal.data)
+        seen = terminal.data
+        worker.write("meanwhile\n")
+        console.say("two")
+        console.waiting("for somebody")
+        once(console, 0, "meanwhile too\n")
+        time.sleep(0.2)  # longer than an unfinished line waits
+        assert terminal.data == seen
+        console.show()
+        until(lambda: b"two" in terminal.data, lambda: terminal.data)
+        worker.write("after\n")
+        until(lambda: b"[1] after" in terminal.data, lambda: terminal.data)
+        console.waiting(None)
+        worker.end()
+    assert b"meanwhile" not in terminal.data
+
+
+def test_last_words_are_said_though_it_was_never_shown_again() -> None:
+    with Captured(2) as shown:
+        shown.console.hide()
+        for number in range(600):
+            shown.console.say(f"word {number}")
+        once(shown.console, 1, "unseen\n")
+        shown.console.close()
+        said = shown.err.decode().splitlines()
+        assert said[-1] == "phalanx: word 599"
+        assert len(said) == 500
+        assert shown.out == b""

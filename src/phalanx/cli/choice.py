@@ -36,6 +36,14 @@ def any_run(name: str | None, *, verb: str) -> RunRecord:
     return (living or runs)[-1]
 
 
+def by_pid(pid: int) -> RunRecord:
+    """The run of a supervisor on this machine: nodes of one run have one name."""
+    for run in _all():
+        if run.pid == pid and run.alive:
+            return run
+    raise UsageError(f"process {pid} supervises no run", fix="phalanx ps")
+
+
 def _all() -> list[RunRecord]:
     return list(runfolder.all_runs(runfolder.home(environment())))
 

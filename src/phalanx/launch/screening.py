@@ -94,5 +94,6 @@ class Screening:
                 self._process.send_signal(number)
                 self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), patience)
+                async with asyncio.timeout(patience):
+                    await self._gone.wait()
                 return

@@ -33,7 +33,7 @@ def draw(scene: Scene, view: View, canvas: Canvas, now: float) -> list[Line]:
 def _body(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
     width, room = canvas.width, canvas.height
     news = _news_lines(scene, room)
-    rows = max(len(scene.ranks), 1) + 1
+    rows = len(scene.ranks) + 1 if scene.ranks else 4
     most = room - news - (_LEAST_LOG if room >= 9 else 0)
     share = max(most if room < 9 else min(most, max(room * 55 // 100, 4)), 1)
     height = min(rows, share)
@@ -85,18 +85,17 @@ def _news_lines(scene: Scene, room: int) -> int:
 
 
 def _news(scene: Scene, canvas: Canvas) -> list[Line]:
-    """The newest last; a verdict that stands stays."""
+    """The newest last. A verdict that stands stays, and so does what a run has died of."""
     height = canvas.height
     if height <= 0:
         return []
     last = list(scene.happenings)[-height:]
-    standing = [verdict for verdict in scene.verdicts[-1:] if verdict not in last]
-    told = [*standing, *last[len(standing) :]] if len(last) == height else [*standing, *last]
-    if height == 1 and scene.verdicts:
-        told = scene.verdicts[-1:]
-    if not told:
+    stands = scene.cause if scene.ended is not None else scene.verdicts[-1] if scene.verdicts else None
+    if stands is not None and stands not in last:
+        last = [stands, *last[-height + 1 :]] if height > 1 else [stands]
+    if not last:
         return [[(" nothing has happened yet", "dim")]][:height]
-    return [_told(one, canvas.width, canvas.signs) for one in told]
+    return [_told(one, canvas.width, canvas.signs) for one in last]
 
 
 def _told(one: Happening, width: int, signs: Signs) -> Line:

@@ -12,6 +12,8 @@ from phalanx.watch.screen.signs import STYLES, Signs
 from phalanx.watch.screen.text import Line, Piece
 
 _BAR = (10, 30)  # cells, at least and at most
+_PLACE = 18  # cells, at least
+_TITLES = ("data compute wait", "data comp wait", "time")  # of the bar, as it has room
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,27 @@ def draw(scene: Scene, chosen: int, top: int, canvas: Canvas) -> list[Line]:
     views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
     layout = _layout(views, canvas.width)
     titles = " ".join(text.fit(c.title, c.width, right=c.right) for c in layout.columns)
-    titles += f" {text.fit('data compute wait' if layout.bar >= 17 else 'time', layout.bar)}" if layout.bar else ""
+    titles += f" {text.fit(_title(layout.bar), layout.bar)}" if layout.bar else ""
     titles += " at" if layout.place else ""
     lines: list[Line] = [text.clip([(f"   {titles}", "dim")], canvas.width)]
     for view in views[top : top + canvas.height - 1]:
         lines.append(_row(view, layout, canvas, chosen=view.rank == chosen))
-    if not views and canvas.height > 1:
-        lines.append([("   no ranks yet", "dim")])
+    if not views:
+        lines += _roll_call(scene, canvas.width)
     return lines[: canvas.height]
+
+
+def _title(bar: int) -> str:
+    return next((title for title in _TITLES if len(title) <= bar), "")
+
+
+def _roll_call(scene: Scene, width: int) -> list[Line]:
+    """Who is here, as long as somebody is not."""
+    if scene.roll is None:
+        return [[("   no ranks yet", "dim")]]
+    here, missing = (", ".join(map(text.clean, names)) for names in (scene.roll.here, scene.roll.missing))
+    lines: list[Line] = [[("   here: ", "dim"), (here, "good")], [("   missing: ", "dim"), (missing or "?", "warn")]]
+    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(scene.roll.text)}", "dim")])]
 
 
 def _layout(views: list[RankView], width: int) -> _Layout:
@@ -77,14 +92,10 @@ def _layout(views: list[RankView], width: int) -> _Layout:
     while len(columns) > 1 and _sum(columns) + 1 + (_BAR[0] if width >= 50 else 0) > room:
         columns.remove(min(columns, key=lambda column: column.keep))
     free = room - _sum(columns) - 1
-    bar = min(free, _BAR[1]) if free >= _BAR[0] else 0
-    if bar and free - bar < 12:
-        bar = min(free, _BAR[1])
-    place = free - bar - 1 if bar else 0
-    if 0 < place < 12 and bar >= 17:  # room for both, if the bar is not at its longest
-        bar, place = max(17, bar - 12 + place), 12
-        place = free - bar - 1
-    return _Layout(columns, bar, place if place >= 10 else 0)
+    if free - _PLACE - 1 >= len(_TITLES[1]):  # room for both
+        bar = min(free - _PLACE - 1, _BAR[1])
+        return _Layout(columns, bar, free - bar - 1)
+    return _Layout(columns, min(free, _BAR[1]) if free >= _BAR[0] else 0, 0)
 
 
 def _sum(columns: list[_Column]) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -23,10 +24,12 @@ from phalanx.watch.screen.view import Pane, View
 from phalanx.watch.source import Because, Source
 
 _PAUSE = 0.2  # seconds between two frames, at least
+_AT_ONCE = 0.03  # where somebody has typed
 _LOOK = 0.5  # seconds between two looks at the log
 _ESCAPE = 0.05  # seconds after which an escape was the key itself
 _LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
 _TYPING = 1.5  # seconds between two digits of a number
+_PATIENCE = 2.0  # seconds for questions that are still under way when somebody leaves
 _HEED = 200  # events between two looks at anything else
 
 
@@ -45,6 +48,7 @@ class Screen:
         self._view = View(held=held, able=source.alive)
         self._keys = Keys()
         self._news = asyncio.Event()  # there is something to paint
+        self._hurry = asyncio.Event()  # somebody has typed
         self._turned = asyncio.Event()  # another rank is chosen
         self._left = asyncio.Event()
         self._lapse: asyncio.TimerHandle | None = None  # of an escape
@@ -75,6 +79,7 @@ class Screen:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failed is not None:
             raise self._failed
+        _leave_behind(_PATIENCE)
         return 0
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -123,8 +128,7 @@ class Screen:
                         view.tail.trouble = str(error)
                         self._news.set()
             self._turned.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._turned.wait(), _LOOK)
+            await _within(_LOOK, self._turned)
 
     async def _tick(self) -> None:
         """The time that it runs."""
@@ -145,7 +149,9 @@ class Screen:
                 terminal.write(self._painter.frame(lines, columns, rows))
             elif terminal.busy:
                 self._news.set()
-            await asyncio.sleep(_PAUSE)
+            self._hurry.clear()
+            await asyncio.sleep(_AT_ONCE)
+            await _within(_PAUSE - _AT_ONCE, self._hurry)
 
     def _repaint(self) -> None:
         self._painter.forget()
@@ -183,6 +189,7 @@ class Screen:
             self._grant(wish, terminal)
         if keys:
             self._news.set()
+            self._hurry.set()
             if self._typing is not None:
                 self._typing.cancel()
             if view.typed:
@@ -246,6 +253,22 @@ class Screen:
         loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
         loop.add_reader(terminal.fd, self._typed, terminal)
         self._repaint()
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):  # not wait_for, which before Python 3.12 may swallow that it is cancelled
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+def _leave_behind(seconds: float) -> None:
+    """A question that nobody answers does not keep the shell waiting."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        os._exit(0)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 def told(found: Because, first: int) -> list[str]:

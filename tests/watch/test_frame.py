@@ -1,0 +1,208 @@
+"""What is drawn, for any size, and what keys make of it: no terminal needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.contract import events
+from phalanx.watch import simulation
+from phalanx.watch.scene import Scene
+from phalanx.watch.screen import frame, text
+from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen.keys import Keys
+from phalanx.watch.screen.paint import Painter
+from phalanx.watch.screen.signs import ASCII, UNICODE, Signs, signs
+from phalanx.watch.screen.tail import Tail
+from phalanx.watch.screen.view import View
+from phalanx.watch.source import LogPart
+
+NOW = 1.7e9
+
+
+def scene_of(ranks: int, seconds: int) -> Scene:
+    scene = Scene()
+    for event in simulation.begin(ranks, now=NOW):
+        scene.see(event)
+    for number in range(seconds):
+        for event in simulation.second(number, ranks, now=NOW + 2 + number):
+            scene.see(event)
+    return scene
+
+
+def drawn(scene: Scene, view: View, columns: int = 80, rows: int = 24, signs: Signs = UNICODE) -> list[str]:
+    lines = frame.draw(scene, view, Canvas(columns, rows, signs), scene.now)
+    assert len(lines) == rows
+    assert all(text.length(line) <= columns for line in lines)
+    return ["".join(piece for piece, _ in line) for line in lines]
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 8, 512])
+def test_every_size(ranks: int) -> None:
+    scene = scene_of(ranks, 45) if ranks else Scene(run="a run")
+    for keys in ("", "f", "g", "?", "x"):
+        view = View(able=True)
+        view.tail.turn(0, "stdout")
+        view.tail.take(LogPart(start=0, end=9, text="日本語 wide\n" * 50))
+        for key in keys:
+            view.press(key, scene)
+        for columns, rows in ((1, 1), (5, 2), (20, 5), (40, 10), (80, 24), (100, 30), (120, 40), (300, 80), (80, 60)):
+            drawn(scene, view, columns, rows)
+            drawn(scene, view, columns, rows, ASCII)
+
+
+def test_what_matters_is_seen_on_a_small_screen() -> None:
+    shown = drawn(scene_of(8, 45), View())
+    assert "stalled" in shown[0]
+    assert "goodput" in shown[0]
+    assert "/1000" in shown[1]
+    assert "■" in shown[5]  # rank 2, and not by its colour alone
+    assert "stuck" in shown[5]
+    assert any("verdict" in line and "rank 2 is in data loading" in line for line in shown)
+
+
+def test_a_node_that_is_missing() -> None:
+    scene = Scene()
+    for event in simulation.begin(16, now=NOW)[:2]:
+        scene.see(event)
+    shown = "\n".join(drawn(scene, View()))
+    assert "gathering: 1 of 2 here" in shown
+    assert "missing: node1" in shown
+
+
+def test_why_it_has_failed_stays() -> None:
+    scene = scene_of(2, 5)
+    scene.see(events.WorkerFailed(time=NOW + 9, rank=1, summary="ValueError: no good", code=1))
+    scene.see(events.RunEnded(time=NOW + 9, code=1, seconds=9))
+    view = View(over=True)
+    shown = drawn(scene, view)
+    assert "failed (exit code 1)" in shown[0]
+    assert any("ValueError: no good" in line for line in shown)
+    assert "the run has ended, exit code 1; q leaves" in shown[-1]
+
+
+def test_a_frame_costs_little() -> None:
+    for ranks in (8, 512):
+        scene, view, painter = scene_of(ranks, 30), View(), Painter(colour=True, ascii_only=False)
+        took = []
+        for _ in range(20):
+            start = time.perf_counter()
+            painter.forget()
+            painter.frame(frame.draw(scene, view, Canvas(80, 24, UNICODE), NOW), 80, 24)
+            took.append(time.perf_counter() - start)
+        assert min(took) < 0.01
+
+
+def test_only_what_has_changed_is_written() -> None:
+    scene, view, painter = scene_of(8, 30), View(), Painter(colour=True, ascii_only=False)
+
+    def frame_of() -> bytes:
+        return painter.frame(frame.draw(scene, view, Canvas(80, 24, UNICODE), scene.now), 80, 24)
+
+    assert len(frame_of()) > 1000
+    assert frame_of() == b""
+    view.press("j", scene)
+    changed = frame_of()
+    assert changed.count(b"H") < 8
+    assert b"\x1b[2J" not in changed
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (b"jk", ["j", "k"]),
+        (b"\x1b[A\x1bOB\x1b[5~\x1b[6~", ["up", "down", "page up", "page down"]),
+        (b"\x1b[H\x1b[4~\x1b[1;5A", ["home", "end"]),
+        (b"\x03\x1a\r\t\x7f", ["ctrl-c", "ctrl-z", "enter", "tab", "backspace"]),
+        (b"a\x1b[200~xy\x1b[Aq\x1b[201~b", ["a", "b"]),
+        (b"\x1bx", []),  # Alt
+        ("é".encode(), ["é"]),
+    ],
+)
+def test_keys(typed: bytes, expected: list[str]) -> None:
+    assert Keys().feed(typed) == expected
+    one_by_one = Keys()
+    if typed.isascii():
+        assert [key for byte in typed for key in one_by_one.feed(bytes([byte]))] == expected
+
+
+def test_an_escape_alone() -> None:
+    keys = Keys()
+    assert keys.feed(b"\x1b") == []
+    assert keys.halfway
+    assert keys.lapse() == ["escape"]
+    assert not keys.halfway
+
+
+@given(st.binary(max_size=200))
+def test_whatever_is_typed(data: bytes) -> None:
+    keys, scene, view = Keys(), scene_of(3, 2), View(able=True, held=True)
+    for key in [*keys.feed(data), *keys.lapse()]:
+        view.press(key, scene)
+    assert view.rank in scene.ranks
+
+
+@given(st.text(max_size=60), st.integers(0, 40))
+def test_whatever_is_written(words: str, cells: int) -> None:
+    shown = text.clean(words)
+    assert shown.isprintable()
+    assert text.width(text.cut(shown, cells)) <= cells
+    assert text.width(text.fit(shown, cells)) == cells
+    assert all(text.width(part) <= cells for part in text.wrap(shown, cells))
+
+
+def test_wrapped_text_is_all_there() -> None:
+    words = "  File train.py, line 41, in step: loss.backward() " + "x" * 50
+    parts = text.wrap(words, 30)
+    assert len(parts) > 2
+    assert "".join(part.strip() for part in parts).replace(" ", "") == words.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("a\x1b[31mred\x1b[0m", "ared"),
+        ("a\x1b[2J\x1b[10;1Hb", "ab"),
+        ("a\x1b]0;title\x07b\x1b]52;c;AAAA\x1b\\c", "abc"),
+        ("a\x1bcb\x1b", "ab"),
+        ("a\x9b2Jb", "a 2Jb"),
+        ("a\u202eb\u2028c\x00d", "a b c d"),
+        ("a\x07\x08b", "ab"),
+        ("a\tb", "a       b"),
+        ("über 日本語", "über 日本語"),
+    ],
+)
+def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
+    assert text.clean(written) == expected
+
+
+def feed(tail: Tail, *parts: str) -> Sequence[str]:
+    at = 0
+    for part in parts:
+        tail.take(LogPart(start=at, end=at + len(part), text=part))
+        at += len(part)
+    return tail.shown
+
+
+def test_the_tail_of_a_log() -> None:
+    tail = Tail()
+    tail.turn(0, "stdout")
+    assert feed(tail, "one\ntw", "o\r\n 10%|\r 20%|\r", " 30%|") == ["one", "two", " 30%|"]
+    assert tail.take(LogPart(start=0, end=3, text="new"))  # the file is another one
+    assert tail.shown == []
+    tail.take(LogPart(start=0, end=3, text="new"))
+    assert tail.shown == ["new"]
+    other = Tail()
+    other.turn(1, "stderr")
+    other.take(LogPart(start=100, end=120, text="half a line\nwhole\n"))
+    assert other.shown == ["whole"]
+
+
+def test_signs_by_locale() -> None:
+    assert signs({"LANG": "de_DE.UTF-8"}) is UNICODE
+    assert signs({"LANG": "de_DE.UTF-8", "LC_ALL": "C"}) is ASCII
+    assert signs({}) is ASCII

@@ -1,0 +1,42 @@
+"""A run as plain lines."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import AsyncIterator
+
+from phalanx.contract import events
+from phalanx.watch import simulation
+from phalanx.watch.screen import lines
+from tests.watch.simulated import Simulated
+
+
+class Past(Simulated):
+    def __init__(self, ranks: int, seconds: int, *, start: float, code: int = 0) -> None:
+        self.ranks, self.seconds, self.start, self.code = ranks, seconds, start, code
+
+    async def events(self) -> AsyncIterator[events.AnyEvent]:
+        for event in simulation.run(self.ranks, self.seconds, now=self.start, code=self.code):
+            yield event
+
+
+def test_a_run_that_has_ended() -> None:
+    out = io.StringIO()
+    assert lines.show(Past(4, 60, start=1.7e9, code=3), out=out) == 3
+    told = out.getvalue().splitlines()
+    assert any("rank 1: killed by SIGKILL" in line for line in told)
+    assert any("recovered in 0.31 s" in line for line in told)
+    assert any("verdict: rank 2 is in data loading" in line for line in told)
+    assert told[-1].startswith("train-simulated: failed with exit code 3 after 1:02")
+    assert not any("steps/s" in line for line in told)  # nobody wants to know how fast it was back then
+
+
+def test_how_far_it_is_now_and_then() -> None:
+    out = io.StringIO()
+    assert lines.show(Past(4, 35, start=time.time() + 1), out=out) == 0
+    told = [line for line in out.getvalue().splitlines() if "running, step" in line]
+    assert len(told) == 3
+    assert "steps/s, 244 samples/s, loss" in told[-1]
+    assert "/1000" in told[-1]
+    assert "ended well" in out.getvalue().splitlines()[-1]
