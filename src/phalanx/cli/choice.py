@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 from phalanx.launch import runfolder
@@ -24,7 +27,9 @@ def running(name: str | None, *, verb: str) -> RunRecord:
 
 
 def any_run(name: str | None, *, verb: str) -> RunRecord:
-    """One that runs, or has ended: without a name the one that runs, else the last."""
+    """One that runs, or has ended: without a name the one that runs, else the last. A path is its folder."""
+    if name is not None and os.sep in name:
+        return _at(name)
     runs = list(_all())
     if name is not None:
         return _named(name, runs, "is known here")
@@ -46,6 +51,14 @@ def by_pid(pid: int) -> RunRecord:
 
 def _all() -> list[RunRecord]:
     return list(runfolder.all_runs(runfolder.home(environment())))
+
+
+def _at(folder: str) -> RunRecord:
+    """Wherever it lies now: somebody may have copied it here."""
+    found = runfolder.read(folder)
+    if found is None:
+        raise UsageError(f"{folder} is no folder of a run: it has no run.json", fix="phalanx ps --all")
+    return replace(found, folder=os.path.abspath(folder))
 
 
 def _named(name: str, runs: list[RunRecord], how: str) -> RunRecord:

@@ -41,7 +41,16 @@ _ID = 16  # bytes of what stands before the lines in a letter: who leads
 _SIGHT = b'{"event":"sight"'
 
 Question = dict[str, Any]
-_cursors: msgspec.json.Decoder[Cursor] = msgspec.json.Decoder(Cursor)
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """For a part of the past, of another node. It brings what there is to remember of the parts before."""
+
+    since: float | None = None
+    cursor: Cursor | None = None
+
+
+_wishes: msgspec.json.Decoder[Wish] = msgspec.json.Decoder(Wish)
 
 
 class Caller(asyncio.Protocol):
@@ -181,11 +190,15 @@ class Audience:
         if threading.get_ident() != self._thread:
             self._loop.call_soon_threadsafe(self._happened, line)
             return
-        if self._members:
-            self._pass_on(line)
-        if self._callers and (self._source != "leader" or line is self._ended):
-            for caller in list(self._callers):
-                caller.hear(line)
+        try:
+            if self._members:
+                self._pass_on(line)
+            if self._callers and (self._source != "leader" or line is self._ended):
+                for caller in list(self._callers):
+                    caller.hear(line)
+        except Exception:  # what only looks must not end what it looks at
+            self._members.clear()
+            self._start_over()
 
     def _pass_on(self, line: bytes) -> None:
         now = time.monotonic()
@@ -267,24 +280,23 @@ class Audience:
             yield lines
 
     async def _past_of_leader(self, since: float | None) -> AsyncIterator[bytes]:
-        cursor = msgspec.json.encode({"since": since})
-        while cursor:
-            answer = await self._ask(None, "past", cursor)
-            cursor, _, lines = answer.partition(b"\n")
+        wish = msgspec.json.encode(Wish(since=since))
+        while wish:
+            answer = await self._ask(None, "past", wish)
+            wish, _, lines = answer.partition(b"\n")
             yield lines
 
     async def _tell_past(self, who: int | None, number: int, content: bytes) -> None:
-        """Another node asks for a part of it. It brings what there is to remember."""
         if who is None or not self._company.leads:
             return
-        try:
-            cursor = _cursors.decode(content)
-        except msgspec.MsgspecError:
-            told = msgspec.json.decode(content)
-            cursor = past.begin(self._folder.path, told.get("since"))
-        async with self._reading:
-            lines, next_ = await asyncio.to_thread(past.part, self._folder.path, cursor)
-        self._post.send("was", number, (msgspec.json.encode(next_) if next_ else b"") + b"\n" + lines, to=who)
+        # What another node writes may be anything: then there is no answer.
+        with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):
+            wish = _wishes.decode(content)
+            cursor = wish.cursor or past.begin(self._folder.path, wish.since)
+            async with self._reading:
+                lines, next_ = await asyncio.to_thread(past.part, self._folder.path, cursor)
+            more = msgspec.json.encode(Wish(cursor=next_)) if next_ is not None else b""
+            self._post.send("was", number, more + b"\n" + lines, to=who)
 
     # -- who reads what ranks have written
 
@@ -292,7 +304,7 @@ class Audience:
         with contextlib.closing(sock):
             try:
                 said = await self._looked(question)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 said = {"is": "refused", "why": f"that cannot be answered: {error}"}
             sock.settimeout(_ANSWER)
             with contextlib.suppress(OSError):
@@ -301,7 +313,7 @@ class Audience:
     async def _look(self, who: int | None, number: int, content: bytes) -> None:
         """Another node asks: the one that leads about ranks here, any other about all."""
         said: Question = {"is": "refused", "why": "that cannot be answered"}
-        with contextlib.suppress(ValueError, TypeError, KeyError, msgspec.MsgspecError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             said = await self._looked(msgspec.json.decode(content), here=not self._company.leads)
         self._post.send("looked", number, msgspec.json.encode(said), to=who)
 

@@ -152,7 +152,7 @@ class Onlookers:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._pages += 1
-        words = [self._folder.name, "--page-fd", str(self._listener.fileno())]
+        words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
         if self._plan.watching.at is not None:
             words += ["--page-at", self._plan.watching.at]
         try:

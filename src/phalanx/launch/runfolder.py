@@ -204,6 +204,11 @@ def in_folder(folder: str) -> Iterator[RunRecord]:
     parts = [folder]
     with contextlib.suppress(OSError):
         parts += sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith("node_"))
-    for part in parts:
-        with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(part, "run.json")) as file:
-            yield RunRecord(**json.load(file))
+    yield from filter(None, map(read, parts))
+
+
+def read(folder: str) -> RunRecord | None:
+    """What is recorded there; None: nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
+        return RunRecord(**json.load(file))
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import json
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -228,8 +227,9 @@ def _silent(run: RunRecord) -> LaunchError:
 
 def _now(run: RunRecord) -> RunRecord:
     """As it is recorded now: its folder moves when it joins others."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(run.folder, "run.json")) as file:
-        return RunRecord(**json.load(file))
+    found = runfolder.read(run.folder)
+    if found is not None:
+        return found
     for other in runfolder.all_runs(runfolder.home(environment())):
         if (other.pid, other.pid_started) == (run.pid, run.pid_started):
             return other

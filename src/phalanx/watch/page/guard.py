@@ -18,7 +18,7 @@ from aiohttp import web
 from phalanx.watch.page.keys import Keys
 
 MOST = 128  # connections of strangers; a browser has six
-PATIENCE = 10.0  # seconds for one of them
+PATIENCE = 30.0  # seconds for one of them: the page itself may come by a slow line
 _ALLOWANCE = 1 << 15  # bytes that it may send
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
