@@ -111,6 +111,10 @@ HEALTHS = {
     "ended": ([events.WorkerExited(time=2, rank=1, pid=11)], ["coming", "done"]),
     "ended, seen": ([sight(2, 1, 1, state="E")], ["done", "done"]),
     "died": ([events.WorkerExited(time=2, rank=1, pid=11, code=-9)], ["coming", "dead"]),
+    "died, and was seen before": (
+        [events.WorkerExited(time=2.4, rank=1, pid=11, code=-9), sight(2, 1, 1)],
+        ["well", "dead"],
+    ),
     "died, seen": ([sight(2, 1, 1, state="X")], ["dead", "dead"]),
     "died long ago": (
         [
@@ -170,8 +174,10 @@ def test_a_smaller_world_has_fewer_ranks_once_it_runs() -> None:
     assert len(scene.ranks) == 2, "the others may still come"
     scene.see(events.Recovered(time=12, generation=1, seconds=1.5, step=8))
     scene.see(sight(13, 9, generation=1))
+    assert len(scene.ranks) == 2, "they still may"
+    scene.see(sight(14, 10, generation=1))
     assert (scene.world_size, scene.nodes, list(scene.ranks), scene.generation) == (1, 1, [0], 1)
-    scene.see(events.Faces(time=14, ranks=two))
+    scene.see(events.Faces(time=15, ranks=two))
     assert (scene.world_size, list(scene.ranks)) == (2, [0, 1])
 
 
@@ -335,11 +341,41 @@ def test_nodes_that_join_are_told() -> None:
         events.RollCall(time=0, expected=3, here=("a",), missing=("b", "c")),
         events.RollCall(time=5, expected=3, here=("a", "c"), missing=("b",)),
     )
+    scene.see(events.Note(time=6, text="2 of 3 nodes are here, waiting for b (3 s)"))
     assert scene.roll is not None
     assert scene.roll.missing == ("b",)
     scene.see(events.RollCall(time=9, expected=3, here=("a", "b", "c")))
     assert scene.roll is None
-    assert [one.text for one in scene.happenings] == ["c: 2 of 3 nodes are here", "b: 3 of 3 nodes are here"]
+    scene.see(events.Fault(time=20, rank=0, reason="d joined", recovery="regroup"))
+    assert scene.state == "recovering"
+    assert [(one.kind, one.text) for one in scene.happenings] == [
+        ("joined", "c: 2 of 3 nodes are here"),
+        ("joined", "b: 3 of 3 nodes are here"),
+        ("joined", "d joined"),
+    ]
+
+
+@pytest.mark.parametrize(("slow", "also"), [(1, ""), (3, ", and 2 more did")])
+def test_who_holds_the_others_up_is_told_now_and_then(slow: int, also: str) -> None:
+    scene = told(*started(8))
+    for second in range(2, 700):
+        glances = tuple(
+            Glance(rank=rank, step=second, phases="dddwwwfffO" if rank < slow else "wwwwwwfffO") for rank in range(8)
+        )
+        scene.see(events.Sight(time=second, seconds=1.0, ranks=glances))
+    expected = "rank 0 kept the others waiting 30% of the last {}, mostly in data loading" + also
+    assert [one.text for one in scene.happenings] == [expected.format("20 s"), expected.format("minute")]
+    assert [scene.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["well"] * (4 - slow)
+    scene.see(STALL)
+    assert scene.ranks[0].health == "well", "what stands still is not slow"
+
+
+def test_two_nodes_of_one_name() -> None:
+    scene = told(
+        events.RollCall(time=0, expected=2, here=("vm",), missing=("node 1",)),
+        events.RollCall(time=5, expected=2, here=("vm", "vm")),
+    )
+    assert [one.text for one in scene.happenings] == ["vm: 2 of 2 nodes are here"]
 
 
 def test_verdicts_stand_until_it_goes_on() -> None:

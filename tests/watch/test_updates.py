@@ -114,7 +114,8 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     updates.whole()
     faces = tuple(events.Face(rank=rank, pid=1000 + rank) for rank in range(2))
     scene.see(events.Faces(time=104.0, ranks=faces))
-    scene.see(events.Verdict(time=105.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
+    scene.see(events.Sight(time=107.0, seconds=1.0))
+    scene.see(events.Verdict(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
     update = updates.next()
     assert update is not None
     assert sorted(update.gone) == [2, 3]
@@ -122,7 +123,7 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     for _ in range(2):
         assert update is not None
         assert [one.text for one in update.verdicts] == ["rank 1 is stuck"]
-        scene.see(events.Note(time=106.0, text="a word"))
+        scene.see(events.Note(time=108.0, text="a word"))
         update = updates.next()
 
 

@@ -19,7 +19,7 @@ from phalanx.watch.scene import SAMPLES, STEPS, Scene, State
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = (
-    ("faults", "fault", "Ranks that failed, and nodes that came or went."),
+    ("faults", "fault", "Ranks that failed, and nodes that were lost."),
     ("recoveries", "recovered", "Faults after which the others went on."),
     ("restarts", "restarted", "Times that all ranks were started again."),
     ("stalls", "stalled", "Times that no rank went on."),

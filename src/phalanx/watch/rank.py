@@ -47,6 +47,7 @@ class RankView:
     gone: bool = False  # it has ended
     debugged: bool = False
     seen: float = 0.0  # when it was last looked at
+    _ended: float = 0.0
     _pace: Rate = field(default_factory=Rate)
     _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since its last step
 
@@ -62,8 +63,8 @@ class RankView:
         if face.pid and face.pid != self.pid:
             self.born(face.pid)
 
-    def ended(self, code: int | None) -> None:
-        self.code, self.gone, self.rate = code, True, 0.0
+    def ended(self, when: float, code: int | None) -> None:
+        self._ended, self.code, self.gone, self.rate = when, code, True, 0.0
 
     def glance(self, now: float, seconds: float, glance: Glance, times: Mapping[str, Histogram]) -> None:
         self.data, self.compute, self.waiting = glance.data, glance.compute, glance.waiting
@@ -76,9 +77,10 @@ class RankView:
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
         if glance.state in ("X", "E"):
-            self.ended(self.code if glance.state == "X" else 0)
+            self.step = glance.step if glance.step >= 0 else self.step
+            self.ended(now, self.code if glance.state == "X" else 0)
             return
-        if self.gone:
+        if self.gone and now >= self._ended:  # else it was seen before it died
             self.gone, self.code = False, None
         # Of a long run only some sights are kept: what each of them has seen stands for the time since the one before.
         self._count(now, now - since if since and now > since else seconds, glance, times)

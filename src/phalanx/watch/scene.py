@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +34,7 @@ State = Literal["gathering", "starting", "running", "stalled", "recovering", "st
 _MOST_CURVES = 100  # a script may make up names all day
 _MOST_VERDICTS = 20
 _BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
+_SETTLED = 3.0  # seconds: faces that nobody has added to are all there are
 _AGAIN = 600.0  # seconds until the same rank is told to be slow once more
 STEPS, SAMPLES = "steps/s", "samples/s"  # curves of our own
 
@@ -72,6 +73,7 @@ class Scene:
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
     _present: set[int] | None = None  # ranks, as the latest faces say
+    _faced: float = 0.0  # when they have said it
     _furthest: int | None = None  # of the sight before, since the latest trouble
     _troubled: float = -math.inf  # when that was
     _pace: Rate = field(default_factory=Rate)
@@ -172,7 +174,7 @@ class Scene:
         self._steps(now, furthest)
         self._throughput(now, samples if tells else -1.0)
         if self.state == "running":
-            self._prune()
+            self._prune(now)
             self.tally.see(now, {glance.rank: glance.phases[-50:] for glance in event.ranks if glance.phases})
             self._tell_slow(now)
         if len(event.ranks) < len(ranks):
@@ -199,7 +201,7 @@ class Scene:
 
     def _throughput(self, now: float, samples: float) -> None:
         told = self._measured.samples if self._measured is not None else -1.0
-        self.rate = (self._pace if self._pace.marks else self._measured_pace).at(now)
+        self.rate = self._pace.at(now) or self._measured_pace.at(now)
         self.samples = samples if samples >= 0 else told
         if self.state in ("stalled", "recovering"):  # what was told last is not true any more
             self.samples = min(0.0, self.samples)
@@ -220,11 +222,17 @@ class Scene:
         self._become("running", only=("gathering", "starting", "stalled", "recovering"))
 
     def _tell_slow(self, now: float) -> None:
-        for rank in sorted(self.tally.slow):
-            if not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN:
-                self._named[rank] = now
-                held = next(one for one in self.tally.held() if one.rank == rank)
-                self.story.tell(now, "slow", held.sentence(self.tally.seconds), (rank,), held.seconds)
+        """Once in a while, and of several that are slow at once in one line."""
+        if not any(self._is_news(rank, now) for rank in self.tally.slow):
+            return
+        slow = [one for one in self.tally.held() if one.rank in self.tally.slow]
+        also = f", and {len(slow) - 1} more did" if len(slow) > 1 else ""
+        ranks = tuple(one.rank for one in slow)
+        self._named |= dict.fromkeys(ranks, now)
+        self.story.tell(now, "slow", slow[0].sentence(self.tally.seconds) + also, ranks, slow[0].seconds)
+
+    def _is_news(self, rank: int, now: float) -> bool:
+        return not 0 <= now - self._named.get(rank, -math.inf) < _AGAIN
 
     # -- what a training tells
 
@@ -262,13 +270,12 @@ class Scene:
         self.world_size = max(self.world_size, len(self._present))
         for face in event.ranks:
             self._view(face.rank).sits(face)
-        if self.state == "running":
-            self._prune()
+        self._faced = event.time
         self._judge()
 
-    def _prune(self) -> None:
-        """Ranks that are no more. While they start, or come together again, not all of them have a face yet."""
-        if self._present is not None and (self.ranks.keys() - self._present or self.world_size > len(self._present)):
+    def _prune(self, now: float) -> None:
+        """Ranks that are no more. When they start, or come together again, not all of them have a face at first."""
+        if self._present is not None and now - self._faced >= _SETTLED:
             self.world_size = len(self._present)
             for rank in self.ranks.keys() - self._present:
                 del self.ranks[rank]
@@ -296,12 +303,12 @@ class Scene:
                 view = self._view(event.rank)
                 if view.pid not in (0, event.pid):  # another has its place already
                     return
-                view.ended(event.code)
+                view.ended(event.time, event.code)
         self._judge_one(view)
 
     def _roll_call(self, event: events.RollCall) -> None:
         before = self.roll.here if self.roll is not None else event.here[:1]
-        new = [name for name in event.here if name not in before]
+        new = list((Counter(event.here) - Counter(before)).elements())  # two may have the same name
         if new:
             shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
             self.story.tell(event.time, "joined", f"{shown}: {len(event.here)} of {event.expected} nodes are here")
@@ -388,7 +395,7 @@ class Scene:
         self.rate, self.samples = 0.0, min(0.0, self.samples)
         for view in self.ranks.values():
             if view.code is None:  # of other nodes nobody says how they ended
-                view.ended(0 if event.code == 0 else None)
+                view.ended(event.time, 0 if event.code == 0 else None)
         self._judge()
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:

@@ -23,7 +23,8 @@ KINDS = (
 )
 _MOST = 500
 _LONG = 2000  # letters
-_ECHOES = ("; regrouped, and step ", "starting all ranks again")  # notes of what was told by an event just before
+# Notes of what was told by an event just before.
+_ECHOES = ("; regrouped, and step ", "starting all ranks again", " nodes are here, waiting for ")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Story:
 
 def _happening(event: events.AnyEvent) -> Happening | None:
     match event:
+        case events.Fault() if event.reason.endswith(" joined"):  # for which the group forms anew
+            return Happening(event.time, "joined", event.reason)
         case events.Fault():
             named = event.reason.startswith(("rank ", "node ", "the "))
             text = event.reason if named else f"rank {event.rank}: {event.reason}"

@@ -51,7 +51,7 @@ class Held:
     def sentence(self, seconds: float = _WINDOW) -> str:
         """Of the last so many."""
         within = "the last minute" if round(seconds) == 60 else f"the last {seconds:.0f} s"
-        where = {"data": "data loading", "idle": "none of the phases we know"}.get(self.phase, self.phase)
+        where = {"data": "data loading", "idle": "code of its own"}.get(self.phase, self.phase)
         return f"rank {self.rank} kept the others waiting {self.share:.0%} of {within}, mostly in {where}"
 
 
@@ -107,7 +107,7 @@ class Tally:
         self._parts.append((now, len(columns), found))
         while self._parts and not now - _WINDOW < self._parts[0][0] <= now:
             self._forget(*self._parts.popleft()[1:])
-        self._slow = set(self._late_ones())
+        self._slow = set(self._late_ones(len(ranks)))
 
     @property
     def seconds(self) -> float:
@@ -128,11 +128,11 @@ class Tally:
         """Ranks that hold the others up all the time, beyond what chance does to everybody."""
         return self._slow
 
-    def _late_ones(self) -> Iterator[int]:
+    def _late_ones(self, ranks: int) -> Iterator[int]:
         if self._ticks * TICK < _SURE:
             return
         every = self.held()
-        usual = every[len(every) // 2].share if len(every) > 1 else 0.0
+        usual = every[ranks // 2].share if ranks // 2 < len(every) else 0.0  # of two, the one that is faster
         for one in every:
             enough = _WELL if one.rank in self._slow else _SLOW
             if one.share >= enough and one.share >= _FACTOR * usual and one.phase not in APART:
