@@ -14,7 +14,7 @@ def write(path: str, text: str, *, sign: str, force: bool = False, what: str = "
     """Where it lies. A file that is there already is replaced if `sign` stands in its beginning, as in `text`."""
     whole = os.path.abspath(path)
     if os.path.isdir(whole):
-        raise UsageError(f"{path} is a folder", fix=f"-o {os.path.join(path, f'{what}.out')}")
+        raise UsageError(f"{path} is a folder", fix=f"name a file for the {what}, in that folder or elsewhere")
     if os.path.lexists(whole) and not force and not _ours(whole, sign):
         raise UsageError(f"{path} is there already, and is no {what} of phalanx", fix="another name, or -f")
     part = f"{whole}.{os.urandom(4).hex()}.part"

@@ -10,6 +10,7 @@ from typing import Literal
 Kind = Literal["number", "count", "log", "seconds"]  # count: whole numbers
 
 _SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_HUGE = 1e100
 _BIG = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -20,13 +21,12 @@ class Axis:
     kind: Kind = "number"
 
     def at(self, value: float) -> float | None:
-        """0 at the low end, 1 at the high one. None: it has no place (not a number, or not above 0 on a log axis)."""
-        if not math.isfinite(value) or (self.kind == "log" and value <= 0):
+        """0 at the low end, 1 at the high one. None: it has no place."""
+        if not placed(value, self.kind):
             return None
         if self.kind == "log":
             return math.log(value / self.low) / math.log(self.high / self.low)
-        # halves, so that the difference of two enormous numbers is no infinity
-        return (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+        return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """Round numbers on it, about that many, each with how it is written."""
@@ -38,28 +38,35 @@ class Axis:
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         values = [index * step for index in range(int(first), int(last) + 1)]
+        values = [value for value in values if -1e-6 <= (value - self.low) / (self.high - self.low) <= 1 + 1e-6]
         if self.kind == "seconds":
             return [(value, duration(value)) for value in values]
         return [(value, number(value, step, most=max(abs(self.low), abs(self.high)))) for value in values]
 
     def _step(self, most: int) -> float:
-        least = max((self.high / most - self.low / most), 5e-324)
+        least = (self.high - self.low) / most
         if self.kind == "seconds" and 1 < least <= _SECONDS[-1]:
             return float(next(step for step in _SECONDS if step >= least))
         return _round(max(least, 1.0) if self.kind == "count" else least)
 
 
+def placed(value: float, kind: Kind = "number") -> bool:
+    """Whether it has a place on an axis: what is no number has none, nor what is beyond all measure."""
+    return math.isfinite(value) and abs(value) <= _HUGE and (kind != "log" or value >= 1 / _HUGE)
+
+
 def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
     """An axis on which all of them have a place. Without any: from 0 to 1."""
-    places = [value for value in values if math.isfinite(value) and (kind != "log" or value > 0)]
+    places = [value for value in values if placed(value, kind)]
     if not places:
         return Axis(0.1, 1.0, kind) if kind == "log" else Axis(0.0, 1.0, kind)
     low, high = min(places), max(places)
-    if high / 2 - low / 2 <= max(abs(low), abs(high)) * 1e-12:
+    if high - low <= max(max(abs(low), abs(high)) * 1e-12, 1 / _HUGE):
         if kind == "log":
-            return Axis(low / 2, min(high * 2, 1.7e308), kind)
-        room = abs(low) * 0.1 or 1.0
-        return Axis(low - room, min(high + room, 1.7e308), kind)
+            return Axis(low / 2, high * 2, kind)
+        room = max(abs(low), abs(high)) * 0.1
+        room = room if room > 1 / _HUGE else 1.0
+        return Axis(low - room, high + room, kind)
     return Axis(low, high, kind)
 
 
@@ -108,8 +115,6 @@ def _digits(step: float) -> int:
 def _round(least: float) -> float:
     """The next of 1, 2, 5, 10, … that is not smaller."""
     power = float(10.0 ** math.floor(math.log10(least)))
-    if not power:
-        return least
     return next((power * factor for factor in (1, 2, 5) if power * factor >= least * (1 - 1e-9)), power * 10)
 
 

@@ -16,7 +16,7 @@ class Entry:
     kind: Literal["fault", "stall", "preemption"]
     text: str
     ranks: tuple[int, ...] = ()
-    remedy: str = ""  # regroup, restart, stop
+    remedy: str = ""  # regroup, restart, stop; of a stall: fault
     seconds: float | None = None  # that it took until all went on; None: they did not, or it counts to the one before
     redone: int = 0  # steps that were made again
     step: int = -1  # the first that was committed after it; -1: not known
@@ -32,7 +32,7 @@ class Entry:
             done = {"regroup": "regrouped", "restart": "started all ranks again"}.get(self.remedy)
             return f"{done}, and no step was made since" if done else "it did not go on"
         if self.kind == "stall":
-            return "it went on by itself"
+            return "it ended by a fault" if self.remedy == "fault" else "it went on by itself"
         if self.remedy == "restart":
             return "all ranks were started again"
         again = "no step lost" if not self.redone else f"{self.redone} step{'s' * (self.redone > 1)} made again"
@@ -96,5 +96,6 @@ class Ledger:
         """It ended by a fault."""
         for index in self._open:
             if self.entries[index].kind == "stall":
-                self.entries[index] = replace(self.entries[index], seconds=max(0.0, when - self.entries[index].time))
+                stood = max(0.0, when - self.entries[index].time)
+                self.entries[index] = replace(self.entries[index], seconds=stood, remedy="fault")
         self._open = [index for index in self._open if self.entries[index].kind != "stall"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
+_NEVER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _VOID = frozenset(("meta", "br", "hr"))
 
 
@@ -15,8 +17,9 @@ class Html(str):
 
 
 def clean(text: str) -> str:
-    """Without control characters, which HTML does not know: a terminal's colours, a zero."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+    """Without what HTML does not know, or what makes it read other than it is: control characters, half letters, and
+    those that turn the direction of writing."""
+    return _NEVER.sub("�", text)
 
 
 def safe(child: str) -> str:

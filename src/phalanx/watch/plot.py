@@ -10,11 +10,10 @@ series in what was given, or AXIS.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.watch.axis import Axis, Kind, spanning
+from phalanx.watch.axis import Axis, Kind, placed, spanning
 
 AXIS = -1
 ASCII_DOTS = "*+xo#@%&"  # the series, in this order
@@ -158,7 +157,7 @@ def sign(style: int, *, ascii_only: bool = False) -> str:
 
 
 def _known(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in points if placed(x) and placed(y)]
 
 
 def _place(across: Axis, up: Axis, x: float, y: float) -> tuple[float, float] | None:

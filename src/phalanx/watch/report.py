@@ -27,6 +27,7 @@ _RANKS = 1024
 _TOLD = 500  # happenings
 _STACKS = 200_000  # letters of one stall
 _STALLS = 5
+_SLOW = 8  # sentences
 _LINKS = 200
 _LINE = 2000  # letters
 _STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
@@ -213,6 +214,7 @@ def _ran(account: Account, scene: Scene) -> Html:
             ("led by", account.host),
             ("began", figures.moment(account.started or scene.started)),
             ("ended", figures.moment(scene.ended) if scene.ended else ""),
+            ("start", _imports(scene)),
             ("folder", account.folder),
         ]
     )
@@ -230,7 +232,7 @@ def _ran(account: Account, scene: Scene) -> Html:
 
 
 def _fast(scene: Scene, course: Course) -> Html:
-    return facts(
+    told = facts(
         [
             ("steps/s", _known(course.rates.get("steps/s"), "median")),
             ("samples/s", _known(course.rates.get("samples/s"), "median, of all ranks")),
@@ -239,6 +241,17 @@ def _fast(scene: Scene, course: Course) -> Html:
             ("goodput", "" if course.goodput is None else f"{course.goodput:.1%} of the time since the first step"),
         ]
     )
+    slow = list(dict.fromkeys(one.text for one in scene.happenings if one.kind == "slow"))[-_SLOW:]
+    return joined([told, tag("ul", *(tag("li", masking.hidden(text)) for text in slow)) if slow else ""])
+
+
+def _imports(scene: Scene) -> str:
+    """What the first seconds went to."""
+    if scene.imports is None:
+        return ""
+    longest = max(scene.imports.imports.items(), key=lambda one: one[1], default=None)
+    most = f", {longest[0]} alone {seconds(longest[1])}" if longest else ""
+    return f"{scene.imports.way}: imports took {seconds(scene.imports.seconds)}{most}"
 
 
 def _charts(course: Course) -> list[Html]:
@@ -248,7 +261,8 @@ def _charts(course: Course) -> list[Html]:
         return [tag("p", "Nothing was measured: no step was seen, and no loss was told.")]
     parts = []
     for name in shown[:_CHARTS]:
-        chart = comparison.chart([course], name)
+        # how fast it was is a matter of time: a stall is not to be seen over steps
+        chart = comparison.chart([course], name, over="time" if name in comparison.RATES else "step")
         parts.append(tag("figure", Html(svg.picture([chart], alone=False))))
     if len(shown) > _CHARTS:
         parts.append(tag("p", f"Not drawn: {', '.join(shown[_CHARTS:][:100])}."))

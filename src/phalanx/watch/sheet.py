@@ -20,7 +20,7 @@ def style() -> str:
         ".tiles div{background:var(--box);border-radius:.5rem;padding:.5rem .9rem;min-width:5rem}"
         ".tiles b{display:block;font-size:1.2rem}"
         ".tiles span,.note,footer,figcaption{color:var(--soft);font-size:.85rem}"
-        "figure{margin:1rem 0}figure svg{width:100%;height:auto;display:block}"
+        "figure{margin:1rem 0;overflow-x:auto}figure svg{width:100%;min-width:32rem;height:auto;display:block}"
         ".wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;width:100%}"
         "th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}"
         ".number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape as _escaped
 
-from phalanx.watch.axis import Axis, Kind, spanning
+from phalanx.watch.axis import Axis, Kind, placed, spanning
 from phalanx.watch.plot import Series
 
 WIDTH, HEIGHT = 880, 260  # of a chart
@@ -106,7 +106,7 @@ def picture(
 
 
 def _chart(chart: Chart, top: int, width: int, height: int) -> str:
-    known = [(x, y) for one in chart.series for x, y in one.points if math.isfinite(x) and math.isfinite(y)]
+    known = [(x, y) for one in chart.series for x, y in one.points if placed(x) and placed(y)]
     heights = [*(y for _, y in known), *([0.0] if chart.zero else [])]
     field = _Field(
         spanning((x for x, _ in known), chart.over),

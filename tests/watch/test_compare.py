@@ -1,0 +1,145 @@
+"""`phalanx compare`: runs over each other, in the terminal, as a picture, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.contract import events
+from phalanx.contract.events import AnyEvent
+from phalanx.watch import simulation
+from phalanx.watch.comparison import Track
+from tests.watch.remains import START, home, left
+
+
+def compared(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    code = main(["compare", *args])
+    told = capsys.readouterr()
+    assert code == 0, told.err
+    return told.out
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """Of the table below the charts."""
+    table = out.rpartition("\n\n")[2] if "the picture" not in out else out.split("\n\n")[-2]
+    found = {}
+    for line in table.splitlines()[1:]:
+        name, *cells = [part.strip() for part in line.split("  ") if part.strip()]
+        found[name] = cells
+    return found
+
+
+def silent(seconds: int) -> Iterator[AnyEvent]:
+    """A run whose training tells nothing: it is only looked at."""
+    return (event for event in simulation.run(2, seconds) if not isinstance(event, events.Measured))
+
+
+def test_two_runs_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    left("short", simulation.run(2, 60))
+    left("long", simulation.run(4, 120, code=1), code=1, ranks=4)
+    out = compared(capsys, "short", "long")
+    for chart in ("loss over steps", "steps/s over steps", "samples/s over steps"):
+        assert chart in out
+    table = rows(out)
+    assert table["state"] == ["done", "failed (1)"]
+    assert table["steps"] == ["59", "119 (2.02x)"]
+    assert table["samples/s"] == ["122", "244 (2.00x)"]
+    assert table["faults"] == ["1", "1"]
+    assert table["time lost"] == ["0.3 s", "10 s"]  # of two ranks none stands still
+    assert float(table["lowest loss"][0]) <= float(table["final loss"][0])
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_over_time_and_another_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    left("one", simulation.run(2, 60))
+    left("two", simulation.run(2, 60))
+    out = compared(capsys, "one", "two", "one", "--metric", "accuracy", "--over", "time")
+    assert "accuracy over time" in out
+    assert {"final accuracy", "lowest accuracy", "highest accuracy"} <= rows(out).keys()
+    assert main(["compare", "one", "two", "--metric", "f1"]) == 2
+    assert "there is: accuracy, loss" in capsys.readouterr().err
+
+
+def test_without_a_loss_it_says_so_and_shows_how_fast_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    left("quiet", silent(60))
+    left("also", silent(60))
+    out = compared(capsys, "quiet", "also")
+    assert "no loss was measured in either of them" in out
+    assert "steps/s over steps" in out
+    left("loud", simulation.run(2, 60))
+    assert "quiet   (no loss was measured)" in compared(capsys, "quiet", "loud")
+
+
+def test_what_another_version_wrote_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    known = left("known", simulation.run(2, 60))
+    newer = left("newer", simulation.run(2, 60))
+    for name in ("events", "sights"):
+        path = Path(newer.folder) / f"{name}.jsonl"
+        strange = b'{"event":"teleported","time":1,"x":[]}\nnot even JSON\n'
+        path.write_bytes(strange + path.read_bytes() + b'{"event":"sight","time":')  # and it was cut off
+    table = rows(compared(capsys, known.folder, newer.folder))
+    assert table["steps"] == ["59", "59 (1.00x)"]
+
+
+def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    happened = [event for event in simulation.run(2, 20) if not isinstance(event, events.Measured | events.Sight)]
+    old = left("old", happened)
+    lines = [{"step": step, "epoch": 0, "time": START + step / 10, "loss": 10.0 / step} for step in range(1, 101)]
+    lines.append({"step": 101, "epoch": 0, "time": START + 10.1, "loss": "nan"})
+    (Path(old.folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1')
+    left("new", simulation.run(2, 20))
+    table = rows(compared(capsys, "old", "new"))
+    assert table["steps"][0] == "101"
+    assert table["final loss"][0] == "nan"
+    assert table["lowest loss"][0] == "0.1"
+    assert table["steps/s"][0] == "10"
+
+
+def test_steps_that_are_made_again_are_there_once() -> None:
+    track = Track("again")
+    for step in [*range(1, 11), *range(6, 16)]:
+        track.see(events.Measured(time=START + step, step=step, values={"loss": 1 / step}))
+    assert [step for step, _, _ in track.course().curves["loss"]] == list(range(1, 16))
+
+
+def test_a_picture_is_written_whole_and_over_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    left("one", simulation.run(2, 30))
+    left("two", simulation.run(2, 30))
+    path = tmp_path / "picture.svg"
+    for _ in range(2):  # one of ours is replaced
+        assert f"the picture: {path}" in compared(capsys, "one", "two", "--svg", str(path))
+    drawn = ElementTree.parse(path).getroot()
+    texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"loss", "one", "two", "steps/s"} <= texts
+    path.write_text("mine")
+    assert main(["compare", "one", "two", "--svg", str(path)]) == 2
+    assert "is no picture of phalanx" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    compared(capsys, "one", "two", "--svg", str(path), "-f")
+    assert path.read_text().startswith("<svg")
+    assert main(["compare", "one", "two", "--svg", str(tmp_path / "no" / "where.svg")]) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["picture.svg"]
+
+
+def test_json_has_curves_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    left("one", simulation.run(2, 60))
+    left("two", simulation.run(4, 60), ranks=4)
+    told = json.loads(compared(capsys, "one", "two", "--json"))
+    assert [run["run"] for run in told["runs"]] == ["one", "two"]
+    assert told["runs"][0]["curves"].keys() == {"loss", "steps/s", "samples/s"}
+    assert told["ratios"]["samples/s"] == [1.0, 2.0]
+    assert told["runs"][0]["faults"] == 1
+
+
+def test_who_is_not_known_or_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    left("one", simulation.run(2, 10))
+    assert main(["compare", "one", "nobody"]) == 2
+    assert "no run called nobody" in capsys.readouterr().err
+    assert main(["compare", "one", str(tmp_path)]) == 2
+    assert "it has no run.json" in capsys.readouterr().err
+    assert home().is_dir()
