@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.bench import panorama
 from phalanx.bench.fold import measure
-from phalanx.bench.looking import CASES, Cost, Seen, Window, costs, target
+from phalanx.bench.looking import CASES, Cost, Seen, Window, computing, costs, target, targets
 from phalanx.bench.panorama import Panorama, smooth
 from phalanx.bench.watch import main
 from phalanx.errors import OptionError
@@ -49,6 +49,17 @@ def test_the_promise(more: float, error: float, again: float, met: bool | None, 
     judged = target(Cost("short", 2, "page", 1.0, more, error), Cost("short", 2, "again", 1.0, again))
     assert judged.met is met
     assert evidence in judged.evidence
+
+
+def test_what_the_kernel_has_counted_is_certain() -> None:
+    off = Cost("short", 2, "off", supervisor=0.004)
+    screen = Cost("short", 2, "screen", supervisor=0.005, onlooker=0.012)
+    judged = computing(screen, off, cores=2)
+    assert judged.met
+    assert judged.evidence == "0.65% (screen 1.20% of a core, supervisor +0.10%)"
+    assert computing(screen, off, cores=1).met is False
+    assert computing(Cost("short", 2, "page", failure="it has ended"), off, cores=2).met is None
+    assert [judged.met for judged in targets([off, screen], cores=2)] == [True, True]
 
 
 def test_a_frame_that_takes_two_turns_has_missed_one() -> None:
@@ -103,5 +114,5 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     assert page["paint"] > 0
     assert len(page["frames"]) > 1
     assert [fold["ranks"] for fold in data["folds"]] == [8, 24]
-    assert len(data["targets"]) == 5
+    assert len(data["targets"]) == 7
     assert "24 ranks" in result.out

@@ -147,13 +147,13 @@ def costs(seen: Seen) -> list[Cost]:
     return found
 
 
-def targets(found: Sequence[Cost]) -> list[Target]:
+def targets(found: Sequence[Cost], cores: int) -> list[Target]:
     judged = []
     for cost in found:
         if cost.who not in ("screen", "page"):
             continue
-        again = next((other for other in found if (other.case, other.who) == (cost.case, "again")), None)
-        judged.append(target(cost, again))
+        others = {other.who: other for other in found if other.case == cost.case}
+        judged += [target(cost, others.get("again")), computing(cost, others["off"], cores)]
     return judged
 
 
@@ -162,13 +162,24 @@ def target(cost: Cost, again: Cost | None) -> Target:
     what = f"a step of {cost.milliseconds:.2f} ms, {ranks}, {cost.who}: at most {LIMIT:.0%} longer"
     if cost.failure:
         return Target(what, cost.failure, None)
-    text = f"{cost.more:+.2%} ± {cost.error:.2%}; {cost.who} {cost.onlooker:.2%} of a core"
+    text = f"{cost.more:+.2%} ± {cost.error:.2%}"
     if again is not None and abs(again.more) > LIMIT:
         text += f". But nobody, again, is {again.more:+.2%}: this machine is too busy to tell"
         return Target(what, text, None)
     if cost.error > LIMIT and cost.more - cost.error <= LIMIT:
         return Target(what, f"{text}. This machine is too busy to tell, or the rounds too few", None)
     return Target(what, text, cost.more <= LIMIT)
+
+
+def computing(cost: Cost, off: Cost, cores: int) -> Target:
+    """What the kernel has counted, which is certain. Where ranks leave no core free, it is what they go without."""
+    what = f"the same, {cost.who}: at most {LIMIT:.0%} of the {cores} cores"
+    if cost.failure:
+        return Target(what, cost.failure, None)
+    extra = cost.supervisor - off.supervisor
+    share = (cost.onlooker + extra) / cores
+    text = f"{share:.2%} ({cost.who} {cost.onlooker:.2%} of a core, supervisor {extra:+.2%})"
+    return Target(what, text, share <= LIMIT)
 
 
 def measured(cases: Sequence[Case], pace: Pace, inherited: Mapping[str, str]) -> list[Seen]:

@@ -51,7 +51,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     if "fold" in parts:
         folds = [fold.measure(ranks) for ranks in (8, options.ranks)]
     costs = [cost for one in seen for cost in looking.costs(one)]
-    judged = looking.targets(costs) + (panorama.targets(pages) if pages else [])
+    judged = looking.targets(costs, before.cores) + (panorama.targets(pages) if pages else [])
     data = {
         "benchmark": "watch",
         "machine": {**asdict(before), "load_after": os.getloadavg()},
