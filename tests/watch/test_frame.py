@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.contract import events
 from phalanx.watch import simulation
 from phalanx.watch.scene import Scene
-from phalanx.watch.screen import frame, text
+from phalanx.watch.screen import frame, picture, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.keys import Keys
 from phalanx.watch.screen.paint import Painter
@@ -206,3 +206,10 @@ def test_signs_by_locale() -> None:
     assert signs({"LANG": "de_DE.UTF-8"}) is UNICODE
     assert signs({"LANG": "de_DE.UTF-8", "LC_ALL": "C"}) is ASCII
     assert signs({}) is ASCII
+
+
+def test_a_picture_for_docs() -> None:
+    drawn = picture.svg(scene_of(8, 45))
+    assert drawn.startswith("<svg")
+    assert "train-simulated" in drawn
+    assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")

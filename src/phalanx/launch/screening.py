@@ -74,7 +74,7 @@ class Screening:
         asyncio.get_running_loop().remove_reader(self._handle)
         os.close(self._handle)
         code = self._process.wait()
-        if code < 0:  # it could not even tidy up
+        if code < 0 and attributes((0, 1)) != self._as_it_was:  # it could not tidy up
             from phalanx.watch.screen.terminal import LEAVE
 
             with contextlib.suppress(OSError):

@@ -160,6 +160,7 @@ def _pane(_: Scene, view: View, canvas: Canvas) -> list[Line]:
     if view.pane is None:
         return []
     view.pane_page = max(canvas.height - 1, 1)
+    view.pane.fit(canvas.width - 1)
     lines = view.pane.lines
     view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane_page))
     last = min(view.pane.top + view.pane_page, len(lines))
@@ -167,7 +168,7 @@ def _pane(_: Scene, view: View, canvas: Canvas) -> list[Line]:
     shown = lines[view.pane.top : last]
     return [
         _rule(view.pane.title, canvas, right=more),
-        *([(" " + text.cut(text.clean(line), canvas.width - 1, canvas.signs.dots), "")] for line in shown),
+        *([(f" {line}", "")] for line in shown),
     ]
 
 
@@ -193,6 +194,8 @@ def _bottom(scene: Scene, view: View, width: int) -> Line:
         return _said(view.word, "warn", width)
     if view.typed:
         return _said(f"rank {view.typed}", "bold", width)
+    if view.over and scene.ended is None:
+        return _said("nothing more is heard of the run; q leaves", "bold", width)
     if view.over:
         code = f", exit code {scene.code}" if scene.code is not None else ""
         return _said(f"the run has ended{code}; q leaves", "bold", width)

@@ -103,40 +103,39 @@ def _sum(columns: list[_Column]) -> int:
 
 
 def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
-    signs, place = canvas.signs, layout.place
-    mark = "chosen " if chosen else ""
+    signs = canvas.signs
     style = STYLES.get(view.health, "")
     plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "done") else ""
-    line: Line = [
-        (signs.chosen if chosen else " ", mark),
-        (signs.health.get(view.health, "?"), mark + style),
-        (" ", mark),
-    ]
+    line: Line = [(signs.chosen if chosen else " ", "bold"), (signs.health.get(view.health, "?"), style), (" ", "")]
     for column in layout.columns:
         cell = text.fit(column.cell(view), column.width, right=column.right, dots="")
-        line.append((cell + " ", mark + (style if column.title == "phase" else plain)))
+        if column.title == "rank":
+            line += [(cell, "chosen bold" if chosen else plain), (" ", "")]
+        else:
+            line.append((cell + " ", style if column.title == "phase" else plain))
     if layout.bar:
-        line += [(piece, mark + named) for piece, named in _bar(view, layout.bar, signs)]
-    if place:
+        line += _bar(view, layout.bar, signs)
+    if layout.place:
         where = text.clean(view.place)
         if view.silent >= 5:
             where = f"silent for {numbers.about(view.silent)}; {where}"
-        line.append((" " + text.cut(where, place, signs.dots), mark + "dim"))
-    return text.clip(line, canvas.width, fill=mark if chosen else None)
+        line.append((" " + text.cut(where, layout.place, signs.dots), "dim"))
+    return text.clip(line, canvas.width)
 
 
 def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
     """How it spends its time: each share a number of cells, so that all together fill the bar."""
     if view.health in ("dead", "done", "coming"):
         return [(signs.empty * cells, "dim")]
-    data = round(view.data * cells)
-    waiting = min(round(view.waiting * cells), cells - data)
-    compute = min(round(view.compute * cells), cells - data - waiting)
+    known = min(round((view.data + view.compute + view.waiting) * cells), cells)
+    data = min(round(view.data * cells), known)
+    waiting = min(round(view.waiting * cells), known - data)
+    compute = known - data - waiting
     return [
         (signs.data * data, "data"),
         (signs.compute * compute, "compute"),
         (signs.waiting * waiting, "wait"),
-        (signs.empty * (cells - data - compute - waiting), "dim"),
+        (signs.empty * (cells - known), "dim"),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.contract.events import Measured, Sight
 from phalanx.errors import PhalanxError
 from phalanx.watch.scene import Scene
-from phalanx.watch.screen import frame, text
+from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.hands import Hands
 from phalanx.watch.screen.keys import Keys
@@ -60,6 +60,7 @@ class Screen:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._went_wrong)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
         loop.add_signal_handler(signal.SIGINT, self._pressed, ["ctrl-c"])
@@ -90,8 +91,18 @@ class Screen:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failed = self._failed or task.exception()
+        if not task.cancelled():
+            self._fail(task.exception())
+
+    def _went_wrong(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError):  # a connection that has broken is told where it is read
+            self._fail(error)
+
+    def _fail(self, error: BaseException | None) -> None:
+        """What nobody has thought of ends the screen, and is told on a terminal that is as it was."""
+        if error is not None:
+            self._failed = self._failed or error
             self._left.set()
 
     # -- what comes
@@ -226,9 +237,9 @@ class Screen:
     async def _stacks(self, pane: Pane) -> None:
         try:
             found = await self._source.why()
-            pane.lines = told(found, self._view.rank)
+            pane.text = told(found, self._view.rank)
         except (PhalanxError, OSError) as error:
-            pane.lines = str(error).splitlines()
+            pane.text = str(error).splitlines()
         self._news.set()
 
     # -- when the terminal is somebody else's
@@ -279,4 +290,4 @@ def told(found: Because, first: int) -> list[str]:
     lines = found.report.splitlines()
     for rank in sorted(found.stacks, key=lambda rank: (rank != first, rank)):
         lines += ["", f"rank {rank}", *(f"  {line}" for line in found.stacks[rank].splitlines())]
-    return [text.clean(line) for line in lines]
+    return lines

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.watch.scene import Scene
+from phalanx.watch.screen import text
 from phalanx.watch.screen.tail import Tail
 from phalanx.watch.source import Stream
 
@@ -21,8 +22,15 @@ class Pane:
     """Text over the whole body: stacks, help."""
 
     title: str
-    lines: list[str]
+    text: list[str]
     top: int = 0
+    lines: list[str] = field(default_factory=list)  # of the text, as it fits
+    _fitting: tuple[int, int] = (0, 0)
+
+    def fit(self, width: int) -> None:
+        if self._fitting != (width, id(self.text)):
+            self._fitting = (width, id(self.text))
+            self.lines = [part for line in self.text for part in text.wrap(text.clean(line), width)]
 
 
 @dataclass
@@ -73,7 +81,7 @@ class View:
             return ""
         if key in ("q", "Q"):
             return "leave"
-        return self._act(key) or self._look(key, scene)
+        return self._act(key, scene) or self._look(key, scene)
 
     def _interrupted(self) -> Wish:
         """Of our own, it is enough to look away; the run's terminal is where one stops it."""
@@ -91,7 +99,7 @@ class View:
         self.question = "stopping" if key in ("y", "Y") else ""
         return "stop" if self.question else ""
 
-    def _act(self, key: str) -> Wish:
+    def _act(self, key: str, scene: Scene) -> Wish:
         if key not in ("x", "s", "d"):
             return ""
         if not self.able and key != "s":
@@ -99,7 +107,7 @@ class View:
             return ""
         if key == "x":
             if self.question == "stopping":
-                self.word = "it is being stopped already"
+                self.word = f"it is being stopped already; phalanx stop --now {scene.run} does not let it finish"
             else:
                 self.question = "stop"
             return ""
