@@ -359,6 +359,43 @@ def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
     play(work)
 
 
+def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(viewing, "_LOOK", 0.02)
+    folder = RunFolder(str(tmp_path))
+    record = RunRecord(
+        id="run",
+        pid=1,
+        pid_started=0,
+        command=["t.py"],
+        cwd="/",
+        folder=str(tmp_path),
+        world_size=1,
+        started=1.0,
+        host="elsewhere",
+    )
+    folder.record(record)
+    line = events.encode(events.Note(time=2.0, text="in two pieces"))
+
+    async def work() -> None:
+        folder.event(events.Note(time=1.0, text="one"))
+        source = viewing.of(record)
+        hearing = asyncio.create_task(heard(source))
+        with open(tmp_path / "events.jsonl", "ab", buffering=0) as file:
+            for piece in (line[:20], line[20:]):
+                await asyncio.sleep(0.1)
+                file.write(piece)
+        assert source.alive
+        folder.sight(events.Sight(time=3.0, seconds=1.0))
+        await asyncio.sleep(0.1)
+        folder.event(events.RunEnded(time=4.0, code=0, seconds=3.0))
+        folder.ended(0)
+        assert await hearing == ["one", "in two pieces", "S", "end"]
+        assert not source.alive
+
+    play(work)
+    folder.close()
+
+
 # -- what ranks have written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,4 +57,6 @@ def test_how_to_get_there() -> None:
         f"see {LINK}",
         "  from your own machine, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
     ]
+    here = said(Place(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
+    assert here.endswith(f"@{os.uname().nodename}")  # what it is called here would lead elsewhere from there
     assert "plain http" in said(Place("0.0.0.0"), ssh=True)

@@ -238,12 +238,14 @@ class Page:
         return told["result"].get("value")
 
     async def wait_for(self, expression: str, *, limit: float = 60.0) -> Any:
-        """Until it is true: what it is then."""
+        """Until it is true: what it is then, and of an element true."""
         end = time.monotonic() + limit
+        asked = f"Promise.resolve({expression}).then(found => [Boolean(found), found instanceof Node || found])"
         wrong = ""
         while time.monotonic() < end:
             try:
-                if value := await self.evaluate(expression):
+                true, value = await self.evaluate(asked)
+                if true:
                     return value
             except BrowserError as error:  # the page is just loading another, or what is asked for is not there yet
                 wrong = str(error)

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.sources.surroundings import environment
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _FILE = "page"  # in the run folder, for its owner alone: the address, and the key
 _LOG = "page.log"
 _MOST = 3  # times that a page's server is started: one that cannot live would be started for ever
-_BY_ITSELF = 2.0  # seconds for a child to tell the end of the run, and go
+_BY_ITSELF = 5.0  # seconds for a child to tell the end of the run, and go
 _POLITELY = 1.0  # seconds after SIGTERM
 
 
@@ -142,8 +143,9 @@ class Onlookers:
         if not self._plan.environ.get("SSH_CONNECTION"):
             return f"see {link}"
         gathering = self._plan.gathering
-        names = gathering.names if gathering is not None else ()
-        host = names[0] if names else f"{pwd.getpwuid(os.getuid()).pw_name}@{os.uname().nodename}"
+        host = gathering.names[0] if gathering is not None and gathering.names else "localhost"
+        if replace(where, host=host.rpartition("@")[2]).loopback:
+            host = f"{pwd.getpwuid(os.getuid()).pw_name}@{os.uname().nodename}"
         return f"see {link}\n  from your own machine, after: ssh -N -L {port}:127.0.0.1:{port} {host}"
 
     def _called(self) -> None:

@@ -14,7 +14,7 @@ import msgspec
 PART = 1 << 18  # bytes that are given at a time
 _READ = 1 << 22  # bytes that are read for it, at most
 FILES = ("events.jsonl", "sights.jsonl")
-SLACK = 5.0  # seconds by which an event may be older than one before it
+SLACK = 1.0  # seconds by which an event may be older than one before it
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,25 @@ def begin(folder: str, since: float | None = None) -> Cursor:
         except OSError:
             sizes.append(0)
     return Cursor(at=(0, 0), end=(sizes[0], sizes[1]), since=since - SLACK if since is not None else 0.0)
+
+
+def further(folder: str, before: tuple[int, int]) -> Cursor:
+    """For what has come since, in whole lines: whoever writes may be another machine."""
+    ends = [_line_end(os.path.join(folder, name), at) for name, at in zip(FILES, before, strict=True)]
+    return Cursor(at=before, end=(ends[0], ends[1]))
+
+
+def _line_end(path: str, at: int) -> int:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while size > at:
+            start = max(at, size - _READ)
+            file.seek(start)
+            last = file.read(size - start).rfind(b"\n")
+            if last >= 0:
+                return start + last + 1
+            size = start
+    return at
 
 
 def part(folder: str, cursor: Cursor) -> tuple[bytes, Cursor | None]:

@@ -7,6 +7,7 @@ import contextlib
 import glob
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -26,10 +27,14 @@ _PATIENCE = 20.0  # seconds for all nodes to say what they know
 _AGAIN = 0.2  # seconds between two tries to reach a supervisor
 _RECENT = 4096  # lines by which it is known what was given already
 _LONGEST = 1 << 26  # bytes of a line
+_LOOK = 1.0  # seconds between two looks at files that another machine writes
+_SILENCE = 600.0  # seconds in which it writes nothing: then nobody knows whether it still runs
 
 
 def of(run: RunRecord) -> Source:
-    return Living(run) if run.alive else Ended(run)
+    if run.alive:
+        return Living(run)
+    return Ended(run) if run.here or run.ended is not None else Afar(run)
 
 
 class Living:
@@ -93,6 +98,8 @@ class Living:
                         continue
                     with contextlib.suppress(msgspec.MsgspecError):  # of a supervisor of another version
                         event = events.decode(line)
+                        if isinstance(event, events.RunStarted) and self._since is not None:
+                            continue  # another node leads now, and tells how it began itself
                         if not early:
                             self._since = max(self._since or 0.0, event.time)
                         yield event
@@ -110,15 +117,21 @@ class Living:
         return True
 
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = logs.PART) -> LogPart:
+        if not self.alive:
+            return await Ended(self._record).log(rank, stream, start=start, size=size)
         said = await self._ask({"ask": "log", "rank": rank, "stream": stream, "start": start, "size": size})
         return LogPart(start=said["start"], end=said["end"], text=said["text"])
 
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+        if not self.alive:
+            return await Ended(self._record).search(text, ranks, most=most)
         wanted = None if ranks is None else list(ranks)
         said = await self._ask({"ask": "search", "text": text, "ranks": wanted, "most": most})
         return msgspec.convert(said["found"], list[Found])
 
     async def why(self) -> Because:
+        if not self.alive:
+            return await Ended(self._record).why()
         said = await self._ask({"ask": "why"})
         evidence = msgspec.convert(said["evidence"], Evidence)
         return Because(
@@ -128,9 +141,6 @@ class Living:
         )
 
     async def _ask(self, question: wire.Message) -> dict[str, Any]:
-        if not self.alive:
-            ended = Ended(self._record)
-            raise LaunchError(f"{ended.run} has ended", fix=f"phalanx watch {ended.run}")
         return await asyncio.to_thread(self._asked, question)
 
     def _asked(self, question: wire.Message) -> dict[str, Any]:
@@ -149,12 +159,14 @@ class Living:
 class Ended:
     """By what it has left behind: on this disk, of all nodes that wrote there."""
 
-    alive = False
-
     def __init__(self, run: RunRecord) -> None:
         self.run = run.id
         self._record = run
         self._folder = _whole(run.folder)
+
+    @property
+    def alive(self) -> bool:
+        return False
 
     async def events(self) -> AsyncIterator[AnyEvent]:
         since: float | None = None
@@ -211,6 +223,30 @@ class Ended:
             with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
                 return _stacks(msgspec.json.decode(file.read(), type=Evidence))
         return {}
+
+
+class Afar(Ended):
+    """On another machine, by files on a disk that is shared: a second late, and as long as anything is written."""
+
+    @property
+    def alive(self) -> bool:
+        return _now(self._record).ended is None
+
+    async def events(self) -> AsyncIterator[AnyEvent]:
+        end, heard = (0, 0), time.monotonic()
+        while time.monotonic() - heard < _SILENCE:
+            lives = await asyncio.to_thread(lambda: self.alive)
+            cursor: past.Cursor | None = await asyncio.to_thread(past.further, self._folder, end)
+            if cursor is not None and cursor.end != end:
+                end, heard = cursor.end, time.monotonic()
+            while cursor is not None:
+                lines, cursor = await asyncio.to_thread(past.part, self._folder, cursor)
+                for line in lines.splitlines():
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        yield events.decode(line)
+            if not lives:
+                return
+            await asyncio.sleep(_LOOK)
 
 
 def _stacks(evidence: Evidence) -> dict[int, str]:

@@ -27,16 +27,16 @@ from phalanx.watch.rate import Rate
 from phalanx.watch.story import KINDS, Happening, Story
 from phalanx.watch.waiting import Held, Tally
 
-__all__ = ["KINDS", "Happening", "Health", "RankView", "Scene", "State"]
+__all__ = ["KINDS", "SAMPLES", "STEPS", "Happening", "Health", "RankView", "Scene", "State"]
 
 State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "failed"]
 
+STEPS, SAMPLES = "steps/s", "samples/s"  # curves of our own
 _MOST_CURVES = 100  # a script may make up names all day
 _MOST_VERDICTS = 20
 _BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
 _SETTLED = 3.0  # seconds: faces that nobody has added to are all there are
 _AGAIN = 600.0  # seconds until the same rank is told to be slow once more
-STEPS, SAMPLES = "steps/s", "samples/s"  # curves of our own
 
 
 @dataclass
@@ -113,8 +113,9 @@ class Scene:
         return self.tally.held()
 
     def see(self, event: events.AnyEvent) -> None:
-        set_back = isinstance(event, events.Sight) and event.time < self.now - _BACK
-        self.now = event.time if set_back else max(self.now, event.time)
+        if isinstance(event, events.Sight) and event.time < self.now - _BACK:
+            self.now, self._troubled = event.time, -math.inf
+        self.now = max(self.now, event.time)
         match event:
             case events.Sight():
                 self._sight(event)
@@ -207,8 +208,7 @@ class Scene:
             self.samples = min(0.0, self.samples)
             for view in self.ranks.values():
                 view.samples = min(0.0, view.samples)
-        elif self.state == "running" and self.rate > 0:
-            self._usual = 1 / self.rate
+        self._usual = self._pace.each or self._measured_pace.each or self._usual
         if self.step >= 0:
             self._point(STEPS, self.step, now, self.rate)
             if self.samples >= 0:
@@ -242,7 +242,7 @@ class Scene:
         self._restless = self._restless or (before is not None and event.step < before.step and self.state == "running")
         self.total, self.epoch = event.total or self.total, event.epoch
         self._measured_pace.see(event.time, event.step)
-        if event.time >= self._troubled and (self.state != "recovering" and more):  # then it may have waited in a pipe
+        if more and event.time >= self._troubled and self.state != "recovering":  # then it may be from before
             self._goes_on(event.time)
         if not self._pace.marks:  # nobody sees its steps
             self.step, self.rate, self.samples = event.step, self._measured_pace.at(event.time), event.samples

@@ -1,8 +1,7 @@
 """The files of the page: as the server hands them out, and as one file, for a report.
 
-The scripts are modules that a browser loads as they are. In one file they stand behind each other, in the order of
-`SCRIPTS` (what is imported comes first), without their imports and exports: so no two of them may use the same name
-at the top.
+The scripts are modules that a browser loads as they are. In one file each is a function that gives what it exports,
+in the order of `SCRIPTS`: what is imported comes first.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ SCRIPTS = (
     "main.js",
 )
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
-_EXPORT = re.compile(r"^export ", re.MULTILINE)
+_IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) ([\w$]+))", re.MULTILINE)
 
 
 def names() -> tuple[str, ...]:
@@ -55,13 +54,21 @@ def kind(name: str) -> str:
 def inlined(run: str = "") -> str:
     """The page in one file. `run`: the JSON that it shows, {"whole": Update, "logs": {rank: {stdout, stderr}},
     "why": Because}; without it, it shows nothing."""
-    script = "\n".join(_IMPORT.sub("", _text(name)) for name in SCRIPTS)
-    script = f'<script>\n"use strict";\n(() => {{\n{_EXPORT.sub("", script)}}})();\n</script>'
+    script = "\n".join(map(_scoped, SCRIPTS))
+    script = f'<script>\n"use strict";\n(() => {{\n{script}\n}})();\n</script>'
     data = run.replace("<", "\\u003c")  # nothing in it ends the element that it is in
     page = _between(_text(INDEX), "links", f"<style>\n{_text('style.css')}</style>")
     return _between(
         page, "data", f'<script type="application/json" id="run">{data}</script>\n{script}' if run else script
     )
+
+
+def _scoped(name: str) -> str:
+    """A module as a function, so that its names stay its own."""
+    text = _IMPORT.sub(r"const \1 = module_\2;", _text(name))
+    exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
+    body = _EXPORT.sub(r"\1", text)
+    return f"const module_{name.removesuffix('.js')} = (() => {{\n{body}return {{ {exported} }};\n}})();"
 
 
 def _text(name: str) -> str:

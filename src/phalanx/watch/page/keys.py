@@ -32,6 +32,7 @@ def new(told: str = "") -> str:
 class Keys:
     key: str
     port: int
+    run: str = ""
 
     @property
     def cookie_name(self) -> str:
@@ -40,11 +41,13 @@ class Keys:
 
     @property
     def cookie(self) -> str:
-        """Not the key itself; and the same again when the server is another process."""
+        """Not the key itself, which may be that of many runs: of no use at another port, or once the run is over. But
+        the same again when the server is another process."""
         return self._derived("cookie")
 
     def _derived(self, what: str) -> str:
-        return hmac.new(self.key.encode(), f"phalanx page {what}".encode(), hashlib.sha256).hexdigest()
+        words = "\0".join(("phalanx page", what, str(self.port), self.run))
+        return hmac.new(self.key.encode(), words.encode(errors="replace"), hashlib.sha256).hexdigest()
 
     def opens(self, key: str) -> bool:
         return _same(key, self.key)

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ def serve(source: Source, at: str | None = None, fd: int | None = None, key: str
 
 async def _served(source: Source, where: Place, key: str, sock: socket.socket, *, stays: bool) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    page = Page(source, where, Keys(key, sock.getsockname()[1]))
+    page = Page(source, where, Keys(key, sock.getsockname()[1], source.run))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=_LAST)
@@ -132,6 +133,11 @@ class Page:
             return guard.refused(400, str(error))
         except PhalanxError as error:
             return guard.refused(503, str(error))
+        except ConnectionError:
+            raise  # it has gone
+        except Exception:  # of whoever may see everything
+            traceback.print_exc()
+            return guard.refused(500, "the page's server has made a mistake: what it says of it is on its stderr")
 
     async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "POST":

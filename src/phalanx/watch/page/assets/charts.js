@@ -55,7 +55,7 @@ export class Charts {
   }
 
   #make(name) {
-    const canvas = el("canvas", { role: "img" });
+    const canvas = el("canvas", { role: "img", "aria-label": name });
     const value = el("span", { class: "value" });
     const figure = el("figure", { "data-curve": name }, el("figcaption", {}, el("b", { text: name }), value), canvas);
     const seen = sight(figure, () => this.#ask());
@@ -148,7 +148,7 @@ export class Charts {
       if (!sign) continue;
       pen.fillStyle = colour(sign[1]);
       pen.textAlign = "center";
-      pen.fillRect(x(one.time) - 0.5, ABOVE, 1, HEIGHT - ABOVE - BELOW);
+      pen.fillRect(Math.round(x(one.time)), ABOVE, 1, HEIGHT - ABOVE - BELOW);
       pen.fillText(sign[0], x(one.time), ABOVE / 2);
     }
   }

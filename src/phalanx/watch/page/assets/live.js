@@ -20,12 +20,15 @@ export class Remote {
     await fetch("enter", { method: "POST", body: key, credentials: "same-origin", cache: "no-store" });
   }
 
-  // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "denied" | "ended"). `over`
-  // says whether the run has ended: then there is nothing to come back for.
+  // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "quiet" | "denied" | "ended").
+  // `over` says whether the run has ended: then there is nothing to come back for. Quiet: the server has nothing more to
+  // say, and no end was seen; whoever looked at the run was ended, or the run was killed.
   async follow(update, status, over) {
     let entered = false;
+    let quiet = false;
     for (let tries = 0; ; tries++) {
       let heard = false;
+      let last = false;
       try {
         if (!entered) await this.enter();
         entered = true;
@@ -33,8 +36,10 @@ export class Remote {
         if (answer.status === 401 || answer.status === 403) return status("denied");
         if (!answer.ok) throw new Error(`the server says ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
-          if (kind === "end") return status("ended"); // nothing more will come
-          if (!heard) status("open");
+          last = kind === "end";
+          if (last) break;
+          if (kind === "update") quiet = false;
+          if (!quiet) status("open");
           heard = true;
           update(JSON.parse(data), kind === "whole");
         }
@@ -43,8 +48,9 @@ export class Remote {
       }
       if (over()) return status("ended");
       if (heard) tries = 0;
-      status("lost");
-      await pause(PAUSES[Math.min(tries, PAUSES.length - 1)]);
+      quiet = last;
+      status(last ? "quiet" : "lost");
+      await pause(last ? PAUSES.at(-1) : PAUSES[Math.min(tries, PAUSES.length - 1)]);
     }
   }
 

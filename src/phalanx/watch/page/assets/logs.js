@@ -19,6 +19,7 @@ export class Logs {
   #length = 0; // characters
   #followed = true; // until somebody scrolls up
   #busy = false;
+  #view = 0; // which of all that were opened: what was asked for another one is not shown
   #seen;
   #turn = 0; // a search that is no longer wanted is not shown
 
@@ -62,6 +63,7 @@ export class Logs {
   #open(rank, stream, at) {
     this.#rank = rank;
     this.#stream = stream;
+    this.#view++;
     press($("stdout"), stream === "stdout");
     press($("stderr"), stream === "stderr");
     this.#box.replaceChildren();
@@ -77,11 +79,11 @@ export class Logs {
     if (this.#busy || this.#rank === null || !this.#seen.now || document.visibilityState !== "visible") return;
     if (this.#source.report && this.#end !== null && this.#length) return; // nothing more will come
     this.#busy = true;
-    const [rank, stream] = [this.#rank, this.#stream];
+    const [rank, stream, view] = [this.#rank, this.#stream, this.#view];
     let more = false;
     try {
       const part = await this.#source.log(rank, stream, this.#end);
-      if (rank === this.#rank && stream === this.#stream) {
+      if (view === this.#view) {
         more = this.#end !== null && part.text.length > 0 && part.end > this.#end;
         this.#add(part);
         this.#end = part.end;

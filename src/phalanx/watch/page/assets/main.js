@@ -101,6 +101,7 @@ function after(what) {
 }
 
 function status(now) {
+  if (now === phalanx.status && now === "open" && !model.ended) return; // at every update
   phalanx.status = now;
   const notice = $("notice");
   notice.dataset.status = model.ended ? "ended" : now;
@@ -108,15 +109,15 @@ function status(now) {
     $("view").hidden = true;
     $("door").hidden = false;
   }
-  if (now === "ended" && !model.ended) {
-    notice.textContent = "Nothing more is heard of this run. This is its last state.";
-  } else if (model.ended) {
+  if (model.ended) {
     const how = model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
   } else if (now === "lost") {
     notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
+  } else if (now === "quiet") {
+    notice.textContent = "Nothing more is heard of this run. This is its last state.";
   }
-  notice.hidden = !model.head || !(model.ended || now === "ended" || now === "lost");
+  notice.hidden = !model.head || !(model.ended || now === "quiet" || now === "lost");
 }
 
 // A new link in the same tab changes the fragment only: that alone loads nothing.

@@ -73,6 +73,6 @@ export class Stacks {
       ...(because.report ? [el("article", { class: "report" }, el("h3", { text: "report" }), el("pre", { text: because.report }))] : []),
     );
     const stacks = Object.keys(because.stacks ?? {}).length;
-    say($("stacks-note"), stacks ? `${stacks} ranks at ${groups.length} ${groups.length === 1 ? "place" : "places"}` : "no stacks");
+    say($("stacks-note"), stacks ? `${stacks} ${stacks === 1 ? "rank" : "ranks"} at ${groups.length} ${groups.length === 1 ? "place" : "places"}` : "no stacks");
   }
 }

@@ -294,9 +294,9 @@ export class Timeline {
     pen.textAlign = "center";
     for (const one of this.#model.told) {
       if (!MARKS[one.kind] || one.time < start || one.time > end) continue;
-      const at = x(one.time);
+      const at = Math.round(x(one.time)); // whole pixels are sharp
       pen.fillStyle = colour(MARKS[one.kind]);
-      pen.fillRect(at - 0.5, TOP, 1, height - TOP);
+      pen.fillRect(at, TOP, 1, height - TOP);
       pen.fillText(SIGNS[one.kind], at, TOP - 7);
     }
   }

@@ -1,0 +1,119 @@
+"""A run that a test makes up as it goes, on the real server of the page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from aiohttp import web
+
+from phalanx.bench.browser import Browser, Page
+from phalanx.contract.events import AnyEvent
+from phalanx.watch import simulation
+from phalanx.watch.page import place, server
+from phalanx.watch.page.keys import Keys
+from phalanx.watch.source import Because, Found, LogPart, Stream
+
+KEY = "k" * 43
+
+
+class Made:
+    """A Source: what is told to it has happened."""
+
+    alive = True
+
+    def __init__(self, ranks: int = 4, run: str = "train-simulated") -> None:
+        self.run = run
+        self.ranks = ranks
+        self.said: dict[tuple[int, Stream], str] = {}
+        self.because = Because(report="")
+        self.asked: list[str] = []
+        self._past: list[AnyEvent] = []
+        self._news = asyncio.Event()
+
+    async def tell(self, *events: AnyEvent) -> None:
+        self._past += events
+        self._news.set()
+        await asyncio.sleep(0)
+
+    async def seconds(self, first: int, last: int | None = None, *, ago: float = 0.0) -> None:
+        """Of the simulation, up to now, or so long ago."""
+        last = first if last is None else last
+        for number in range(first, last + 1):
+            await self.tell(*simulation.second(number, self.ranks, now=time.time() - ago - (last - number)))
+
+    async def events(self) -> AsyncIterator[AnyEvent]:
+        told = 0
+        while True:
+            while told < len(self._past):
+                yield self._past[told]
+                told += 1
+            self._news.clear()
+            await self._news.wait()
+
+    async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
+        self.asked.append(f"log {rank} {stream} {start}")
+        data = self.said.get((rank, stream), "").encode()
+        first = max(0, len(data) - size) if start is None else min(start, len(data))
+        part = data[first : first + size]
+        return LogPart(start=first, end=first + len(part), text=part.decode())
+
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+        self.asked.append(f"search {text} {ranks}")
+        return [
+            Found(rank=rank, stream=stream, at=0, line=line)
+            for (rank, stream), said in self.said.items()
+            for line in said.splitlines()
+            if text in line and (ranks is None or rank in ranks)
+        ][:most]
+
+    async def why(self) -> Because:
+        self.asked.append("why")
+        return self.because
+
+
+async def begun(ranks: int = 4, **options: str) -> Made:
+    """All are there, and nothing has been done yet."""
+    made = Made(ranks, **options)
+    await made.tell(*simulation.begin(ranks, now=time.time() - 60))
+    return made
+
+
+@contextlib.asynccontextmanager
+async def served(source: Made, port: int = 0) -> AsyncIterator[str]:
+    """Gives the address without the key."""
+    where = place.parse(f"127.0.0.1:{port}")
+    sock = place.listen(where)
+    page = server.Page(source, where, Keys(KEY, sock.getsockname()[1]))
+    runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=0.1)
+    await runner.setup()
+    following = asyncio.create_task(page.crowd.follow())
+    try:
+        await web.SockSite(runner, sock).start()
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
+    finally:
+        await runner.cleanup()  # at first: so the browser hears nothing, as when the process was killed
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def looked_at(chromium: Browser, source: Made, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
+    """The page of it, once all ranks are to be seen. It must make no error."""
+    async with served(source) as address, opened(chromium, address + "#" + KEY, width=width, height=height) as page:
+        await page.wait_for("window.phalanx?.firstPaint && document.querySelector('.row.rank')")
+        yield page
+        assert page.errors == []
+
+
+@contextlib.asynccontextmanager
+async def opened(chromium: Browser, url: str, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
+    page = await chromium.page(width=width, height=height)
+    try:
+        await page.prefer(reduced_motion="reduce")  # so that what is pressed stays where it is
+        await page.goto(url)
+        yield page
+    finally:
+        await page.close()
