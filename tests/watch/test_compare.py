@@ -100,6 +100,19 @@ def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str])
     assert table["steps/s"][0] == "10"
 
 
+def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sights say one a second; what a training writes has all of them."""
+    run = left("short", simulation.run(2, 10))
+    lines = [
+        {"step": step, "epoch": 0, "time": START + 2 + step / 20, "loss": 10.0 / (step + 1)} for step in range(200)
+    ]
+    (Path(run.folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = json.loads(compared(capsys, "short", "--json"))["runs"][0]
+    assert [point[0] for point in told["curves"]["loss"]] == list(range(200))
+    assert told["final"] == 10.0 / 200
+    assert told["rates"]["samples/s"] == 122.0
+
+
 def test_steps_that_are_made_again_are_there_once() -> None:
     track = Track("again")
     for step in [*range(1, 11), *range(6, 16)]:

@@ -7,10 +7,8 @@ It goes for a run that lives as well: then it is what has happened so far.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import glob
-import itertools
 import json
 import math
 import os
@@ -21,12 +19,11 @@ from typing import Any
 import msgspec
 
 from phalanx.contract import events
-from phalanx.diagnose.verdict import Verdict
-from phalanx.launch import viewing
 from phalanx.launch.runfolder import RunRecord
 
 METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
 _OURS = frozenset(("step", "epoch", "time"))
+_MOST = 1 << 24  # bytes of it; of a training that has written more, the sights say enough
 _STACKS = 1 << 18  # bytes of one stall
 _END = 1 << 18  # bytes of a file that are worth reading when only its end is asked for
 
@@ -46,31 +43,52 @@ def leading(record: RunRecord) -> RunRecord:
 
 def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
     """As far as it can be read: what another version has written, or was cut off, is left out."""
+    import asyncio  # whoever only wants the end of it does not wait for this, nor for what reads it all
+
     asyncio.run(_read(record, see))
 
 
 async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
-    metrics = iter(()) if _is_told(record.folder) else _metrics(os.path.join(record.folder, METRICS))
+    """What a training has written itself has every step, and sights one a second: where it is there, it is taken."""
+    from phalanx.launch import past, viewing
+
+    told = list(_told(os.path.join(record.folder, past.FILES[1])))
+    path = os.path.join(record.folder, METRICS)
+    metrics = _metrics(path, told) if not told or _size(path) <= _MOST else iter(())
     own = next(metrics, None)
+    doubled = own is not None
     async for event in viewing.Ended(record).events():
         while own is not None and own.time <= event.time:
             see(own)
             own = next(metrics, None)
-        see(event)
+        if not (doubled and isinstance(event, events.Measured)):
+            see(event)
     while own is not None:
         see(own)
         own = next(metrics, None)
 
 
-def _is_told(folder: str) -> bool:
-    """Whether what was measured is among the sights. In a run of before it is only in the training's own file."""
-    with contextlib.suppress(OSError), open(os.path.join(folder, "sights.jsonl"), "rb") as file:
-        return any(line.startswith(b'{"event":"measured"') for line in itertools.islice(file, 100))
-    return False
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.path.getsize(path)
+    return 0
+
+
+def _told(path: str) -> Iterator[events.Measured]:
+    """What was measured, among the sights."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for line in file:
+            if line.startswith(b'{"event":"measured"'):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    event = events.decode(line)
+                    if isinstance(event, events.Measured):
+                        yield event
 
 
 def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
     """Each time that nothing went on: the verdicts, with what shows them, and the stacks of all ranks."""
+    from phalanx.diagnose.verdict import Verdict
+
     for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json")), key=_stall):
         texts: list[str] = []
         with contextlib.suppress(OSError, msgspec.MsgspecError), open(path, "rb") as file:
@@ -97,12 +115,19 @@ def _stall(path: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _metrics(path: str) -> Iterator[events.Measured]:
-    """What a training has written itself, as if it had been measured."""
+def _metrics(path: str, told: list[events.Measured]) -> Iterator[events.Measured]:
+    """What a training has written itself, as if it had been measured; with what else was told of it."""
+    more = {event.step: event for event in told}
+    last: events.Measured | None = None
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
-            if (found := measured(line)) is not None:
-                yield found
+            found = measured(line)
+            if found is None:
+                continue
+            last = more.get(found.step, last)
+            if last is not None:
+                found = msgspec.structs.replace(found, total=last.total, samples=last.samples)
+            yield found
 
 
 def measured(line: bytes) -> events.Measured | None:

@@ -65,8 +65,7 @@ def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
         if kind == "log":
             return Axis(low / 2, high * 2, kind)
         room = max(abs(low), abs(high)) * 0.1
-        room = room if room > 1 / _HUGE else 1.0
-        return Axis(low - room, high + room, kind)
+        return Axis(low - room, high + room, kind) if room > 1 / _HUGE else Axis(min(low, 0.0), 1.0, kind)
     return Axis(low, high, kind)
 
 

@@ -23,8 +23,9 @@ from phalanx.watch.svg import Chart, Mark
 
 Over = Literal["step", "time"]
 RATES = ("steps/s", "samples/s")
-_APART = 0.25  # seconds
+_APART = 0.05  # seconds
 _MARKS = 200
+_FEW = 5  # points that make a curve
 _LOW = ("loss", "error", "perplexity", "nll")  # of such the lowest is the best, of others who knows
 
 
@@ -41,7 +42,7 @@ class Course:
     final: float | None  # of the metric; NaN: it was none in the end; None: it was never measured
     lowest: float | None
     highest: float | None
-    rates: dict[str, float]  # medians of RATES, as far as they are known
+    rates: dict[str, float]  # medians of RATES while it went on, as far as they are known
     faults: int
     lost: float  # seconds
     goodput: float | None  # None: nothing is known of its steps
@@ -121,8 +122,10 @@ class Track:
         known = tuple(name for name in scene.curves if name not in RATES)
         curves = {name: _onward(scene.curves[name], start, again=False) for name in known}
         for name in RATES:
-            curve = scene.curves.get(name) or (self._rates if name == "steps/s" else None)
-            if curve is not None and curve.points:
+            curve = scene.curves.get(name, Curve())
+            if name == "steps/s" and sum(value > 0 for _, _, value in curve.points) < _FEW:
+                curve = self._rates if self._rates.points else curve  # it was over before it was looked at
+            if curve.points:
                 curves[name] = _onward(curve, start, again=True)
         return Course(
             run=self._run,
@@ -134,7 +137,7 @@ class Track:
             final=self._final,
             lowest=self._lowest if math.isfinite(self._lowest) else None,
             highest=self._highest if math.isfinite(self._highest) else None,
-            rates={name: median(value for _, _, value in curves[name]) for name in RATES if name in curves},
+            rates={name: _usual(curves[name]) for name in RATES if name in curves},
             faults=self._faults,
             lost=scene.lost,
             goodput=scene.goodput if self._looked else None,
@@ -142,6 +145,11 @@ class Track:
             marks=tuple(self._marks),
             known=known,
         )
+
+
+def _usual(points: Sequence[tuple[int, float, float]]) -> float:
+    """While it went on: what stands still is told elsewhere."""
+    return median([value for _, _, value in points if value > 0] or [0.0])
 
 
 def _onward(curve: Curve, start: float, *, again: bool) -> list[tuple[int, float, float]]:
@@ -220,7 +228,7 @@ def _numbers(values: Sequence[float | None], *, whole: bool = False) -> list[Cel
 
 
 def _told(value: float) -> str:
-    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 or not value else number(value)
+    return f"{value:.4g}" if abs(value) < 1e4 else number(value)
 
 
 def _ratios(values: Sequence[float | None], texts: Sequence[str]) -> list[Cell]:

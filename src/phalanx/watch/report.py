@@ -106,7 +106,7 @@ def html(account: Account, scene: Scene, course: Course, ledger: Ledger, *, page
 
 def _closer(page: str) -> list[Html]:
     """In a frame that may run its script, and nothing else: it is nobody there, and has no way out."""
-    note = "The page that `phalanx run` shows, as it was in the end: ranks, curves, phases, logs. It needs JavaScript."
+    note = "The page of the run as it was in the end: ranks, curves, phases, logs. This part needs JavaScript."
     inside = escape(page)  # as it is, to the letter: its script is known by its digest
     frame = f'<iframe sandbox="allow-scripts" title="the run, to look at closer" srcdoc="{inside}"></iframe>'
     return [tag("p", note, class_="note"), Html(frame)]
@@ -315,7 +315,7 @@ def _timeline(scene: Scene, course: Course, ledger: Ledger) -> list[Html]:
     if phases := timeline.ranks(views):
         shown = min(len(views), timeline.MOST)
         some = f"; the first {shown} of {len(views)} ranks" if shown < len(views) else ""
-        title = f"What each rank was at, in the last {timeline.SECONDS:.0f} s that were seen{some}"
+        title = f"What each rank was at in the end{some}"
         parts.append(tag("figure", tag("figcaption", title), Html(phases)))
     told = [
         tag("li", tag("time", figures.clock(one.time)), " ", tag("b", one.kind), " ", masking.hidden(plain(one.text)))
