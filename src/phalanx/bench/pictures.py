@@ -9,17 +9,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.bench import browser, panorama, still
+from phalanx.bench import browser, panorama
 from phalanx.bench.browser import Page
 from phalanx.bench.pretended import Pretended
 from phalanx.watch import simulation
 from phalanx.watch.scene import Scene
-from phalanx.watch.screen import frame
-from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.signs import UNICODE
+from phalanx.watch.screen import picture
 from phalanx.watch.screen.view import View
 
-_SCREEN = (110, 34)  # columns, lines
 # Until all is drawn: what has come into sight is told a frame later, and drawn in the next.
 _FRAMES = """new Promise(done => {
     let left = 10;
@@ -69,25 +66,24 @@ async def _screen(file: str) -> None:
             scene.see(event)
     view.tail.turn(view.rank, view.stream)
     await view.tail.read(Pretended(ranks, second, live=False))
-    lines = frame.draw(scene, view, Canvas(*_SCREEN, UNICODE), scene.now)
     with open(file, "w") as output:
-        output.write(still.picture(lines, _SCREEN[0]))
+        output.write(picture.svg(scene, view))
     _told(file)
 
 
 async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
     async with browser.started() as chromium:
-        for picture in PICTURES:
-            async with panorama.served(picture.ranks, picture.second, inherited, live=False) as link:
-                page = await chromium.page(width=picture.width, height=picture.height)
-                await page.size(picture.width, picture.height, mobile=picture.phone, scale=picture.scale)
-                await page.prefer(color_scheme="dark" if picture.dark else "light", reduced_motion="reduce")
+        for each in PICTURES:
+            async with panorama.served(each.ranks, each.second, inherited, live=False) as link:
+                page = await chromium.page(width=each.width, height=each.height)
+                await page.size(each.width, each.height, mobile=each.phone, scale=each.scale)
+                await page.prefer(color_scheme="dark" if each.dark else "light", reduced_motion="reduce")
                 await page.goto(link)
                 await page.wait_for(panorama.PAINTED)
-                for key in picture.keys:
+                for key in each.keys:
                     await page.press(key)
-                file = os.path.join(folder, picture.name)
-                await _shot(page, picture.part, file)
+                file = os.path.join(folder, each.name)
+                await _shot(page, each.part, file)
                 await page.close()
             _told(file)
 
