@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from phalanx.bench import contenders, machine, stall, step
 from phalanx.bench.contenders import CONTENDERS
+from phalanx.bench.pairs import Pairs, more
 from phalanx.bench.results import Target
 from phalanx.errors import OptionError
 
@@ -41,22 +41,11 @@ class Cost:
     failure: str = ""
 
 
-Pairs = Sequence[tuple[float, float]]  # with the witness, without
-
-
 def cost(ranks: int, pairs: Pairs, computing: Pairs, used: Sequence[float]) -> Cost:
+    """Pairs: with the witness, without."""
     alone = statistics.median(alone for _, alone in pairs) * 1000
-    numbers = (*_more(pairs), *_more(computing), round(statistics.median(used), 5))
+    numbers = (*more(pairs), *more(computing), round(statistics.median(used), 5))
     return Cost(ranks, round(alone, 4), *numbers)
-
-
-def _more(pairs: Pairs) -> tuple[float, float]:
-    """By how much, and what that may be off by."""
-    ratios = sorted(watched / alone for watched, alone in pairs)
-    low, high = ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]
-    # A median's standard error, twice; the quartiles stand for the spread, for outliers are many.
-    error = 2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(ratios))
-    return round(statistics.median(ratios) - 1, 5), round(error, 5)
 
 
 def target(found: Cost) -> Target:

@@ -17,6 +17,7 @@ QUESTIONS = {
     "checkpoint": "for how long training stands still for a checkpoint",
     "recover": "what a dead rank costs: from the kill to the next committed step, goodput, many in a row",
     "explain": "what it costs to be watched, and how soon who is wrong is named",
+    "watch": "what it costs to be looked at, and how soon a page of many ranks shows something",
 }
 
 

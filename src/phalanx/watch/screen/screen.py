@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from phalanx.contract.events import Measured, Sight
 from phalanx.errors import PhalanxError
 from phalanx.watch.scene import Scene
 from phalanx.watch.screen import frame
@@ -23,9 +24,9 @@ from phalanx.watch.screen.terminal import Terminal
 from phalanx.watch.screen.view import Pane, View
 from phalanx.watch.source import Because, Source
 
-_PAUSE = 0.2  # seconds between two frames, at least
+_PAUSE = 1.0  # seconds between two frames that nobody has asked for: each takes time from ranks that have all cores
 _AT_ONCE = 0.03  # where somebody has typed
-_LOOK = 0.5  # seconds between two looks at the log
+_LOOK = 1.0  # seconds between two looks at the log
 _ESCAPE = 0.05  # seconds after which an escape was the key itself
 _LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
 _TYPING = 1.5  # seconds between two digits of a number
@@ -114,6 +115,8 @@ class Screen:
             async for event in self._source.events():
                 self._scene.see(event)
                 self._news.set()
+                if not isinstance(event, Sight | Measured):  # something has happened
+                    self._hurry.set()
                 seen += 1
                 if seen % _HEED == 0:
                     await asyncio.sleep(0)

@@ -1,0 +1,110 @@
+"""Pictures of the page and of the screen, for the documentation: of a simulated run that has seen a lot."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.bench import browser, panorama
+from phalanx.bench.browser import Page
+from phalanx.bench.pretended import Pretended
+from phalanx.watch import simulation
+from phalanx.watch.scene import Scene
+from phalanx.watch.screen import picture
+from phalanx.watch.screen.view import View
+
+# Until all is drawn: what has come into sight is told a frame later, and drawn in the next.
+_FRAMES = """new Promise(done => {
+    let left = 10;
+    const frame = () => left-- ? requestAnimationFrame(frame) : done();
+    frame();
+})"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Of the page, when the simulated run (watch/simulation.py) is so old."""
+
+    name: str
+    ranks: int
+    second: int
+    width: int = 1280
+    height: int = 1000
+    scale: float = 1.0
+    dark: bool = False
+    phone: bool = False
+    keys: str = ""  # pressed before
+    part: str = ""  # of the page; else what fits
+
+
+PICTURES = (
+    Picture("page.png", 16, 90),
+    Picture("page-dark.png", 16, 46, dark=True),
+    Picture("phone.png", 8, 46, width=390, height=844, scale=1.5, phone=True),
+    Picture("timeline.png", 16, 60, part="#timeline"),
+)
+
+
+def take(folder: str, inherited: Mapping[str, str]) -> int:
+    os.makedirs(folder, exist_ok=True)
+    asyncio.run(_screen(os.path.join(folder, "screen.svg")))
+    asyncio.run(_pages(folder, inherited))
+    return 0
+
+
+async def _screen(file: str) -> None:
+    ranks, second, start = 16, 46, 1.7e9
+    scene, view = Scene(), View(able=True, rank=2)
+    for event in simulation.begin(ranks, now=start):
+        scene.see(event)
+    for number in range(second):
+        for event in simulation.second(number, ranks, now=start + 2 + number):
+            scene.see(event)
+    view.tail.turn(view.rank, view.stream)
+    await view.tail.read(Pretended(ranks, second, live=False))
+    with open(file, "w") as output:
+        output.write(picture.svg(scene, view))
+    _told(file)
+
+
+async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
+    async with browser.started() as chromium:
+        for each in PICTURES:
+            async with panorama.served(each.ranks, each.second, inherited, live=False) as link:
+                page = await chromium.page(width=each.width, height=each.height)
+                await page.size(each.width, each.height, mobile=each.phone, scale=each.scale)
+                await page.prefer(color_scheme="dark" if each.dark else "light", reduced_motion="reduce")
+                await page.goto(link)
+                await page.wait_for(panorama.PAINTED)
+                for key in each.keys:
+                    await page.press(key)
+                file = os.path.join(folder, each.name)
+                await _shot(page, each.part, file)
+                await page.close()
+            _told(file)
+
+
+async def _shot(page: Page, part: str, file: str) -> None:
+    if part:  # what is not in sight is not drawn
+        await page.evaluate(
+            f"document.querySelector('{part}').scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
+    await page.evaluate(_FRAMES)
+    if not part:
+        return await page.screenshot(file)
+    box = await page.evaluate(
+        f"(() => {{ const box = document.querySelector('{part}').getBoundingClientRect();"
+        " return {x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}; })()"
+    )
+    told = await page.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box)
+    with open(file, "wb") as output:
+        output.write(base64.b64decode(told["data"]))
+    return None
+
+
+def _told(file: str) -> None:
+    sys.stderr.write(f"{file}: {os.path.getsize(file) / 1000:.0f} kB\n")
