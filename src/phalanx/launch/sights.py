@@ -96,6 +96,7 @@ class Sights:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        await self._measures.end()
 
     def measured(self, message: words.Measured) -> None:
         """By rank 0, which is here."""
@@ -106,8 +107,10 @@ class Sights:
         """The attempt is over here, and its pages are about to go."""
         with contextlib.suppress(Exception):
             self._look(int(self._wall() * TICKS), last=True)
-            self._measures.concluded()
+        with contextlib.suppress(Exception):
+            self._measures.concluded(self._supervisor.attempt)
         self._over = self._supervisor.attempt
+        self._heard.clear()  # the others have ended before, and tell of the next one from now on
 
     # -- of this node
 
@@ -137,7 +140,8 @@ class Sights:
                 self._publish(last=last)
         else:
             self._post.send("sight", 0, _encoder.encode(own))
-        self._measures.look(attempt)
+        if not last:
+            self._measures.look(attempt)
 
     # -- of all
 

@@ -18,6 +18,7 @@ _PHASES = {letter: name for name, letter in LETTERS.items()}
 _PHASES |= {letter.upper(): name for letter, name in _PHASES.items()}
 _COMING = ("import", "join")
 _SILENT = 5.0  # seconds
+_BLIND = 5.0  # seconds without a letter: it is a program that nobody can look into
 _WAITING = 0.8  # of its time, and still: it does nothing else
 
 
@@ -48,6 +49,7 @@ class RankView:
     debugged: bool = False
     seen: float = 0.0  # when it was last looked at
     _ended: float = 0.0
+    _blind: float = 0.0  # seconds that it has been there, and no letter was seen yet; -1: one was
     _pace: Rate = field(default_factory=Rate)
     _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since its last step
 
@@ -56,7 +58,7 @@ class RankView:
         if pid != self.pid or self.gone:
             self.pid, self.code, self.gone, self.debugged = pid, None, False, False
             self.phase, self.silent, self.rate, self.seen = "import", 0.0, 0.0, 0.0
-            self._pace, self._spent = Rate(), (0.0, 0.0, 0.0)
+            self._pace, self._spent, self._blind = Rate(), (0.0, 0.0, 0.0), 0.0
 
     def sits(self, face: Face) -> None:
         self.node, self.host, self.device = face.node, face.host, face.device
@@ -76,6 +78,11 @@ class RankView:
         self.strip.add(now, phases)
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
+        if last:
+            self._blind = -1.0
+        elif self._blind >= 0 and phases:
+            self._blind += seconds
+            self.phase = "idle" if self._blind >= _BLIND else self.phase
         if glance.state in ("X", "E"):
             self.step = glance.step if glance.step >= 0 else self.step
             self.ended(now, self.code if glance.state == "X" else 0)

@@ -359,6 +359,7 @@ class Scene:
                 self._trouble("recovering", event.time)
             case events.Recovered():
                 self.generation = max(self.generation, event.generation)
+                self._measured = None  # steps may be done again
                 self.losses.told(event.seconds)
                 self.losses.add(max(0, event.redone) * self._usual)
                 self.verdicts.clear()
