@@ -399,6 +399,14 @@ def test_verdicts_stand_until_it_goes_on() -> None:
     assert [one.text for one in scene.verdicts] == [VERDICT.text], "nothing went on when it ended"
 
 
+def test_a_process_has_one_rank() -> None:
+    """Node 1 of three is lost, and the run ends right after."""
+    faces = [Face(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
+    scene = told(*started(1), events.Faces(time=2, ranks=tuple(faces)), sight(2, 1, 1, 1), FAULT)
+    scene.see(events.Faces(time=11, ranks=(faces[0], Face(rank=1, node=2, host="host2", pid=7))))
+    assert (list(scene.ranks), scene.world_size) == ([0, 1], 2)
+
+
 def test_steps_that_are_done_again_stand_where_they_are() -> None:
     scene = told(*started(), sight(10, 50, 50), events.Measured(time=10, step=50, values={"loss": 1.0}), FAULT)
     scene.see(events.Recovered(time=11, generation=1, seconds=0.6, step=41, redone=10))

@@ -178,7 +178,7 @@ class Sights:
             theirs = frozenset(members.get(member, ()))  # what it told may be of ranks that are another's by now
             faces += [face for face in heard.seen.faces if face.rank in theirs]
             ranks += [glance for glance in _brought_up(heard, own.tick, now) if glance.rank in theirs]
-        self._introduce(tuple(sorted(faces, key=lambda face: face.rank)))
+        self._introduce(tuple(sorted(faces, key=lambda face: face.rank)), own.tick / TICKS)
         ranks.sort(key=lambda glance: glance.rank)
         counts = [glance.samples for glance in ranks if glance.state not in ("X", "E")]
         self._measures.samples = round(sum(counts), 1) if counts and min(counts) >= 0 else -1.0
@@ -193,11 +193,12 @@ class Sights:
         size = self._folder.sight(sight, kept=kept)
         self._thinning.written += size if kept else 0
 
-    def _introduce(self, faces: tuple[Face, ...]) -> None:
+    def _introduce(self, faces: tuple[Face, ...], when: float) -> None:
+        """`when`: of the sight that follows, so that whoever reads both files later hears of them before it, too."""
         if faces == self._faces:
             return
         self._faces = faces
-        self._folder.event(events.Faces(time=time.time(), ranks=faces))
+        self._folder.event(events.Faces(time=when, ranks=faces))
         hosts = frozenset(face.host for face in faces)
         if len(hosts) > 1 and hosts != self._hosts:
             self._hosts = hosts

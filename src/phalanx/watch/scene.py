@@ -267,7 +267,11 @@ class Scene:
         if not event.ranks:  # between two attempts: they will be back
             return
         self._present = {face.rank for face in event.ranks}
-        self.world_size = max(self.world_size, len(self._present))
+        known = {(face.host, face.pid) for face in event.ranks}
+        moved = [r for r in self.ranks.keys() - self._present if (self.ranks[r].host, self.ranks[r].pid) in known]
+        for rank in moved:  # its process has another rank now
+            del self.ranks[rank]
+        self.world_size = len(self._present) if moved else max(self.world_size, len(self._present))
         for face in event.ranks:
             self._view(face.rank).sits(face)
         self._faced = event.time
