@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phalanx.cli import compare, document
+from phalanx.cli import choice, document
 from phalanx.contract import events
 from phalanx.launch import postmortem, recollection, viewing
 from phalanx.launch.runfolder import RunRecord
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
     parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
     options = parser.parse_args(argv)
-    record = compare.record_of(options.run, verb="report")
+    record = recollection.leading(choice.any_run(options.run, verb="report"))
     text = made(record, with_logs=not options.no_logs)
     if options.output == "-":
         sys.stdout.write(text)
