@@ -69,7 +69,7 @@ def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
         glass.until("rank 0 stdout line 199")
 
         glass.type("f")
-        text = glass.until("rank 0 stdout line 185")  # more of it than before
+        text = glass.until("rank 0 stdout line 187")  # more of it than before
         assert "rank 0 stdout line 199" in text
         assert not any(" gpu 3 " in line for line in text.splitlines())
         glass.type("\x1b[5~")

@@ -144,7 +144,7 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
 
 def phases(view: RankView, width: int) -> Line:
     """What it was at, a letter for every tenth of a second."""
-    letters = view.strip.letters[-max(width - 16, 0) :]
+    letters = view.strip.letters[-max(width - 12, 1) :]
     line: Line = [(f" last {len(letters) / 10:.0f} s ".ljust(11), "dim")]
     for style, group in itertools.groupby(letters, key=lambda letter: _LETTERS.get(letter.lower(), "dim")):
         line.append(("".join(group), style))
