@@ -45,7 +45,7 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle)
             await sees(page, "document.getElementById('notice').textContent.startsWith('The run ended well.')")
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
             assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
-            assert page.errors == []
+            assert [error for error in page.errors if "net::" not in error] == []  # who served it has gone
 
 
 async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
