@@ -136,6 +136,7 @@ export class Charts {
 
   // How long it stood, as a band; what happened, as a sign.
   #costs(pen, { x, from, to }) {
+    let room = 0; // where the next sign may stand: a recovery is often on the heels of its fault
     for (const one of this.#model.told) {
       if (one.time < from || one.time > to) continue;
       if (BANDS[one.kind] && one.seconds) {
@@ -149,7 +150,8 @@ export class Charts {
       pen.fillStyle = colour(sign[1]);
       pen.textAlign = "center";
       pen.fillRect(Math.round(x(one.time)), ABOVE, 1, HEIGHT - ABOVE - BELOW);
-      pen.fillText(sign[0], x(one.time), ABOVE / 2);
+      room = Math.max(room + 10, x(one.time));
+      pen.fillText(sign[0], room, ABOVE / 2);
     }
   }
 
