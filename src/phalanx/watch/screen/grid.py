@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from phalanx.watch.screen.text import Line, Piece
 
 _BAR = (10, 30)  # cells, at least and at most
 _PLACE = 18  # cells, at least
+_LETTERS = {"d": "data", "f": "compute", "b": "compute", "o": "compute", "w": "wait"}  # of contract/events.py
 _TITLES = ("data compute wait", "data comp wait", "time")  # of the bar, as it has room
 
 
@@ -62,7 +64,8 @@ def _roll_call(scene: Scene, width: int) -> list[Line]:
 
 def _layout(views: list[RankView], width: int) -> _Layout:
     """Of the columns those that fit."""
-    hosts = {view.host for view in views}
+    hosts, nodes = {view.host for view in views}, {view.node for view in views}
+    named = len(hosts) == len(nodes)  # else several are on one machine, and have numbers alone
     devices = any(view.device for view in views)
     gpus = any(view.gpu >= 0 or view.gpu_memory for view in views)
     told = any(view.samples >= 0 for view in views)
@@ -70,7 +73,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
     device = min(max((text.width(text.clean(view.device)) for view in views), default=3), 10)
     columns = [
         _Column("rank", max(4, len(str(len(views)))), 9, lambda view: str(view.rank)),
-        _Column("node", max(4, host), 3, lambda view: text.clean(view.host) or str(view.node), right=False),
+        _Column("node", max(4, host), 3, lambda view: (named and text.clean(view.host)) or str(view.node), right=False),
         _Column("device", max(6, device), 2, lambda view: text.clean(view.device) or "cpu", right=False),
         _Column("phase", 10, 7, _phase, right=False),
         _Column("step", max(6, max((len(str(view.step)) for view in views), default=0)), 8, _step),
@@ -80,7 +83,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
         _Column("gpu", 4, 6, lambda view: f"{view.gpu * 100:.0f}%" if view.gpu >= 0 else ""),
         _Column("gmem", 5, 2, lambda view: numbers.size(view.gpu_memory) if view.gpu_memory else ""),
     ]
-    if len(hosts) < 2:
+    if len(nodes) < 2:
         columns = [column for column in columns if column.title != "node"]
     if not devices:
         columns = [column for column in columns if column.title != "device"]
@@ -116,7 +119,7 @@ def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Li
     if layout.bar:
         line += _bar(view, layout.bar, signs)
     if layout.place:
-        where = text.clean(view.place)
+        where = text.clean(view.place).removesuffix(" <module>")
         if view.silent >= 5:
             where = f"silent for {numbers.about(view.silent)}; {where}"
         line.append((" " + text.cut(where, layout.place, signs.dots), "dim"))
@@ -137,6 +140,15 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
         (signs.waiting * waiting, "wait"),
         (signs.empty * (cells - known), "dim"),
     ]
+
+
+def phases(view: RankView, width: int) -> Line:
+    """What it was at, a letter for every tenth of a second."""
+    letters = view.strip.letters[-max(width - 12, 1) :]
+    line: Line = [(f" last {len(letters) / 10:.0f} s ".ljust(11), "dim")]
+    for style, group in itertools.groupby(letters, key=lambda letter: _LETTERS.get(letter.lower(), "dim")):
+        line.append(("".join(group), style))
+    return line
 
 
 def _phase(view: RankView) -> str:

@@ -63,10 +63,12 @@ class Screen:
         loop.set_exception_handler(self._went_wrong)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
-        loop.add_signal_handler(signal.SIGINT, self._pressed, ["ctrl-c"])
         loop.add_signal_handler(signal.SIGWINCH, self._repaint)
-        # Whoever started us may have held it back until we can take it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if self._view.held:  # the run has got it as well, and to leave is not for us to decide
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        else:
+            loop.add_signal_handler(signal.SIGINT, self._left.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
             loop.add_reader(terminal.fd, self._typed, terminal)
@@ -133,9 +135,12 @@ class Screen:
         while True:
             if view.rank in self._scene.ranks:
                 view.tail.turn(view.rank, view.stream)
+                before = view.tail.came
                 try:
                     if await view.tail.read(self._source):
                         self._news.set()
+                    if view.back:  # whoever has scrolled back stays where he is
+                        view.back = max(0, min(view.back + view.tail.came - before, len(view.tail.lines) - 1))
                     view.tail.trouble = ""
                 except (PhalanxError, OSError) as error:
                     if view.tail.trouble != str(error):
