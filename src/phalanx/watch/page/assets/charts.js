@@ -188,7 +188,9 @@ export class Charts {
 
 function label(value) {
   const size = Math.abs(value);
-  if (size >= 1e4 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e9 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   return String(Number(value.toPrecision(3)));
 }
 
