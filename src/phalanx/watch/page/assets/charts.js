@@ -106,7 +106,7 @@ export class Charts {
       high = Math.max(high, point[2]);
     }
     if (LAST.includes(name)) low = 0; // a rate means little without its zero
-    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = [low - 0.5, high + 0.5];
+    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = low === 0 ? [0, 1] : [low - 0.5, high + 0.5];
     const x = (place) => LEFT + ((place - from) / (to - from)) * (width - LEFT - RIGHT);
     const y = (height) => HEIGHT - BELOW - ((height - low) / (high - low)) * (HEIGHT - ABOVE - BELOW);
 
