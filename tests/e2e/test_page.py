@@ -65,7 +65,7 @@ def servers(job: Handle) -> list[int]:
 
 def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
     over = tmp_path / "over"
-    with start("run", "-g", "2", "--cpu", "--fresh", "--page", SCRIPT, str(over)) as job:
+    with start("run", "-g", "2", "--cpu", "--fresh", "--max-restarts", "1", "--page", SCRIPT, str(over)) as job:
         (link,) = job.wait_for(LINK)
         job.wait_for(READY, 2)
         folder = Path(job.wait_for(FOLDER)[0][1])
@@ -89,6 +89,9 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
         with browser.live() as told:
             name, whole = next(told)
             assert (name, whole["head"]["run"], whole["head"]["ended"]) == ("whole", folder.name, None)
+            (zygote,) = (pid for pid in descendants(job.pid) if re.search(r"launch/zygote \d", command(pid)))
+            os.kill(zygote, signal.SIGKILL)  # what it leaves is cleared away, and the server is none of it
+            job.wait_for(READY, 4)
             over.touch()
             rest = list(told)
         assert [name for name, _ in rest][-2:] == ["update", "end"]
