@@ -106,7 +106,7 @@ export class Charts {
       high = Math.max(high, point[2]);
     }
     if (LAST.includes(name)) low = 0; // a rate means little without its zero
-    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = [low - 0.5, high + 0.5];
+    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = low === 0 ? [0, 1] : [low - 0.5, high + 0.5];
     const x = (place) => LEFT + ((place - from) / (to - from)) * (width - LEFT - RIGHT);
     const y = (height) => HEIGHT - BELOW - ((height - low) / (high - low)) * (HEIGHT - ABOVE - BELOW);
 
@@ -188,7 +188,9 @@ export class Charts {
 
 function label(value) {
   const size = Math.abs(value);
-  if (size >= 1e4 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e9 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   return String(Number(value.toPrecision(3)));
 }
 
