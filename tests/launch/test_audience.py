@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from phalanx.contract import events
@@ -168,6 +169,23 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
     assert parts > 20
     lately, _ = past.part(str(tmp_path), past.begin(str(tmp_path), since=48.0 + past.SLACK))
     assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
+
+
+def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
+    note = events.encode(events.Note(time=2.0, text="ä"))
+    cut = note[: note.index("ä".encode()) + 1]
+    (tmp_path / "events.jsonl").write_bytes(b"\0" * (past._READ + 100) + b"\n" + cut + note + note)
+    cursor: past.Cursor | None = past.begin(str(tmp_path))
+    lines, parts = b"", 0
+    while cursor is not None:
+        part, cursor = past.part(str(tmp_path), cursor)
+        lines, parts = lines + part, parts + 1
+        assert parts < 10
+    found = []
+    for line in lines.splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            found.append(events.decode(line))
+    assert found == [events.Note(time=2.0, text="ä")]
 
 
 def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path: Path) -> None:
