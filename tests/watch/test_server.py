@@ -198,6 +198,11 @@ def test_names_of_this_machine(page: Served) -> None:
         assert page.ask("/why", Cookie=page.cookie, Host=host).status == 200, host
 
 
+def test_cookies_of_whatever_else_was_on_this_host(page: Served) -> None:
+    others = "; ".join(f"username-localhost-{port}={'x' * 200}" for port in range(8888, 8912))
+    assert page.ask("/why", Cookie=f"{others}; {page.cookie}").status == 200
+
+
 def test_the_shell_holds_nothing_and_no_file_is_reached_through_it(page: Served) -> None:
     shell = page.ask("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")  # a link in a chat
     assert shell.status in (200, 404)  # as far as this checkout has one
@@ -273,7 +278,7 @@ def test_places(text: str | None, found: Place, loopback: bool) -> None:
     assert found.loopback is loopback
 
 
-@pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b"])
+@pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b", "²"])
 def test_what_is_no_place(text: str) -> None:
     with pytest.raises(OptionError, match="--page-at is") as told:
         place.parse(text)
@@ -288,6 +293,8 @@ def test_a_port_that_is_taken() -> None:
         assert told.value.fix == "--page-at 127.0.0.1 takes the next free one"
     with pytest.raises(PortError, match="no interface of this machine has that address"):
         place.listen(Place("192.0.2.1", 0))
+    with pytest.raises(PortError, match="no such name"):
+        place.listen(Place("x" * 70, 0))
     with place.listen(Place()) as one, place.listen(Place()) as other:
         assert one.getsockname() != other.getsockname()
 
