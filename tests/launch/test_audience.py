@@ -250,6 +250,60 @@ def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: P
     play(work)
 
 
+def test_who_is_hung_up_on_at_the_end_reads_the_rest_from_the_files(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            source = viewing.of(node.record)
+            hearing = asyncio.create_task(heard(source))
+            await until(lambda: bool(node.audience._callers))
+            node.note("heard")
+            await asyncio.sleep(0.1)
+            os.unlink(os.path.join(node.folder.path, "desk"))
+            node.audience.close()
+            node.note("missed")
+            node.folder.event(events.RunEnded(time=time.time(), code=1, seconds=1.0))
+            node.folder.ended(1)
+            assert await hearing == ["begins", "heard", "missed", "end"]
+
+    play(work)
+
+
+def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: Path, monkeypatch: Any) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path, 4) as (leader, one, _, broken):
+            for said in (
+                b"[1]",
+                b'{"found": 5}',
+                b'{"found": [{"rank": "0"}]}',
+                b'{"found": [], "start": "x"}',
+                b"[" * 9999,
+            ):
+                broken.post.reads(
+                    "look",
+                    lambda _, number, __, said=said: broken.post.send("looked", number, said),  # type: ignore[misc]
+                )
+                for node in (leader, one):
+                    source = viewing.of(node.record)
+                    found = await source.search("speaks")
+                    assert [line.rank for line in found if line.rank >= 0] == [0, 1, 2]
+                    with pytest.raises(LaunchError):
+                        await source.log(3, "stdout")
+            lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
+            broken.post.reads(
+                "look", lambda _, number, __: broken.post.send("looked", number, msgspec.json.encode(lies))
+            )
+            assert [line.line for line in await viewing.of(leader.record).search("speaks")] == [
+                f"rank {rank} speaks" for rank in range(3)
+            ]
+            broken.post.reads("look", lambda *_: None)
+            monkeypatch.setattr(audience, "_ANSWER", 1.0)
+            *found, note = await viewing.of(one.record).search("speaks")  # node 0 waits as well
+            assert [line.rank for line in found] == [0, 1, 2]
+            assert note.line == "node 3 has not answered within 1 s"
+
+    play(work)
+
+
 def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(audience, "_RENEWED", 0.05)
     monkeypatch.setattr(audience, "_EXPIRES", 0.5)
@@ -434,6 +488,17 @@ def test_parts_of_a_log(tmp_path: Path) -> None:
     assert len(logs.part(str(tmp_path), "stdout", 0, 1 << 30).text.encode()) <= logs.PART
     beyond = logs.part(str(tmp_path), "stdout", 1 << 40)
     assert (beyond.start, beyond.end, beyond.text) == (len(text.encode()), len(text.encode()), "")
+    with open(tmp_path / "stdout.log", "ab") as file:
+        file.write("half €".encode()[:-1])  # and the rest of it a moment later
+        file.flush()
+        half = logs.part(str(tmp_path), "stdout", beyond.end)
+        file.write("half €".encode()[-1:])
+        file.flush()
+        rest = logs.part(str(tmp_path), "stdout", half.end)
+        assert (half.text, rest.text) == ("half ", "€")
+    (tmp_path / "stdout.log").write_bytes(b"ended\xe2")
+    half = logs.part(str(tmp_path), "stdout", 0)
+    assert (half.text, logs.part(str(tmp_path), "stdout", half.end).text) == ("ended", "\ufffd")
     assert logs.part(str(tmp_path), "stderr", None).text == ""
     assert logs.part(None, "stdout", 3).text == ""
 

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ _RECENT = 4096  # lines by which it is known what was given already
 _LONGEST = 1 << 26  # bytes of a line
 _LOOK = 1.0  # seconds between two looks at files that another machine writes
 _SILENCE = 600.0  # seconds in which it writes nothing: then nobody knows whether it still runs
+
+_Kind = TypeVar("_Kind")
 
 
 def of(run: RunRecord) -> Source:
@@ -68,9 +70,24 @@ class Living:
                     if isinstance(event, events.RunEnded):
                         return
             await asyncio.sleep(_AGAIN)
-        last = await asyncio.to_thread(_last, self._record.folder)
-        if last is not None:
-            yield last
+        async for event in self._rest():
+            yield event
+
+    async def _rest(self) -> AsyncIterator[AnyEvent]:
+        """Its supervisor is gone: what it had written, and had no time to tell."""
+        folder = self._record.folder
+        if os.path.basename(folder).startswith("node_"):  # what was told was of the node that led; here is its own
+            last = await asyncio.to_thread(_last, folder)
+            if last is not None:
+                yield last
+            return
+        cursor: past.Cursor | None = await asyncio.to_thread(past.begin, folder, self._since)
+        while cursor is not None:
+            lines, cursor = await asyncio.to_thread(past.part, folder, cursor)
+            for line in lines.splitlines(keepends=True):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    if self._new(line):
+                        yield events.decode(line)
 
     def _call(self) -> tuple[socket.socket, bool]:
         sock = desk.call(self._record, {"ask": "watch", "since": self._since})
@@ -120,14 +137,14 @@ class Living:
         if not self.alive:
             return await Ended(self._record).log(rank, stream, start=start, size=size)
         said = await self._ask({"ask": "log", "rank": rank, "stream": stream, "start": start, "size": size})
-        return LogPart(start=said["start"], end=said["end"], text=said["text"])
+        return self._read(said, LogPart)
 
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
         if not self.alive:
             return await Ended(self._record).search(text, ranks, most=most)
         wanted = None if ranks is None else list(ranks)
         said = await self._ask({"ask": "search", "text": text, "ranks": wanted, "most": most})
-        return msgspec.convert(said["found"], list[Found])
+        return self._read(said.get("found"), list[Found])
 
     async def why(self) -> Because:
         if not self.alive:
@@ -139,6 +156,13 @@ class Living:
             verdicts=tuple(str(verdict["text"]) for verdict in said["verdicts"]),
             stacks=_stacks(evidence),
         )
+
+    def _read(self, said: object, kind: type[_Kind]) -> _Kind:
+        """What another node has written may be anything."""
+        try:
+            return msgspec.convert(said, kind)
+        except msgspec.ValidationError as error:
+            raise LaunchError(f"{self.run} cannot be asked: what it says cannot be read: {error}") from None
 
     async def _ask(self, question: wire.Message) -> dict[str, Any]:
         return await asyncio.to_thread(self._asked, question)
