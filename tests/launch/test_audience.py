@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -302,6 +303,28 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
             assert note.line == "node 3 has not answered within 1 s"
 
     play(work)
+
+
+@pytest.mark.parametrize("waiting", [0, 1], ids=["stopped", "stopped, and others wait"])
+def test_whoever_leaves_does_not_wait_for_a_supervisor_that_is_stopped(tmp_path: Path, waiting: int) -> None:
+    node = Node(tmp_path / "run")
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(socket.AF_UNIX))
+        name = f"phalanx-test-{os.urandom(8).hex()}"
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        for _ in range(waiting):
+            held.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+        (tmp_path / "run" / "desk").write_text(f"{name} key\n")
+
+        async def look() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(heard(viewing.of(node.record)), 0.3)
+
+        began = time.monotonic()
+        asyncio.run(look())
+        assert time.monotonic() - began < desk.SOON - 1
+    node.folder.close()
 
 
 def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:

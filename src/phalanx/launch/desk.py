@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -131,7 +133,7 @@ def call(run: RunRecord, question: wire.Message) -> socket.socket:
     try:
         with open(os.path.join(run.folder, _FILE)) as file:
             name, key = file.read().split()
-        sock.connect(f"\0{name}")
+        _connect(sock, f"\0{name}")
         if _peer(sock) != (run.pid, os.getuid()):
             raise OSError("somebody else answers there")
         wire.send(sock, {**question, "key": key})
@@ -143,3 +145,18 @@ def call(run: RunRecord, question: wire.Message) -> socket.socket:
             fix="phalanx ps shows what runs here",
         ) from None
     return sock
+
+
+def _connect(sock: socket.socket, address: str) -> None:
+    """Where many wait already, the kernel would have us wait with them for ever: a supervisor may be stopped."""
+    end = time.monotonic() + SOON
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(address)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(errno.ETIMEDOUT, "it does not answer") from None
+            time.sleep(0.05)
+    sock.setblocking(True)

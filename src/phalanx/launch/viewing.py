@@ -7,9 +7,10 @@ import contextlib
 import glob
 import os
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -58,7 +59,7 @@ class Living:
         tries = int(desk.SOON / _AGAIN)
         while await asyncio.to_thread(lambda: self.alive):
             try:
-                sock, early = await asyncio.to_thread(self._call)
+                sock, early = await _aside(self._call)
             except LaunchError:
                 tries -= 1
                 # It has not opened its desk yet; or has closed it, and is about to end.
@@ -165,7 +166,7 @@ class Living:
             raise LaunchError(f"{self.run} cannot be asked: what it says cannot be read: {error}") from None
 
     async def _ask(self, question: wire.Message) -> dict[str, Any]:
-        return await asyncio.to_thread(self._asked, question)
+        return await _aside(lambda: self._asked(question))
 
     def _asked(self, question: wire.Message) -> dict[str, Any]:
         with desk.call(self._record, question) as line:
@@ -271,6 +272,32 @@ class Afar(Ended):
             if not lives:
                 return
             await asyncio.sleep(_LOOK)
+
+
+async def _aside(work: Callable[[], _Kind]) -> _Kind:
+    """In a thread that nobody waits for at the end: who wants to leave does not wait for one that does not answer."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Kind] = loop.create_future()
+
+    def settle(result: _Kind | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("_Kind", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="phalanx-asks", daemon=True).start()
+    return await done
 
 
 def _stacks(evidence: Evidence) -> dict[int, str]:
