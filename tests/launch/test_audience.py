@@ -233,6 +233,22 @@ def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) ->
     play(work)
 
 
+def test_who_says_nothing_at_the_desk_keeps_nobody_from_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            name = Path(node.folder.path, "desk").read_text().split()[0]
+            with contextlib.ExitStack() as held:
+                strangers = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(desk._STRANGERS + 20)]
+                for stranger in strangers:
+                    await asyncio.to_thread(stranger.connect, f"\0{name}")
+                assert await heard(viewing.of(node.record), until="begins") == ["begins"]
+                assert len(node.desk._strangers) <= desk._STRANGERS
+                strangers[0].settimeout(10)
+                assert await asyncio.to_thread(strangers[0].recv, 1) == b""
+
+    play(work)
+
+
 def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):

@@ -27,6 +27,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE = 5.0  # seconds for a caller to say what it wants
 SOON = 10.0  # seconds for somebody to be there who knows: a run that has only just begun
 _LONGEST = 1 << 16  # bytes of that
+_STRANGERS = 32  # who have not said it yet: of more than that, the first is hung up on
 _FILE = "desk"  # in the run folder: the address, and the key
 
 # What it wants and the connection itself, which is the answerer's from then on.
@@ -45,6 +46,7 @@ class Desk:
         self._answerers: dict[str, Answerer] = {}
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival; each holds a descriptor
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         name = f"phalanx-desk-{os.urandom(8).hex()}"
@@ -70,18 +72,30 @@ class Desk:
             if _peer(caller)[1] != os.getuid():
                 caller.close()
                 return
-            self._begin(self._serve(caller))
+            task = self._begin(self._serve(caller))
+            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+            self._strangers[task] = None
+            if len(self._strangers) > _STRANGERS:
+                first = next(iter(self._strangers))
+                del self._strangers[first]
+                first.cancel()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _serve(self, caller: socket.socket) -> None:
         caller.setblocking(False)
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            async with asyncio.timeout(_PATIENCE):
-                question = await self._heard(caller)
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    question = await self._heard(caller)
+            except asyncio.CancelledError:
+                caller.close()
+                raise
+            self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             answerer = await self._who_knows(str(question.get("ask")))
             if answerer is not None:
                 caller.setblocking(True)
