@@ -213,7 +213,11 @@ def thousands() -> bytes:
 
 
 def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
-    record = left("big", simulation.run(512, 12), ranks=512)
+    names = [f"metric {number}" for number in range(99)]
+    measured = [
+        events.Measured(time=START + 20 + step, step=step, values=dict.fromkeys(names, step / 7)) for step in range(900)
+    ]
+    record = left("big", [*simulation.run(512, 12), *measured], ranks=512)
     for rank in range(40):
         for stream in ("stdout", "stderr"):
             wrote(record, rank, "<p> a line of a log & more\n" * 1000, stream)
@@ -224,6 +228,7 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
         (stall / "stacks.txt").write_bytes(thousands())
     text = reported(tmp_path, record)
     assert len(text.encode()) < 10_000_000
+    assert len(text.encode()) > 2_000_000  # much of it was there
     assert text.count("<tr>") > 512
     assert "… and 1 more, in the folder of the run." in text
 
@@ -266,6 +271,8 @@ def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Pat
             await outside.goto(f"file://{tmp_path}/report.html")
             assert "It survived 1 fault" in await outside.evaluate("document.body.innerText")
             assert await outside.evaluate("typeof window.evil") == "undefined"
+            # A frame that is not in sight draws nothing.
+            await outside.evaluate("document.querySelector('iframe').scrollIntoView()")
             # The frame is nobody's, so that it has a process of its own, and is asked by itself.
             targets = (await chromium.call("Target.getTargets"))["targetInfos"]
             (framed,) = [each["targetId"] for each in targets if each["type"] == "iframe"]

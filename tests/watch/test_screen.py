@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import terminal, until
+from tests.kit.cli import alive, descendants, environment, terminal, until
+from tests.kit.handle import resize
 from tests.watch.glass import Glass, attributes
 
 _SCRIPT = str(Path(__file__).parent / "simulated.py")
@@ -65,7 +69,7 @@ def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
         glass.until("rank 0 stdout line 199")
 
         glass.type("f")
-        text = glass.until("rank 0 stdout line 185")  # more of it than before
+        text = glass.until("rank 0 stdout line 187")  # more of it than before
         assert "rank 0 stdout line 199" in text
         assert not any(" gpu 3 " in line for line in text.splitlines())
         glass.type("\x1b[5~")
@@ -222,3 +226,46 @@ def test_ctrl_z_and_fg(tmp_path: Path) -> None:
         job.wait_for("left with 0")
         glass.type("exit\r")
         job.wait(60)
+
+
+def test_the_window_is_closed(tmp_path: Path) -> None:
+    with showing(tmp_path) as glass:
+        glass.until("running")
+        glass.job.hang_up()
+        assert glass.job.process.wait(60) == 0
+
+
+def test_it_is_ended_while_a_debugger_has_the_terminal(tmp_path: Path) -> None:
+    with showing(tmp_path) as glass:
+        before = attributes(glass)
+        glass.until("running")
+        glass.type("d")
+        glass.job.wait_for("(Pdb) of")
+        debugger = descendants(glass.job.pid)
+        glass.job.signal(signal.SIGTERM)
+        assert glass.job.wait(60) == 0
+        assert not any(map(alive, debugger))
+        assert attributes(glass) == before
+        assert not glass.aside
+
+
+def test_a_terminal_that_takes_nothing_holds_up_nothing(tmp_path: Path) -> None:
+    """Of a connection that is stuck: somebody who types q still leaves."""
+    screen, tty = os.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, _SCRIPT, "512", "30", str(tmp_path)],
+            env=environment({**UTF8, "TERM": "xterm"}),
+            stdin=tty,
+            stdout=tty,
+            start_new_session=True,
+        )
+        resize(screen, 100, 500)
+        until(lambda: select.select([screen], [], [], 0)[0], 60)
+        for key in b"jjjjq":  # each a frame of its own
+            time.sleep(0.1)
+            os.write(screen, bytes([key]))
+        assert process.wait(60) == 0
+    finally:
+        os.close(tty)
+        os.close(screen)

@@ -32,7 +32,7 @@ class Picture:
     name: str
     ranks: int
     second: int
-    width: int = 1280
+    width: int = 1440
     height: int = 1000
     scale: float = 1.0
     dark: bool = False

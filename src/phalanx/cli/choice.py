@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
@@ -54,11 +53,10 @@ def _all() -> list[RunRecord]:
 
 
 def _at(folder: str) -> RunRecord:
-    """Wherever it lies now: somebody may have copied it here."""
     found = runfolder.read(folder)
     if found is None:
         raise UsageError(f"{folder} is no folder of a run: it has no run.json", fix="phalanx ps --all")
-    return replace(found, folder=os.path.abspath(folder))
+    return found
 
 
 def _named(name: str, runs: list[RunRecord], how: str) -> RunRecord:

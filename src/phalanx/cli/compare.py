@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is not ours")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(argv)
-    records = [record_of(name) for name in options.runs]
+    records = [recollection.leading(choice.any_run(name, verb="compare")) for name in options.runs]
     names = _names(records)
     courses = []
     for name, record in zip(names, records, strict=True):
@@ -59,16 +59,6 @@ def main(argv: list[str]) -> int:
     if options.svg:
         sys.stdout.write(f"\nthe picture: {where}\n")
     return 0
-
-
-def record_of(name: str | None, *, verb: str = "compare") -> RunRecord:
-    """By its name, the beginning of it, or its folder: also one that somebody has copied here."""
-    if name is not None and os.sep in name and os.path.isdir(name):
-        found = recollection.at(name)
-        if found is None:
-            raise UsageError(f"{name} is no folder of a run: it has no run.json", fix="phalanx ps --all --json")
-        return recollection.leading(found)
-    return recollection.leading(choice.any_run(name, verb=verb))
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phalanx.cli import compare, document
+from phalanx.cli import choice, document
 from phalanx.contract import events
 from phalanx.launch import postmortem, recollection, viewing
 from phalanx.launch.runfolder import RunRecord
@@ -31,7 +32,9 @@ _RANKS = 32  # of which the ends of logs are shown
 _TAIL = 16_000  # bytes of each stream
 _PHASES = 1_500_000  # letters of all ranks
 _MOST_PHASES = 6000  # of one
+_POINTS = 40_000  # of all curves
 _STACKS = 128  # ranks
+_STACK = 10_000  # letters of each
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
@@ -46,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
     parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
     options = parser.parse_args(argv)
-    record = compare.record_of(options.run, verb="report")
+    record = recollection.leading(choice.any_run(options.run, verb="report"))
     text = made(record, with_logs=not options.no_logs)
     if options.output == "-":
         sys.stdout.write(text)
@@ -90,9 +93,12 @@ async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
     for tail in account.tails:
         logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
     why = await viewing.Ended(record).why()
-    stacks = dict(itertools.islice(why.stacks.items(), _STACKS))
+    stacks = {rank: text[:_STACK] for rank, text in itertools.islice(why.stacks.items(), _STACKS)}
+    whole = Updates(scene, seconds=letters * TICK).whole()
+    every = math.ceil(sum(map(len, whole.curves.values())) / _POINTS) or 1
+    curves = {name: [*points[:-1:every], points[-1]] for name, points in whole.curves.items() if points}
     data = {
-        "whole": Updates(scene, seconds=letters * TICK).whole(),
+        "whole": msgspec.structs.replace(whole, curves=curves),
         "logs": logs,
         "why": msgspec.structs.replace(why, stacks=stacks),
     }

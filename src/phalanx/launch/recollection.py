@@ -1,6 +1,6 @@
 """What a run has left in its folder, for those who come later: read once, in order; and stalls, with all stacks.
 
-    recollection.read(recollection.at("/data/runs/train-1115-101500-ab12"), scene.see)
+    recollection.read(choice.any_run("train-1115"), scene.see)
 
 It goes for a run that lives as well: then it is what has happened so far.
 """
@@ -13,12 +13,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from phalanx.contract import events
+from phalanx.launch import runfolder
 from phalanx.launch.runfolder import RunRecord
 
 METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
@@ -28,17 +28,10 @@ _STACKS = 1 << 18  # bytes of one stall
 _END = 1 << 18  # bytes of a file that are worth reading when only its end is asked for
 
 
-def at(folder: str) -> RunRecord | None:
-    """The run whose folder that is, wherever it lies now. None: it is no run's."""
-    with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
-        return replace(RunRecord(**json.load(file)), folder=os.path.abspath(folder))
-    return None
-
-
 def leading(record: RunRecord) -> RunRecord:
     """The part of the node that led, which has seen all ranks, where it lies on this disk; else what there is."""
     inside = os.path.basename(record.folder).startswith("node_")
-    return (at(os.path.dirname(record.folder)) if inside else None) or record
+    return (runfolder.read(os.path.dirname(record.folder)) if inside else None) or record
 
 
 def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:

@@ -215,7 +215,7 @@ def in_folder(folder: str) -> Iterator[RunRecord]:
 
 
 def read(folder: str) -> RunRecord | None:
-    """What is recorded there; None: nothing that can be read."""
+    """The run whose folder that is, wherever it lies now: somebody may have copied it. None: it is no run's."""
     with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
-        return RunRecord(**json.load(file))
+        return replace(RunRecord(**json.load(file)), folder=os.path.abspath(folder))
     return None

@@ -149,6 +149,8 @@ def _followed(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
     room = canvas.height
     at = sorted(scene.ranks).index(view.rank) if view.rank in scene.ranks else 0
     lines = grid.draw(scene, view.rank, at, canvas.part(2)) if room >= 6 else []
+    if room >= 10 and view.rank in scene.ranks and scene.ranks[view.rank].strip.letters:
+        lines.append(grid.phases(scene.ranks[view.rank], canvas.width))
     lines += _news(scene, canvas.part(1)) if room >= 8 else []
     return [*lines, *_log(scene, view, canvas.part(room - len(lines)), wrapped=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from phalanx.watch.screen.text import Line, Piece
 
 _BAR = (10, 30)  # cells, at least and at most
 _PLACE = 18  # cells, at least
+_LETTERS = {"d": "data", "f": "compute", "b": "compute", "o": "compute", "w": "wait"}  # of contract/events.py
 _TITLES = ("data compute wait", "data comp wait", "time")  # of the bar, as it has room
 
 
@@ -138,6 +140,15 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
         (signs.waiting * waiting, "wait"),
         (signs.empty * (cells - known), "dim"),
     ]
+
+
+def phases(view: RankView, width: int) -> Line:
+    """What it was at, a letter for every tenth of a second."""
+    letters = view.strip.letters[-max(width - 12, 1) :]
+    line: Line = [(f" last {len(letters) / 10:.0f} s ".ljust(11), "dim")]
+    for style, group in itertools.groupby(letters, key=lambda letter: _LETTERS.get(letter.lower(), "dim")):
+        line.append(("".join(group), style))
+    return line
 
 
 def _phase(view: RankView) -> str:

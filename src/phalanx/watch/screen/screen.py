@@ -135,9 +135,12 @@ class Screen:
         while True:
             if view.rank in self._scene.ranks:
                 view.tail.turn(view.rank, view.stream)
+                before = view.tail.came
                 try:
                     if await view.tail.read(self._source):
                         self._news.set()
+                    if view.back:  # whoever has scrolled back stays where he is
+                        view.back = max(0, min(view.back + view.tail.came - before, len(view.tail.lines) - 1))
                     view.tail.trouble = ""
                 except (PhalanxError, OSError) as error:
                     if view.tail.trouble != str(error):

@@ -106,7 +106,7 @@ export class Charts {
       high = Math.max(high, point[2]);
     }
     if (LAST.includes(name)) low = 0; // a rate means little without its zero
-    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = [low - 0.5, high + 0.5];
+    if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = low === 0 ? [0, 1] : [low - 0.5, high + 0.5];
     const x = (place) => LEFT + ((place - from) / (to - from)) * (width - LEFT - RIGHT);
     const y = (height) => HEIGHT - BELOW - ((height - low) / (high - low)) * (HEIGHT - ABOVE - BELOW);
 
@@ -136,6 +136,7 @@ export class Charts {
 
   // How long it stood, as a band; what happened, as a sign.
   #costs(pen, { x, from, to }) {
+    let room = 0; // where the next sign may stand: a recovery is often on the heels of its fault
     for (const one of this.#model.told) {
       if (one.time < from || one.time > to) continue;
       if (BANDS[one.kind] && one.seconds) {
@@ -149,7 +150,8 @@ export class Charts {
       pen.fillStyle = colour(sign[1]);
       pen.textAlign = "center";
       pen.fillRect(Math.round(x(one.time)), ABOVE, 1, HEIGHT - ABOVE - BELOW);
-      pen.fillText(sign[0], x(one.time), ABOVE / 2);
+      room = Math.max(room + 10, x(one.time));
+      pen.fillText(sign[0], room, ABOVE / 2);
     }
   }
 
@@ -186,7 +188,9 @@ export class Charts {
 
 function label(value) {
   const size = Math.abs(value);
-  if (size >= 1e4 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e9 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   return String(Number(value.toPrecision(3)));
 }
 

@@ -19,6 +19,7 @@ export class Logs {
   #length = 0; // characters
   #followed = true; // until somebody scrolls up
   #busy = false;
+  #over = false; // nothing more will come
   #view = 0; // which of all that were opened: what was asked for another one is not shown
   #seen;
   #turn = 0; // a search that is no longer wanted is not shown
@@ -64,6 +65,7 @@ export class Logs {
     this.#rank = rank;
     this.#stream = stream;
     this.#view++;
+    this.#over = false;
     press($("stdout"), stream === "stdout");
     press($("stderr"), stream === "stderr");
     this.#box.replaceChildren();
@@ -77,7 +79,7 @@ export class Logs {
 
   async #look() {
     if (this.#busy || this.#rank === null || !this.#seen.now || document.visibilityState !== "visible") return;
-    if (this.#source.report && this.#end !== null && this.#length) return; // nothing more will come
+    if (this.#over) return;
     this.#busy = true;
     const [rank, stream, view] = [this.#rank, this.#stream, this.#view];
     let more = false;
@@ -87,10 +89,12 @@ export class Logs {
         more = this.#end !== null && part.text.length > 0 && part.end > this.#end;
         this.#add(part);
         this.#end = part.end;
+        this.#over = this.#model.ended && !part.text;
         if (!this.#length) say($("log-note"), `rank ${rank}, ${stream}: nothing written yet`);
       } else more = true; // another was chosen meanwhile
     } catch (error) {
-      if (!this.#model.ended) say($("log-note"), `rank ${rank}, ${stream}: ${error.message}`);
+      this.#over = this.#model.ended; // and nobody is there to ask
+      if (!this.#over || !this.#length) say($("log-note"), `rank ${rank}, ${stream}: ${error.message}`);
     }
     this.#busy = false;
     if (more) this.#look();

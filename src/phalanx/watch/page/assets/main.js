@@ -7,7 +7,7 @@ import { Head } from "./head.js";
 import { startKeys } from "./keys.js";
 import { kept, Remote } from "./live.js";
 import { Logs } from "./logs.js";
-import { Changes, Model } from "./model.js";
+import { Changes, FELL, Model } from "./model.js";
 import { Stacks } from "./stacks.js";
 import { Story } from "./story.js";
 import { startTheme, toggleTheme } from "./theme.js";
@@ -81,6 +81,7 @@ function draw() {
   changes = new Changes();
   ats = [];
   for (const view of views) view.update(now);
+  for (const rank of now.fell) setTimeout(rise, FELL * 1000, rank);
   if (now.head && model.ended) status(phalanx.status);
   after(() => {
     const time = performance.timeOrigin + performance.now();
@@ -88,6 +89,11 @@ function draw() {
     phalanx.latency.push(...shown.map((at) => time - at * 1000));
     phalanx.latency.splice(0, phalanx.latency.length - LATENCIES);
   });
+}
+
+function rise(rank) {
+  model.rises(rank, changes);
+  ask();
 }
 
 // A task after the frame: by then its picture has been made.

@@ -3,6 +3,7 @@
 import { UNSEEN } from "./phases.js";
 
 export const TICK = 0.1; // seconds a letter
+export const FELL = 3; // seconds that a rank is shown dead, though another has its place at once: people are slower
 const MOST = 12000; // letters of a rank that are kept of what comes live
 const TOLD = 500;
 const POINTS = 4000;
@@ -19,6 +20,7 @@ export class Changes {
   ranks = new Set();
   seats = false; // ranks came or went, or sit elsewhere
   health = false;
+  fell = []; // ranks, which are to rise again
   strips = false;
   curves = new Set();
   told = false;
@@ -36,6 +38,7 @@ export class Model {
   strips = new Map(); // rank -> {start (ticks since 1970), letters}
   curves = new Map(); // name -> [[step, time, value], …]
   told = [];
+  fell = new Set(); // ranks that have died just now
   verdicts = [];
   held = []; // [rank, share of the last minute that others waited for it, its phase]
   roll = null;
@@ -57,6 +60,7 @@ export class Model {
       this.told.push(...update.told);
       this.told.splice(0, this.told.length - TOLD);
       changes.told = true;
+      for (const one of update.told) if (one.kind === "fault") this.#falls(one, changes);
     }
     const verdicts = update.verdicts ?? [];
     const said = (told) => told.map((one) => one.text).join("\n");
@@ -69,6 +73,28 @@ export class Model {
       this.links = update.links;
       this.measured = update.measured ?? 0;
       changes.links = true;
+    }
+  }
+
+  // It has been dead for long enough.
+  rises(rank, changes) {
+    const view = this.ranks.get(rank);
+    if (!this.fell.delete(rank) || !view) return;
+    view.health = view.is;
+    changes.ranks.add(rank);
+    changes.health = true;
+  }
+
+  #falls(fault, changes) {
+    if (this.ended || this.head.now - fault.time > FELL) return;
+    for (const rank of fault.ranks ?? []) {
+      const view = this.ranks.get(rank);
+      if (!view) continue;
+      this.fell.add(rank);
+      changes.fell.push(rank);
+      view.health = "dead";
+      changes.ranks.add(rank);
+      changes.health = true;
     }
   }
 
@@ -122,6 +148,8 @@ export class Model {
   #row(row, changes) {
     const view = {};
     FIELDS.forEach((name, place) => (view[name] = row[place]));
+    view.is = view.health;
+    if (this.fell.has(view.rank)) view.health = "dead";
     const was = this.ranks.get(view.rank);
     if (!was || was.node !== view.node || was.host !== view.host || was.device !== view.device) changes.seats = true;
     if (!was || was.health !== view.health) changes.health = true;

@@ -292,12 +292,14 @@ export class Timeline {
 
   #happenings(pen, { x, start, end, height }) {
     pen.textAlign = "center";
+    let room = 0; // where the next sign may stand: a recovery is often on the heels of its fault
     for (const one of this.#model.told) {
       if (!MARKS[one.kind] || one.time < start || one.time > end) continue;
       const at = Math.round(x(one.time)); // whole pixels are sharp
       pen.fillStyle = colour(MARKS[one.kind]);
       pen.fillRect(at, TOP, 1, height - TOP);
-      pen.fillText(SIGNS[one.kind], at, TOP - 7);
+      room = Math.max(room + 10, at);
+      pen.fillText(SIGNS[one.kind], room, TOP - 7);
     }
   }
 

@@ -87,7 +87,7 @@ export class Topology {
           const text = `${one} ↔ ${other}: ${speed}, ${(latency * 1e6).toFixed(0)} µs`;
           return el("li", { class: slow(link) ? "slow" : "" }, slow(link) ? el("b", { text: "▾ slow " }) : "", text);
         }),
-        ...(worst.length > 6 ? [el("li", { class: "rest", text: `and ${worst.length - 6} faster links` })] : []),
+        ...(worst.length > 6 ? [el("li", { class: "rest", text: `and ${worst.length - 6} more links` })] : []),
       ),
     );
   }

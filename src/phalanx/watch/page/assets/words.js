@@ -53,10 +53,10 @@ export function count(value) {
 export function bytes(value, digits = 1) {
   if (!value) return "–";
   for (const unit of ["B", "kB", "MB"]) {
-    if (value < 1000) return `${value.toFixed(unit === "B" ? 0 : digits)} ${unit}`;
+    if (value < 1000) return `${value.toFixed(unit === "B" || value >= 100 ? 0 : digits)} ${unit}`;
     value /= 1024;
   }
-  return value < 1000 ? `${value.toFixed(digits)} GB` : `${(value / 1024).toFixed(digits)} TB`;
+  return value < 1000 ? `${value.toFixed(value >= 100 ? 0 : digits)} GB` : `${(value / 1024).toFixed(digits)} TB`;
 }
 
 export const bandwidth = (value) => (value > 0 ? `${(value / 1e9).toFixed(value < 1e8 ? 3 : 1)} GB/s` : "–");

@@ -1,0 +1,80 @@
+"""A real run of two nodes, as somebody sees it who has opened its link in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench import browser
+from phalanx.bench.browser import Page
+from tests.e2e.places import script
+from tests.kit import cli
+from tests.kit.cli import Env, Handle, free_port, start
+
+pytestmark = pytest.mark.xdist_group("browser")
+LINK = re.compile(r"see (http://127\.0\.0\.1:\d+/#[\w-]+)\n")
+LIMIT = 90.0  # seconds; on a machine that has other things to do
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[Env]:
+    with cli.stage("torch._dynamo") as env:
+        yield env
+
+
+def test_nodes_join_a_rank_is_stuck_and_another_dies(env: Env, tmp_path: Path) -> None:
+    port = free_port()
+    same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{port}", "--stall-after", "2")
+    what = (script("seen.py"), str(tmp_path))
+    with start(*same, "-i", "0", "--page", *what, env=env) as one:
+        (link,) = one.wait_for(LINK)
+        asyncio.run(look(link[1], lambda: start(*same, "-i", "1", *what, env=env), tmp_path, one))
+
+
+async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle) -> None:
+    async with browser.started() as chromium:
+        page = await chromium.page(link)
+        await sees(page, "document.querySelector('#roll .missing')?.textContent.includes('node 1')")
+        with join() as other:
+            await trains(page, one, other, folder)
+            (folder / "end").touch()
+            await sees(page, "document.getElementById('notice').textContent.startsWith('The run ended well.')")
+            assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
+            assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
+            assert [error for error in page.errors if "net::" not in error] == []  # who served it has gone
+
+
+async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
+    # The second node has joined: all ranks are there, and train.
+    await sees(page, "document.getElementById('roll').hidden")
+    await sees(page, "document.querySelectorAll('.row.rank:not([hidden])').length === 3")
+    healths = "[...document.querySelectorAll('.row.rank:not([hidden])')].map(one => one.dataset.health)"
+    await sees(page, f"{healths}.every(health => !['coming', 'dead', 'stuck'].includes(health))")
+    await sees(page, "Number(document.querySelector('#rank-2 .step').textContent.replace(/\\D/g, '')) > 5")
+    await sees(page, "document.querySelector('#charts [data-curve=loss]')")
+    # One is stuck: it is named, with all stacks; and goes on.
+    (folder / "stuck").touch()
+    await sees(page, "/rank 1\\b/.test(document.getElementById('verdicts').textContent)")
+    await sees(page, "document.querySelector('#rank-1')?.dataset.health === 'stuck'")
+    await sees(page, "document.querySelector('#stacks-list .named')?.textContent.includes('wait_for_data')")
+    (folder / "stuck").unlink()
+    await sees(page, "document.getElementById('verdicts').hidden")
+    await sees(page, "document.querySelector('#told [data-kind=resumed]')")
+    # Another is killed: it is red for a while, and another takes its place.
+    (folder / "die").touch()
+    await sees(page, "document.querySelector('#rank-2 .health').textContent === '✕ dead'")
+    await sees(page, "document.querySelector('#told [data-kind=fault]')?.textContent.includes('rank 2')")
+    await sees(page, "document.querySelector('#told [data-kind=recovered]')")
+    await sees(page, f"{healths}.length === 3 && !{healths}.includes('dead')")
+    # What it has written.
+    await page.press("g")
+    await page.press("l")
+    await sees(page, "document.getElementById('log').textContent.includes('is made')")
+
+
+async def sees(page: Page, what: str) -> None:
+    await page.wait_for(what, limit=LIMIT)
