@@ -90,7 +90,11 @@ def page() -> Iterator[Served]:
         assert entered.status == 204
         served.cookie, *rest = entered.headers["Set-Cookie"].split("; ")
         served.name = served.cookie.partition("=")[0]
-        assert sorted(rest) == ["HttpOnly", "Path=/", "SameSite=Strict"]
+        folder = entered.headers["Content-Location"]
+        assert sorted(rest) == ["HttpOnly", f"Path=/{folder}", "SameSite=Strict"]
+        assert served.ask(f"/{folder}why", Cookie=served.cookie).status == 200
+        assert served.ask(f"/{folder}why").status == 401  # where it is gives nobody anything
+        assert KEY not in folder
         assert str(served.port) in served.name
         assert KEY not in served.cookie
         yield served
