@@ -137,6 +137,14 @@ def test_one_of_the_same_name_elsewhere_is_listed_too(tmp_path: Path) -> None:
         assert os.path.realpath(folder.link) == folder.path
 
 
+def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -> None:
+    folder = runfolder.create("one", base=str(tmp_path), log_dir=None)
+    folder.record(left("other", simulation.run(2, 5)))
+    shutil.rmtree(folder.path)
+    folder.ended(0)
+    folder.close()
+
+
 @pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])
 def test_a_line_that_is_none(line: bytes) -> None:
     assert recollection.measured(line) is None

@@ -109,7 +109,10 @@ class RunFolder:
 
     def ended(self, code: int) -> None:
         if self._record is not None:
-            self.record(replace(self._record, ended=time.time(), code=code))
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk, a folder that is gone: how it ended is not changed by that
+                self.record(replace(self._record, ended=time.time(), code=code))
 
     def event(self, event: events.Event) -> None:
         from phalanx.contract import events
