@@ -379,6 +379,23 @@ def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> Non
     play(work)
 
 
+def test_a_node_that_was_not_heard_of_for_a_while_is_told_what_it_has_missed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 2) as (leader, one):
+            hearing = asyncio.create_task(heard(viewing.of(one.record)))
+            await until(lambda: 1 in leader.audience._members and bool(one.audience._leader))
+            leader.audience._members.clear()  # it was stopped for longer than its wish is good for
+            leader.note("missed")
+            await until(lambda: 1 in leader.audience._members)
+            await asyncio.sleep(0.3)
+            leader.audience.end(0, 1.0)
+            assert await hearing == ["begins", "missed", "end"]
+
+    play(work)
+
+
 def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(audience, "_RENEWED", 0.05)
 

@@ -209,26 +209,29 @@ class Audience:
 
     def _wanted(self, who: int | None, _: int, __: bytes) -> None:
         if who is not None and self._company.leads:
-            self._members[who] = time.monotonic() + _EXPIRES
-            self._post.send("seen", 0, self._id + self._ended, to=who)  # who leads, and that it is over
+            now = time.monotonic()
+            anew = self._members.get(who, 0.0) <= now
+            self._members[who] = now + _EXPIRES
+            # Who leads, that it is over, and whether it was told everything since it last said so.
+            self._post.send("seen", int(anew), self._id + self._ended, to=who)
 
     def _unwanted(self, who: int | None) -> None:
         if who is not None:
             self._members.pop(who, None)
 
-    def _seen(self, who: int | None, _: int, content: bytes) -> None:
+    def _seen(self, who: int | None, anew: int, content: bytes) -> None:
         """What node 0 tells."""
         if who is not None or self._company.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
-        if self._leader and leader != self._leader:
+        if self._leader and (anew or leader != self._leader):
             self._start_over()
         self._leader = leader
         for caller in list(self._callers) if lines else ():
             caller.hear(lines)
 
     def _start_over(self) -> None:
-        """Somebody else leads: whoever looks calls again, and is told what it has missed."""
+        """Somebody else leads, or we were not on its list: whoever looks calls again, and is told what it has missed."""
         for caller in list(self._callers):
             caller.drop()
 

@@ -109,9 +109,7 @@ class RunFolder:
 
     def ended(self, code: int) -> None:
         if self._record is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk, a folder that is gone: how it ended is not changed by that
+            with contextlib.suppress(OSError):  # a full disk, a folder that is gone: it has ended as it has
                 self.record(replace(self._record, ended=time.time(), code=code))
 
     def event(self, event: events.Event) -> None:
