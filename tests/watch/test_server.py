@@ -185,9 +185,10 @@ def test_nobody_else_sees_anything(page: Served, path: str) -> None:
         ("POST", KEY, {"Sec_Fetch_Site": "cross-site"}, 403),
         ("POST", KEY, {"Host": "evil.example"}, 403),
         ("POST", "x" * 5000, {}, 413),
+        ("POST", "x" * 10, {"Content_Encoding": "gzip"}, 403),
         ("GET", None, {}, 405),
     ],
-    ids=["wrong", "empty", "another origin", "another site", "another name", "too long", "no post"],
+    ids=["wrong", "empty", "another origin", "another site", "another name", "too long", "packed", "no post"],
 )
 def test_no_way_to_a_cookie_without_the_key(
     page: Served, method: str, body: str | None, headers: dict[str, str], status: int

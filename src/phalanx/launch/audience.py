@@ -231,7 +231,7 @@ class Audience:
             caller.hear(lines)
 
     def _start_over(self) -> None:
-        """Somebody else leads, or we were not on its list: whoever looks calls again, and is told what it has missed."""
+        """Another leads, or we were not on its list: whoever looks calls again, and is told what it has missed."""
         for caller in list(self._callers):
             caller.drop()
 

@@ -110,7 +110,13 @@ class Guard(web.Server):
 
     def __init__(self, handler: Handler, *, most: int = MOST, patience: float = PATIENCE) -> None:
         super().__init__(
-            handler, access_log=None, logger=_SILENT, keepalive_timeout=5.0, max_line_size=4096, max_field_size=_FIELD
+            handler,
+            access_log=None,
+            logger=_SILENT,
+            keepalive_timeout=5.0,
+            max_line_size=4096,
+            max_field_size=_FIELD,
+            auto_decompress=False,  # few bytes could become many
         )
         self._most = most
         self._patience = patience
