@@ -166,6 +166,8 @@ class Onlookers:
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        if self._ends:
+            return
         self._pages += 1
         words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
         if self._plan.watching.at is not None:
