@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from phalanx.bench import browser
 from phalanx.bench.browser import Browser, Page
 from phalanx.contract import events
 from phalanx.watch import simulation
-from phalanx.watch.page import assets
+from phalanx.watch.page import assets, place
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.scene import Scene
 from phalanx.watch.source import Because
@@ -90,6 +91,34 @@ def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage)
             assert await page.evaluate(
                 "performance.getEntriesByType('resource').every(one => one.name.startsWith(origin))"
             )
+
+    stage.play(act())
+
+
+def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> None:
+    """Browsers send the cookies of a host to all its ports, and there somebody else may listen."""
+    heard: list[str] = []
+
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        heard.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
+        return web.Response(text="<p>come in", content_type="text/html")
+
+    async def act() -> None:
+        runner = web.ServerRunner(web.Server(other))
+        await runner.setup()
+        listener = place.listen(place.Place(port=0))
+        await web.SockSite(runner, listener).start()
+        try:
+            async with served(await begun()) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
+                await is_(page, "document.getElementById('name').textContent", "train-simulated")
+                await page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/live")
+                await page.reload()
+                await page.goto(address)
+                await is_(page, "document.getElementById('name').textContent", "train-simulated")
+        finally:
+            await runner.cleanup()
+        assert heard
+        assert not any("phalanx" in told for told in heard), heard
 
     stage.play(act())
 

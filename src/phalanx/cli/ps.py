@@ -98,9 +98,15 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     if older is not None:
         oldest = time.time() - _age(older)
         chosen = [run for run in chosen if run.started < oldest]
+    refused: UsageError | None = None  # one that cannot be does not keep the others
     for run in chosen:
-        forgetting.forget(base, run)
-        sys.stdout.write(f"forgot {run.id}\n")
+        try:
+            forgetting.forget(base, run)
+            sys.stdout.write(f"forgot {run.id}\n")
+        except UsageError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
     if not chosen:
         sys.stdout.write(f"no run is older than {older}\n")
     return 0

@@ -10,14 +10,23 @@ export function kept() {
 
 export class Remote {
   report = false;
+  #key = "";
+  #folder = remembered(); // where the cookie is valid
 
   // Turns the key of the link into a cookie, and takes it out of the address bar: a picture of the screen, or the
   // history of the browser, gives nobody the run.
   async enter() {
-    const key = location.hash.slice(1);
-    if (!key) return;
-    history.replaceState(null, "", location.pathname + location.search);
-    await fetch("enter", { method: "POST", body: key, credentials: "same-origin", cache: "no-store" });
+    const told = location.hash.slice(1);
+    if (told) {
+      this.#key = told; // until it has got there: the first try may fail
+      history.replaceState(null, "", location.pathname + location.search);
+    }
+    if (!this.#key) return;
+    const answer = await fetch("enter", { method: "POST", body: this.#key, credentials: "same-origin", cache: "no-store" });
+    this.#key = "";
+    if (!answer.ok) return;
+    this.#folder = answer.headers.get("Content-Location") ?? "";
+    remember(this.#folder);
   }
 
   // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "quiet" | "denied" | "ended").
@@ -32,7 +41,7 @@ export class Remote {
       try {
         if (!entered) await this.enter();
         entered = true;
-        const answer = await fetch("live", { credentials: "same-origin", cache: "no-store" });
+        const answer = await fetch(`${this.#folder}live`, { credentials: "same-origin", cache: "no-store" });
         if (answer.status === 401 || answer.status === 403) return status("denied");
         if (!answer.ok) throw new Error(`the server says ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
@@ -71,9 +80,24 @@ export class Remote {
   }
 
   async #json(path) {
-    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store" });
+    const answer = await fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
     return answer.json();
+  }
+}
+
+// Other tabs, and this one when it is loaded again, have no key. What is kept here no other port can read.
+function remember(folder) {
+  try {
+    localStorage.setItem("phalanx-folder", folder);
+  } catch {}
+}
+
+function remembered() {
+  try {
+    return localStorage.getItem("phalanx-folder") ?? "";
+  } catch {
+    return "";
   }
 }
 
