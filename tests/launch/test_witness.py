@@ -290,6 +290,38 @@ def test_names_of_groups_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) < 5
 
 
+def test_a_group_that_forms_anew_has_the_name_of_the_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pending in the lost one stays so for ever, and says nothing about this one."""
+    status = {
+        "0": {"last_enqueued_collective": 312, "last_completed_collective": 311},
+        "1": {"last_enqueued_collective": 7, "last_completed_collective": 7},
+        "2": {"last_enqueued_collective": 309, "last_completed_collective": 308},
+    }
+    names = {"0": "0", "1": "1", "2": "0"}
+    entries = [
+        {
+            "pg_id": int(number),
+            "process_group": [name, ""],
+            "profiling_name": "gloo:all_reduce",
+            "collective_seq_id": status[number]["last_enqueued_collective"],
+            "time_created_ns": 1,
+            "retired": False,
+        }
+        for number, name in names.items()
+    ]
+
+    def ask(which: str, *, collectives: bool) -> dict[str, Any]:
+        return {"pg_status": status, "entries": entries if collectives else []} if which == "fr" else {}
+
+    monkeypatch.setattr(recorder, "_ask", ask)
+    monkeypatch.setattr(recorder, "_entries", lambda which: ask(which, collectives=True))
+    monkeypatch.setattr(recorder, "_begun", lambda: True)
+    monkeypatch.setattr(recorder, "_known", {})
+    monkeypatch.setattr(recorder, "_rests", 0.0)
+    assert sorted((group["name"], group["enqueued"]) for group in recorder.groups()) == [("0", 309), ("1", 7)]
+    assert sorted((call["group"], call["seq"]) for call in recorder.everything()["calls"]) == [("0", 309), ("1", 7)]
+
+
 def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = types.ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)

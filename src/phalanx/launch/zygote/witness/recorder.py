@@ -71,10 +71,12 @@ def groups() -> list[dict[str, Any]]:
         return []
     found = []
     for recorder in _RECORDERS:
-        for number, one in _ask(recorder, collectives=False).get("pg_status", {}).items():
+        status = _ask(recorder, collectives=False).get("pg_status", {})
+        for number in status:
             # What was recorded by others than NCCL can be read at any time.
             if recorder != "nccl" and (recorder, number) not in _known:
                 _meet(recorder, number)
+        for number, one in _present_day(recorder, status).items():
             found.append(
                 {
                     "id": number,
@@ -85,6 +87,20 @@ def groups() -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _present_day(recorder: str, status: dict[str, Any]) -> dict[str, Any]:
+    """Without groups that are no more: one that forms anew has the name of the one before, and a higher number. What
+    was pending when that was lost stays so for ever."""
+    newest: dict[str, int] = {}
+    for number in status:
+        name = _known.get((recorder, number), "")
+        newest[name] = max(int(number), newest.get(name, -1))
+    return {
+        number: one
+        for number, one in status.items()
+        if not (name := _known.get((recorder, number), "")) or int(number) == newest[name]
+    }
 
 
 def _meet(recorder: str, number: str) -> None:
@@ -119,11 +135,14 @@ def _tell(found: dict[str, Any], still: float) -> None:
     for recorder in _RECORDERS if _begun() else ():
         answer = _entries(recorder)
         _learn(recorder, answer.get("entries", []))
-        for number, one in answer.get("pg_status", {}).items():
-            name = _known.get((recorder, str(number)), "")
+        known = {str(number): one for number, one in answer.get("pg_status", {}).items()}
+        today = _present_day(recorder, known)
+        for number, one in today.items():
+            name = _known.get((recorder, number), "")
             told = int(one.get("last_enqueued_collective", -1)), int(one.get("last_completed_collective", -1))
             status[name] = max(told, status.get(name, told))
-        calls += [(int(entry["time_created_ns"]), _call(entry, now)) for entry in _newest(answer.get("entries", []))]
+        entries = [entry for entry in answer.get("entries", []) if str(entry["pg_id"]) not in known.keys() - today]
+        calls += [(int(entry["time_created_ns"]), _call(entry, now)) for entry in _newest(entries)]
     calls.sort(key=lambda one: one[0])
     found["groups"] = _groups(status)
     found["calls"] = [call for _, call in calls]
