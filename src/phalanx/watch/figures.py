@@ -57,7 +57,7 @@ def size(amount: float) -> str:
 
 
 def speed(rate: float) -> str:
-    return f"{rate * 8 / 1e9:.1f} Gbit/s"
+    return f"{rate / 1e9:.3g} GB/s"
 
 
 def moment(when: float) -> str:

@@ -3,7 +3,7 @@
 import { FONT, fit, pace, ticks } from "./canvas.js";
 import { $, el, press, say, sight } from "./dom.js";
 import { colour, onTheme } from "./theme.js";
-import { count, measure, offset } from "./words.js";
+import { count, measure, offset, short } from "./words.js";
 
 const HEIGHT = 132;
 const [LEFT, RIGHT, ABOVE, BELOW] = [46, 10, 14, 18];
@@ -122,7 +122,7 @@ export class Charts {
       pen.fillStyle = colour("line");
       pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
       pen.fillStyle = colour("soft");
-      pen.fillText(label(tick), LEFT - 6, y(tick));
+      pen.fillText(short(tick), LEFT - 6, y(tick));
     }
     const step = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0) || 1;
     const zero = timely ? since : 0;
@@ -184,14 +184,6 @@ export class Charts {
     const spoken = `${name} over ${this.#over}: ${measure(points.at(-1)[2])} at step ${points.at(-1)[0]}`;
     if (canvas.getAttribute("aria-label") !== spoken) canvas.setAttribute("aria-label", spoken);
   }
-}
-
-function label(value) {
-  const size = Math.abs(value);
-  if (size >= 1e9 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return String(Number(value.toPrecision(3)));
 }
 
 function nearest(points, along, wanted) {

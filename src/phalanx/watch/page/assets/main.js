@@ -13,6 +13,7 @@ import { Story } from "./story.js";
 import { startTheme, toggleTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
+import { stateOf } from "./words.js";
 
 // For tests and measurements: milliseconds from an event to the picture that shows it, and to the first one.
 const phalanx = { latency: [], firstPaint: null, status: "" };
@@ -116,7 +117,7 @@ function status(now) {
     $("door").hidden = false;
   }
   if (model.ended) {
-    const how = model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
+    const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
   } else if (now === "lost") {
     notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
