@@ -6,7 +6,7 @@ import { colour, onTheme } from "./theme.js";
 import { count, measure, offset, short } from "./words.js";
 
 const HEIGHT = 132;
-const [LEFT, RIGHT, ABOVE, BELOW] = [46, 10, 14, 18];
+const [LEFT, RIGHT, ABOVE, BELOW] = [58, 10, 14, 18];
 const LAST = ["steps/s", "samples/s"]; // after what a training says of itself
 const BANDS = { recovered: "dead", restarted: "dead", resumed: "stuck" }; // they end then, and lasted `seconds`
 const SIGNS = { fault: ["✕", "dead"], recovered: ["✓", "well"], restarted: ["↻", "well"], stalled: ["■", "stuck"], resumed: ["▸", "well"] };
@@ -118,11 +118,15 @@ export class Charts {
 
   #scales(pen, { x, y, from, to, low, high, width, timely, since }) {
     pen.textAlign = "right";
-    for (const tick of ticks(low, high, 4)) {
+    const marks = ticks(low, high, 4);
+    // As many digits as tell two neighbours apart.
+    const size = Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]);
+    const digits = Math.min(9, Math.max(3, Math.ceil(size + 1e-9) + 1)) || 3;
+    for (const tick of marks) {
       pen.fillStyle = colour("line");
       pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
       pen.fillStyle = colour("soft");
-      pen.fillText(short(tick), LEFT - 6, y(tick));
+      pen.fillText(short(Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits), LEFT - 6, y(tick));
     }
     const step = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0) || 1;
     const zero = timely ? since : 0;

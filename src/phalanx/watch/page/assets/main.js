@@ -23,6 +23,7 @@ const LATENCIES = 1000;
 startTheme();
 const source = kept() ?? new Remote();
 const model = new Model();
+model.still = source.report;
 let changes = new Changes();
 let asked = false;
 let ats = []; // of updates that the next frame shows
@@ -119,12 +120,14 @@ function status(now) {
   if (model.ended) {
     const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
+  } else if (source.report) {
+    notice.textContent = "No end of this run was seen. This is its last state.";
   } else if (now === "lost") {
     notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
   } else if (now === "quiet") {
     notice.textContent = "Nothing more is heard of this run. This is its last state.";
   }
-  notice.hidden = !model.head || !(model.ended || now === "quiet" || now === "lost");
+  notice.hidden = !model.head || !(model.ended || source.report || now === "quiet" || now === "lost");
 }
 
 // A new link in the same tab changes the fragment only: that alone loads nothing.
