@@ -268,6 +268,7 @@ def test_by_keyboard(stage: Stage) -> None:
         made = await begun()
         made.said[2, "stdout"] = "of rank two\n"
         made.said[2, "stderr"] = "a warning\n"
+        made.said[-1, "stdout"] = "a warning that not all was searched\n"
         await made.seconds(1, 2)
         async with looked_at(stage.chromium, made) as page:
             for key, wanted in (("j", 1), ("ArrowDown", 2), ("k", 1), ("G", 3), ("j", 3), ("g", 0), ("k", 0)):
@@ -284,6 +285,9 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.press("Backspace")
             await page.press("Enter")
             await is_(page, "document.querySelector('#found button')?.textContent", "rank 2 stderra warning")
+            # What the search says itself is nobody's line.
+            said = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
+            await is_(page, said, "a warning that not all was searched")
             await page.click("#found button")
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
             await page.evaluate("document.getElementById('search-ranks').value = '0-1,3'")
@@ -427,9 +431,16 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             assert await page.evaluate(row(0, "step")) == "3"  # the last that was heard stays
             await made.seconds(4, 5)
             port = int(address.rstrip("/").rpartition(":")[2])
-            await stack.enter_async_context(served(made, port))
+            second = contextlib.AsyncExitStack()
+            await second.enter_async_context(served(made, port))
             await is_(page, row(0, "step"), "5")
             await page.wait_for("document.getElementById('notice').hidden")
+            # It is gone, and another run has its port: what was seen stays, and nobody asks any more.
+            await second.aclose()
+            await stack.enter_async_context(served(Made(), port, key="another"))
+            await page.wait_for("phalanx.status === 'denied'")
+            assert "Nothing more is heard" in await page.evaluate("document.getElementById('notice').textContent")
+            assert await page.evaluate(row(0, "step")) == "5"
 
     stage.play(act())
 

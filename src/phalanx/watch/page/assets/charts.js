@@ -98,10 +98,12 @@ export class Charts {
     const timely = this.#over === "time";
     const along = timely ? 1 : 0;
     const since = this.#model.head.started;
-    const from = timely ? Math.min(since, points[0][1]) : points[0][0];
-    const to = Math.max(points.at(-1)[along], timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
+    let from = timely ? Math.min(since, points[0][1]) : points[0][0];
+    let to = Math.max(timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
     let [low, high] = [Infinity, -Infinity];
     for (const point of points) {
+      from = Math.min(from, point[along]); // after a restart, steps are made again
+      to = Math.max(to, point[along]);
       low = Math.min(low, point[2]);
       high = Math.max(high, point[2]);
     }

@@ -1,6 +1,7 @@
 // Where the run comes from: the server, as it happens; or, in a report, this very file.
 
 const PAUSES = [0.5, 1, 2, 3, 5]; // seconds between two tries
+const SILENCE = 40; // seconds: the server says something every ten, so nobody is there any more
 
 // The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
 export function kept() {
@@ -10,14 +11,18 @@ export function kept() {
 
 export class Remote {
   report = false;
+  #key = ""; // until the server has it
 
   // Turns the key of the link into a cookie, and takes it out of the address bar: a picture of the screen, or the
   // history of the browser, gives nobody the run.
   async enter() {
-    const key = location.hash.slice(1);
-    if (!key) return;
-    history.replaceState(null, "", location.pathname + location.search);
-    await fetch("enter", { method: "POST", body: key, credentials: "same-origin", cache: "no-store" });
+    if (location.hash.length > 1) {
+      this.#key = location.hash.slice(1);
+      history.replaceState(null, "", location.pathname + location.search);
+    }
+    if (!this.#key) return;
+    await fetch("enter", { method: "POST", body: this.#key, credentials: "same-origin", cache: "no-store" });
+    this.#key = "";
   }
 
   // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "quiet" | "denied" | "ended").
@@ -120,23 +125,30 @@ class Kept {
 // Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.
 async function* messages(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const hangUp = () => reader.cancel().catch(() => {});
   let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    let from = Math.max(0, text.length - 1);
-    text += value;
-    for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
-      const message = text.slice(0, end);
-      text = text.slice(end + 2);
-      let kind = "message";
-      const data = [];
-      for (const line of message.split("\n")) {
-        if (line.startsWith("event:")) kind = line.slice(6).trim();
-        else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+  try {
+    for (;;) {
+      const silent = setTimeout(hangUp, SILENCE * 1000);
+      const { value, done } = await reader.read();
+      clearTimeout(silent);
+      if (done) return;
+      let from = Math.max(0, text.length - 1);
+      text += value;
+      for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
+        const message = text.slice(0, end);
+        text = text.slice(end + 2);
+        let kind = "message";
+        const data = [];
+        for (const line of message.split("\n")) {
+          if (line.startsWith("event:")) kind = line.slice(6).trim();
+          else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        }
+        if (data.length) yield [kind, data.join("\n")];
       }
-      if (data.length) yield [kind, data.join("\n")];
     }
+  } finally {
+    hangUp(); // a browser has few connections to one server
   }
 }
 

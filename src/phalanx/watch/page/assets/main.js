@@ -65,8 +65,11 @@ function begin() {
 
 function receive(update, whole) {
   model.apply(update, whole, changes);
-  if (!whole) ats.push(update.at);
-  if (!model.ranks.has(model.chosen) && model.order.length) model.chosen = model.order[0];
+  if (!whole && ats.length < LATENCIES) ats.push(update.at); // what nobody sees has no frames
+  if (!model.ranks.has(model.chosen) && model.order.length) {
+    model.chosen = model.order[0];
+    changes.chosen = true;
+  }
   ask();
 }
 
@@ -113,7 +116,7 @@ function status(now) {
   phalanx.status = now;
   const notice = $("notice");
   notice.dataset.status = model.ended ? "ended" : now;
-  if (now === "denied") {
+  if (now === "denied" && !model.head) {
     $("view").hidden = true;
     $("door").hidden = false;
   }
@@ -124,10 +127,11 @@ function status(now) {
     notice.textContent = "No end of this run was seen. This is its last state.";
   } else if (now === "lost") {
     notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
-  } else if (now === "quiet") {
+  } else if (now === "quiet" || now === "denied") {
+    // Denied, though it was let in before: another run has this port now.
     notice.textContent = "Nothing more is heard of this run. This is its last state.";
   }
-  notice.hidden = !model.head || !(model.ended || source.report || now === "quiet" || now === "lost");
+  notice.hidden = !model.head || !(model.ended || source.report || now === "quiet" || now === "denied" || now === "lost");
 }
 
 // A new link in the same tab changes the fragment only: that alone loads nothing.
