@@ -172,12 +172,13 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
 
 def test_what_a_run_says_is_text(stage: Stage) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
+    turned = "\u202e"  # what comes after it is read from the right
 
     async def act() -> None:
         made = Made()
         started, *rest = simulation.begin(4, now=time.time())
         assert isinstance(started, events.RunStarted)
-        await made.tell(msgspec.structs.replace(started, run=evil, command=(evil,)), *rest)
+        await made.tell(msgspec.structs.replace(started, run=evil + turned, command=(evil,)), *rest)
         made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
         made.because = Because(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
@@ -197,7 +198,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
             await page.wait_for("document.querySelector('#found button')")
             await page.wait_for("document.querySelector('#stacks-list pre')")
             assert await page.evaluate("document.querySelectorAll('img, script:not([src])').length") == 0
-            assert await page.evaluate("document.getElementById('name').textContent") == evil
+            assert await page.evaluate("document.getElementById('name').textContent") == f"{evil}�"
 
     stage.play(act())
 

@@ -120,7 +120,8 @@ export class Charts {
 
   #scales(pen, { x, y, from, to, low, high, width, timely, since }) {
     pen.textAlign = "right";
-    const marks = ticks(low, high, 4);
+    let marks = ticks(low, high, 4);
+    if (marks.length < 3) marks = ticks(low, high, 8);
     // As many digits as tell two neighbours apart.
     const size = Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]);
     const digits = Math.min(9, Math.max(3, Math.ceil(size + 1e-9) + 1)) || 3;
@@ -130,7 +131,8 @@ export class Charts {
       pen.fillStyle = colour("soft");
       pen.fillText(short(Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits), LEFT - 6, y(tick));
     }
-    const step = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0) || 1;
+    const pitch = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0);
+    const step = timely ? pitch : Math.max(1, pitch); // there is no half of one
     const zero = timely ? since : 0;
     for (let number = Math.ceil((from - zero) / step); zero + number * step <= to; number++) {
       const at = x(zero + number * step);
@@ -163,15 +165,21 @@ export class Charts {
 
   #line(pen, points, along, x, y) {
     pen.beginPath();
-    for (const point of points) pen.lineTo(x(point[along]), y(point[2]));
+    let last = -Infinity;
+    for (const point of points) {
+      // Steps that are made again are a line of their own.
+      if (point[along] < last) pen.moveTo(x(point[along]), y(point[2]));
+      else pen.lineTo(x(point[along]), y(point[2]));
+      last = point[along];
+    }
     pen.strokeStyle = colour("curve");
     pen.lineWidth = 1.75;
     pen.lineJoin = "round";
     pen.stroke();
-    const last = points.at(-1);
+    const newest = points.at(-1);
     pen.fillStyle = colour("curve");
     pen.beginPath();
-    pen.arc(x(last[along]), y(last[2]), 2.75, 0, 7);
+    pen.arc(x(newest[along]), y(newest[2]), 2.75, 0, 7);
     pen.fill();
   }
 

@@ -6,7 +6,7 @@ const SILENCE = 40; // seconds: the server says something every ten, so nobody i
 // The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
 export function kept() {
   const script = document.querySelector("script#run");
-  return script ? new Kept(JSON.parse(script.textContent)) : null;
+  return script ? new Kept(parsed(script.textContent)) : null;
 }
 
 export class Remote {
@@ -46,7 +46,7 @@ export class Remote {
           if (kind === "update") quiet = false;
           if (!quiet) status("open");
           heard = true;
-          update(JSON.parse(data), kind === "whole");
+          update(parsed(data), kind === "whole");
         }
       } catch (error) {
         if (!(error instanceof TypeError)) console.warn(String(error)); // no TypeError: that is a lost connection
@@ -78,7 +78,7 @@ export class Remote {
   async #json(path) {
     const answer = await fetch(path, { credentials: "same-origin", cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
-    return answer.json();
+    return parsed(await answer.text());
   }
 }
 
@@ -120,6 +120,11 @@ class Kept {
   async why() {
     return this.#run.why ?? { report: "", verdicts: [], stacks: {} };
   }
+}
+
+// Without what turns the direction of writing: a name that has it would make the words beside it read otherwise.
+function parsed(text) {
+  return JSON.parse(text.replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"));
 }
 
 // Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.

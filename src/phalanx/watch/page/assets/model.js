@@ -162,6 +162,7 @@ export class Model {
   #gone(rank, changes) {
     if (this.ranks.delete(rank)) changes.seats = changes.health = true;
     this.strips.delete(rank);
+    this.fell.delete(rank); // whoever has its place later has not died
   }
 
   #strip(rank, start, letters, changes) {
