@@ -62,6 +62,7 @@ def test_over_time_and_another_metric(capsys: pytest.CaptureFixture[str]) -> Non
     left("two", simulation.run(2, 60))
     out = compared(capsys, "one", "two", "one", "--metric", "accuracy", "--over", "time")
     assert "accuracy over time" in out
+    assert compared(capsys, "one", "one", "one").splitlines()[2] == "x C  one (3)"
     assert {"final accuracy", "lowest accuracy", "highest accuracy"} <= rows(out).keys()
     assert main(["compare", "one", "two", "--metric", "f1"]) == 2
     assert "there is: accuracy, loss" in capsys.readouterr().err

@@ -66,7 +66,8 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     for record in records:
         name = record.id if record.id not in names else os.path.basename(record.folder)
-        names.append(name if name not in names else f"{name} ({names.count(name) + 1})")
+        again = (f"{name} ({number})" for number in range(2, len(records) + 1))
+        names.append(name if name not in names else next(one for one in again if one not in names))
     return names
 
 

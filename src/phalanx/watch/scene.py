@@ -213,8 +213,10 @@ class Scene:
             for view in self.ranks.values():
                 view.samples = min(0.0, view.samples)
         self._usual = self._pace.each or self._measured_pace.each or self._usual
-        if self.step >= 0 and (at_work or self.state in ("stalled", "recovering")):  # that it ends makes it no slower
-            self._point(STEPS, self.step, now, self.rate)
+        halted = self.state in ("stalled", "recovering")
+        if self.step >= 0 and (at_work or halted):  # that it ends makes it no slower
+            if self.rate > 0 or halted:  # else it is not known yet
+                self._point(STEPS, self.step, now, self.rate)
             if self.samples >= 0:
                 self._point(SAMPLES, self.step, now, self.samples)
 
