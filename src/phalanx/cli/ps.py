@@ -18,6 +18,7 @@ from phalanx.errors import OptionError, UsageError
 from phalanx.launch import forgetting, memoir, runfolder
 from phalanx.launch.memoir import Memoir
 from phalanx.launch.runfolder import RunRecord
+from phalanx.watch.figures import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _WHAT = 48  # letters of a command
@@ -62,7 +63,7 @@ def table(runs: Sequence[tuple[RunRecord, Memoir]], width: int | None, *, now: f
     for run, told in runs:
         lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
         step = "-" if told.step is None else str(told.step)
-        loss = "-" if told.loss is None else f"{told.loss:.4g}"
+        loss = "-" if told.loss is None else number(told.loss)
         faults = str(told.faults) if told.faults else "-"
         what = told.why or _cut(_command(run.command), _WHAT)
         rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])

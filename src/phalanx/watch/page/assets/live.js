@@ -1,11 +1,12 @@
 // Where the run comes from: the server, as it happens; or, in a report, this very file.
 
 const PAUSES = [0.5, 1, 2, 3, 5]; // seconds between two tries
+const SILENCE = 40; // seconds: the server says something every ten, so nobody is there any more
 
 // The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
 export function kept() {
   const script = document.querySelector("script#run");
-  return script ? new Kept(JSON.parse(script.textContent)) : null;
+  return script ? new Kept(parsed(script.textContent)) : null;
 }
 
 export class Remote {
@@ -50,7 +51,7 @@ export class Remote {
           if (kind === "update") quiet = false;
           if (!quiet) status("open");
           heard = true;
-          update(JSON.parse(data), kind === "whole");
+          update(parsed(data), kind === "whole");
         }
       } catch (error) {
         if (!(error instanceof TypeError)) console.warn(String(error)); // no TypeError: that is a lost connection
@@ -82,7 +83,7 @@ export class Remote {
   async #json(path) {
     const answer = await fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
-    return answer.json();
+    return parsed(await answer.text());
   }
 }
 
@@ -141,26 +142,38 @@ class Kept {
   }
 }
 
+// Without what turns the direction of writing: a name that has it would make the words beside it read otherwise.
+function parsed(text) {
+  return JSON.parse(text.replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"));
+}
+
 // Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.
 async function* messages(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const hangUp = () => reader.cancel().catch(() => {});
   let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    let from = Math.max(0, text.length - 1);
-    text += value;
-    for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
-      const message = text.slice(0, end);
-      text = text.slice(end + 2);
-      let kind = "message";
-      const data = [];
-      for (const line of message.split("\n")) {
-        if (line.startsWith("event:")) kind = line.slice(6).trim();
-        else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+  try {
+    for (;;) {
+      const silent = setTimeout(hangUp, SILENCE * 1000);
+      const { value, done } = await reader.read();
+      clearTimeout(silent);
+      if (done) return;
+      let from = Math.max(0, text.length - 1);
+      text += value;
+      for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
+        const message = text.slice(0, end);
+        text = text.slice(end + 2);
+        let kind = "message";
+        const data = [];
+        for (const line of message.split("\n")) {
+          if (line.startsWith("event:")) kind = line.slice(6).trim();
+          else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        }
+        if (data.length) yield [kind, data.join("\n")];
       }
-      if (data.length) yield [kind, data.join("\n")];
     }
+  } finally {
+    hangUp(); // a browser has few connections to one server
   }
 }
 
