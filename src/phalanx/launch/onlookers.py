@@ -113,7 +113,7 @@ class Onlookers:
                 self._screening = screening.Screening(self._folder.name, self._console, note)
                 await self._screening.begin()
             else:
-                note("--screen needs a terminal; there is none, so that this is as without it")
+                note("--screen needs a terminal, and in front; this is as without it")
 
     @property
     def _wanted(self) -> bool:
