@@ -895,7 +895,7 @@ def test_nothing_is_written_while_hidden_and_what_was_said_is_said_afterwards(te
 
 
 def test_last_words_are_said_though_it_was_never_shown_again() -> None:
-    with Captured(2) as shown:
+    with Captured(2, terminal=True, colour=False) as shown:
         shown.console.hide()
         for number in range(600):
             shown.console.say(f"word {number}")
@@ -905,3 +905,19 @@ def test_last_words_are_said_though_it_was_never_shown_again() -> None:
         assert said[-1] == "phalanx: word 599"
         assert len(said) == 500
         assert shown.out == b""
+
+
+def test_a_file_gets_what_a_terminal_does_not_show(terminal: Terminal) -> None:
+    """`phalanx run --screen train.py 2>errors`"""
+    file = os.memfd_create("err")
+    console = Console(2, out=terminal.fd, err=file, colour=False)
+    try:
+        console.hide()
+        once(console, 0, "unseen\n")
+        once(console, 1, "a warning\n", Std.ERR)
+        console.say("one")
+        until(lambda: os.pread(file, 1000, 0) == b"[1] a warning\nphalanx: one\n", lambda: os.pread(file, 1000, 0))
+    finally:
+        console.close()
+        os.close(file)
+    assert b"unseen" not in terminal.data

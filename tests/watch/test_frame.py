@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -19,7 +21,7 @@ from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import ASCII, UNICODE, Signs, signs
 from phalanx.watch.screen.tail import Tail
 from phalanx.watch.screen.view import View
-from phalanx.watch.source import LogPart
+from phalanx.watch.source import LogPart, Source, Stream
 
 NOW = 1.7e9
 
@@ -138,6 +140,16 @@ def test_an_escape_alone() -> None:
     assert not keys.halfway
 
 
+def test_the_end_of_what_is_pasted_comes_late() -> None:
+    keys = Keys()
+    assert keys.feed(b"\x1b[200~x\x1b[20") == []
+    assert keys.lapse() == []
+    assert keys.feed(b"1~q") == ["q"]
+    assert keys.feed(b"\x1b[200~x\x1b[20") == []
+    assert keys.feed(b"\x03") == ["ctrl-c"]  # it never comes
+    assert keys.feed(b"q") == ["q"]
+
+
 @given(st.binary(max_size=200))
 def test_whatever_is_typed(data: bytes) -> None:
     keys, scene, view = Keys(), scene_of(3, 2), View(able=True, held=True)
@@ -200,6 +212,36 @@ def test_the_tail_of_a_log() -> None:
     other.turn(1, "stderr")
     other.take(LogPart(start=100, end=120, text="half a line\nwhole\n"))
     assert other.shown == ["whole"]
+
+
+class Growing:
+    """A log that grows faster than it is read."""
+
+    def __init__(self) -> None:
+        self.text = "line 0\n"
+
+    async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
+        first = max(0, len(self.text) - size) if start is None else start
+        part = self.text[first : first + size]
+        return LogPart(start=first, end=first + len(part), text=part)
+
+
+def test_the_tail_of_a_log_that_grows_fast() -> None:
+    async def read() -> list[list[str]]:
+        log, tail, seen = Growing(), Tail(), []
+        tail.turn(0, "stdout")
+        for number in range(1, 6):
+            await tail.read(cast("Source", log), whole=number == 4)
+            seen.append(tail.shown)
+            log.text += f"line {number} {'x' * 90}\n" * 1000 + f"end {number}\n"
+        return seen
+
+    first, *seen = asyncio.run(read())
+    assert first == ["line 0"]
+    assert [lines[-1] for lines in seen[:2]] == ["end 1", "end 2"]
+    assert seen[2][-1].startswith("line 3")  # somebody reads what is there: he is not torn away
+    assert seen[2][: len(seen[1])] == seen[1]
+    assert seen[3][-1] == "end 4"
 
 
 def test_signs_by_locale() -> None:

@@ -117,6 +117,23 @@ HEALTHS = {
         [events.WorkerExited(time=2.4, rank=1, pid=11, code=-9), sight(2, 1, 1)],
         ["well", "dead"],
     ),
+    "asked to end": (
+        [
+            events.Stopping(time=2, reason="SIGINT received", signal="SIGINT"),
+            events.WorkerExited(time=3, rank=1, pid=11, code=-2),
+            sight(3, 1, 1, state="X"),
+        ],
+        ["stopped", "stopped"],
+    ),
+    "one failed, the other was asked to end": (
+        [
+            events.WorkerExited(time=2, rank=1, pid=11, code=-9),
+            events.Stopping(time=2, reason="rank 1 was killed", signal="SIGTERM"),
+            events.WorkerExited(time=3, rank=0, pid=10, code=-15),
+            events.RunEnded(time=4, code=1, seconds=3),
+        ],
+        ["stopped", "dead"],
+    ),
     "died, seen": ([sight(2, 1, 1, state="X")], ["dead", "dead"]),
     "died long ago": (
         [
@@ -465,3 +482,13 @@ def test_a_sight_of_512_ranks_is_cheap() -> None:
         scene.see(event)
         took += [time.process_time() - then] if isinstance(event, events.Sight) else []
     assert statistics.median(took) < 0.03, "2 ms on a machine that does nothing else"
+
+
+def test_that_it_ends_makes_it_no_slower() -> None:
+    scene = told(*(sight(second, 10 * second, 10 * second, samples=5.0) for second in range(2, 12)))
+    for second, state in ((12, "R"), (13, "E")):  # what ends is at nothing that can be seen
+        scene.see(sight(second, 110, 110, state=state, phases="....", samples=-1.0))
+    scene.see(events.RunEnded(time=14, code=0, seconds=13))
+    assert [point[2] for point in scene.curves["steps/s"].points[-2:]] == pytest.approx([10, 10])
+    assert (scene.rate, scene.ranks[1].rate, scene.samples) == (pytest.approx(10), pytest.approx(10), 10.0)
+    assert (scene.ranks[1].compute, scene.ranks[1].waiting) == (0.5, 0.25)

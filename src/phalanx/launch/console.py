@@ -140,7 +140,8 @@ class Console:
     def hide(self) -> None:
         """Write nothing to the terminal: somebody else draws there. Waits until all that came before is written.
 
-        Meanwhile what ranks write is in their logs alone, and what we say is kept.
+        Meanwhile what ranks write is in their logs alone, and what we say is kept. A file or a pipe (`2>errors`) gets
+        it as ever.
         """
         self.hidden = True
         done = threading.Event()
@@ -275,9 +276,8 @@ class Console:
             if last:
                 for feed in list(self._feeds):
                     self._end(feed)
-            if self._said is None:
-                self._lapse(time.monotonic())
-                self._flush()
+            self._lapse(time.monotonic())
+            self._flush()
             if last:
                 break
         for feed in self._feeds:
@@ -285,9 +285,7 @@ class Console:
 
     def _due(self) -> float | None:
         """Seconds until something is to be done although nothing comes."""
-        if self._said is not None:
-            return None
-        times = [sink.repaint_at for sink in (self._out, self._err) if sink.late]
+        times = [sink.repaint_at for sink in (self._out, self._err) if sink.late and not self._veiled(sink)]
         for feed in self._feeds:
             if self._held(feed):
                 continue
@@ -295,7 +293,7 @@ class Console:
                 times.append(feed.sign_at)
             if feed.lines is not None and feed.lines.rest:
                 times.append(feed.heard + feed.lines.rest * self._quiet)
-        for feed in self._live if self._borrower is None else ():
+        for feed in self._live if self._borrower is None and self._said is None else ():
             if feed.lines is not None and feed.lines.pending and not feed.showing:
                 times.append(feed.heard + self._quiet)
         return min(times) - time.monotonic() if times else None
@@ -322,14 +320,20 @@ class Console:
             return
         said, self._said = self._said, None
         for feed in self._feeds:
-            feed.pass_over()
+            if feed.sink.terminal:
+                feed.pass_over()
         for text in said:
             self._speak(text)
+
+    def _veiled(self, sink: Sink) -> bool:
+        return self._said is not None and sink.terminal
 
     def _pass_over(self, item: Feed | bytes | _Loan) -> None:
         """What would be shown if anything were."""
         if isinstance(item, _Loan):
             self._borrower = item.rank
+        elif isinstance(item, Feed) and not item.sink.terminal:
+            self._show(item)
         elif isinstance(item, Feed) and item.pass_over() and item in self._feeds:
             with self.lock:
                 self._feeds.remove(item)
@@ -338,7 +342,7 @@ class Console:
             item.close()
 
     def _held(self, feed: Feed) -> bool:
-        return self._borrower not in (None, feed.rank)
+        return self._borrower not in (None, feed.rank) or self._veiled(feed.sink)
 
     def _show(self, feed: Feed) -> None:
         data, last = feed.take()
@@ -409,10 +413,10 @@ class Console:
                 feed.lines.past.clear()
 
     def _speak(self, text: str) -> None:
-        if self._said is not None:
+        sink = self._err
+        if self._said is not None and sink.terminal:
             self._said.append(text)
             return
-        sink = self._err
         self._gone_by(sink, None)
         lines = f"phalanx: {text.rstrip()}\n"
         if sink.terminal:
@@ -455,7 +459,8 @@ class Console:
     def _flush(self) -> None:
         now = time.monotonic()
         for sink in dict.fromkeys((self._out, self._err)):
-            sink.flush(self._area(sink, now), now)
+            if not self._veiled(sink):
+                sink.flush(self._area(sink, now), now)
 
     def _area(self, sink: Sink, now: float) -> list[bytes]:
         rows: list[bytes] = []

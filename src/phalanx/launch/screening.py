@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class Screening:
         self._handle = -1
         self._as_it_was: Attributes | None = None
         self._gone = asyncio.Event()
+        self._ends = False  # because we say so
 
     @property
     def pids(self) -> frozenset[int]:
@@ -77,20 +79,28 @@ class Screening:
         if code < 0 and attributes((0, 1)) != self._as_it_was:  # it could not tidy up
             from phalanx.watch.screen.terminal import LEAVE
 
+            ready = select.poll()
+            ready.register(1, select.POLLOUT)
             with contextlib.suppress(OSError):
-                os.write(1, LEAVE)
+                if ready.poll(0):  # never wait for a connection that is stuck
+                    os.write(1, LEAVE)
         restore(self._as_it_was)
         self._gone.set()
         self._console.show()
-        if code:
+        if code and not self._ends:
             self._note(f"the screen has ended ({in_words(code)}); what ranks print is shown from here on")
 
     async def end(self) -> None:
-        """The run is over, and the screen knows: it shows the end for a moment. Then the terminal is ours."""
+        """The run is over, and the screen knows: it shows the end for a moment. Then the terminal is ours.
+
+        One that is not to be seen, or not yet, has nothing to show: a run that ends at once does not wait for it.
+        """
         if self._process is None or self._gone.is_set():
             return
-        for number, patience in ((None, _LAST_LOOK), (signal.SIGTERM, _ENDING), (signal.SIGKILL, _ENDING)):
+        look = _LAST_LOOK if attributes((0, 1)) != self._as_it_was else 0.0
+        for number, patience in ((None, look), (signal.SIGTERM, _ENDING), (signal.SIGKILL, _ENDING)):
             if number is not None:
+                self._ends = True
                 self._process.send_signal(number)
                 self._process.send_signal(signal.SIGCONT)
             with contextlib.suppress(TimeoutError):

@@ -44,6 +44,8 @@ class Keys:
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[str]:
+        if data == b"\x03":  # whatever else has got lost: nobody is caught here
+            self._pasting, self._rest = False, ""
         self._rest += data.decode(errors="ignore")
         found: list[str] = []
         while self._rest:
@@ -60,6 +62,8 @@ class Keys:
         return [key for key in found if key]
 
     def lapse(self) -> list[str]:
-        """Nothing more has come for a while."""
+        """Nothing more has come for a while. Of what is pasted, the end is waited for: without it no key is one."""
+        if self._pasting:
+            return []
         alone, self._rest = self._rest == "\x1b", ""
         return ["escape"] if alone else []

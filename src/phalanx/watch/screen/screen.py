@@ -71,8 +71,9 @@ class Screen:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
+            loop.add_signal_handler(signal.SIGCONT, self._went_on, terminal)
             loop.add_reader(terminal.fd, self._typed, terminal)
-            for work in (self._listen(), self._follow(), self._paint(terminal), self._tick()):
+            for work in (self._listen(), self._follow(), self._paint(terminal), self._tick(terminal)):
                 self._start(work)
             try:
                 await self._left.wait()
@@ -137,7 +138,7 @@ class Screen:
                 view.tail.turn(view.rank, view.stream)
                 before = view.tail.came
                 try:
-                    if await view.tail.read(self._source):
+                    if await view.tail.read(self._source, whole=view.back > 0):
                         self._news.set()
                     if view.back:  # whoever has scrolled back stays where he is
                         view.back = max(0, min(view.back + view.tail.came - before, len(view.tail.lines) - 1))
@@ -149,11 +150,13 @@ class Screen:
             self._turned.clear()
             await _within(_LOOK, self._turned)
 
-    async def _tick(self) -> None:
+    async def _tick(self, terminal: Terminal) -> None:
         """The time that it runs."""
         while not self._view.over:
             await asyncio.sleep(1.0 - time.time() % 1.0)
             self._news.set()
+            if not terminal.in_front:  # the run was stopped, but not by us: a shell has the terminal
+                self._begin_away(terminal, "step back")
 
     # -- what is seen
 
@@ -261,17 +264,28 @@ class Screen:
         try:
             if why == "suspend":
                 await terminal.suspend()
+            elif why == "step back":
+                await terminal.step_back()
             else:
                 words = self._hands.debugger(self._view.rank)
                 await terminal.lend(words, hint="phalanx: Enter goes back to the screen\n")
         except (OSError, PhalanxError) as error:
             self._view.word = str(error)
-            terminal.enter()
+            try:
+                terminal.enter()
+            except OSError:
+                self._left.set()
+                return
         finally:
             self._away = False
         loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
         loop.add_reader(terminal.fd, self._typed, terminal)
         self._repaint()
+
+    def _went_on(self, terminal: Terminal) -> None:
+        if not self._away:
+            terminal.again()
+            self._repaint()
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:

@@ -9,6 +9,7 @@ from phalanx.watch.source import LogPart, Source, Stream
 
 _KEPT = 2000  # lines
 _LONGEST = 2000  # characters of a line that nobody ends
+_MUCH = 1 << 15  # bytes between two looks: there may be more than one look gives
 
 
 class Tail:
@@ -31,14 +32,25 @@ class Tail:
         self.lines.clear()
         self.came, self._end, self._open = 0, None, ""
 
-    async def read(self, source: Source) -> bool:
-        """What has come since. True: there is something else to show now."""
+    async def read(self, source: Source, *, whole: bool = False) -> bool:
+        """What has come since. True: there is something else to show now.
+
+        A rank that writes faster than it is read here is seen as it is now, and what lies between is left out; `whole`:
+        somebody reads it.
+        """
         rank, stream, start = self.rank, self.stream, self._end
         if rank < 0:
             return False
         part = await source.log(rank, stream, start=start)
+        skips = False
+        if start is not None and part.end - part.start >= _MUCH and not whole:
+            newest = await source.log(rank, stream)
+            skips = newest.end > part.end
+            part = newest if skips else part
         if (rank, stream, start) != (self.rank, self.stream, self._end):  # turned away meanwhile
             return False
+        if skips:
+            self._begin()
         return self.take(part)
 
     def take(self, part: LogPart) -> bool:

@@ -67,10 +67,21 @@ class Terminal:
         return 24, 80
 
     def enter(self) -> None:
+        """Raises OSError: it is gone."""
         if self._as_it_was is None:
-            attributes = termios.tcgetattr(self.fd)
-            tty.setraw(self.fd, termios.TCSAFLUSH)  # what was typed before was for somebody else
+            try:
+                attributes = termios.tcgetattr(self.fd)
+                tty.setraw(self.fd, termios.TCSAFLUSH)  # what was typed before was for somebody else
+            except termios.error as error:
+                raise OSError(*error.args) from error
             self._as_it_was = attributes
+            self._straight(_ENTER)
+
+    def again(self) -> None:
+        """Somebody has stopped us, and may have done to the terminal what he liked."""
+        if self.entered and self.in_front:
+            with contextlib.suppress(OSError, termios.error):
+                tty.setraw(self.fd, termios.TCSANOW)
             self._straight(_ENTER)
 
     def leave(self) -> None:
@@ -97,9 +108,13 @@ class Terminal:
         self._flush()
 
     def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             while self._rest:
                 self._rest = self._rest[os.write(self._out, self._rest[:65536]) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone; whoever reads from it leaves
+            self._rest = b""
         if self._loop is not None:
             if self._rest:
                 self._loop.add_writer(self._out, self._flush)
@@ -125,6 +140,11 @@ class Terminal:
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(0, signal.SIGTSTP)  # nothing happens where there is no shell that could have us go on
+        await self.step_back()
+
+    async def step_back(self) -> None:
+        """Until it is ours again."""
+        self.leave()
         while not self.in_front:
             await asyncio.sleep(_AWAY)
         self.enter()
@@ -146,7 +166,9 @@ class Terminal:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-            self._in_front(os.getpgrp())
+            with contextlib.suppress(OSError):
+                if os.tcgetpgrp(self.fd) == process.pid:  # else a shell has it: of a run that was killed
+                    self._in_front(os.getpgrp())
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(self.fd, termios.TCSADRAIN, attributes)
         if code:  # what it has said about that would be hidden by our screen

@@ -194,5 +194,6 @@ HELP = [
     "q                leave; the run goes on",
     "",
     "data compute wait: what a rank has spent its time on, since the last look",
-    "letters (f): d data, f forward, b backward, w waits for others, o optimizer, O a step has ended",
+    "letters (f): d data, f forward, b backward, w waits for others, o optimizer, n none of these;",
+    "a capital: a step has ended",
 ]
