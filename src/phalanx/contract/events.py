@@ -80,6 +80,11 @@ class Fault(Event, frozen=True, kw_only=True, tag="fault"):
     reason: str
     recovery: str
 
+    @property
+    def joins(self) -> bool:
+        """Nobody has failed: a node has come, for which the group forms anew."""
+        return self.reason.endswith(" joined")
+
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     """The first step after a fault is committed."""

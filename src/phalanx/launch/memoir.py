@@ -30,7 +30,8 @@ class Memoir:
 def of(record: RunRecord) -> Memoir:
     record = recollection.leading(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
-    survived = sum(isinstance(event, events.Fault) and event.recovery != "stop" for event in happened)
+    faults = (event for event in happened if isinstance(event, events.Fault) and not event.joins)
+    survived = sum(event.recovery != "stop" for event in faults)
     step, loss = _measured(record.folder)
     if step is None:
         step = next((event.step for event in reversed(happened) if isinstance(event, events.Recovered)), None)

@@ -84,8 +84,8 @@ class Track:
                 self._looked = True
                 self._measured(event)
             case events.Fault():
-                self._faults += 1
-                self._mark(event.time, self._step, "fault", event.reason)
+                self._faults += not event.joins
+                self._mark(event.time, self._step, "recovered" if event.joins else "fault", event.reason)
             case events.Recovered():
                 self._step = max(self._step, event.step)
                 self._mark(event.time, event.step, "recovered", f"recovered in {event.seconds:.1f} s")

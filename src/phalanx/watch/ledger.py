@@ -47,7 +47,7 @@ class Ledger:
 
     def see(self, event: events.AnyEvent) -> None:
         match event:
-            case events.Fault():
+            case events.Fault() if not event.joins:
                 self._settle_stall(event.time)
                 self._add(Entry(event.time, "fault", event.reason, (event.rank,), event.recovery))
             case events.Recovered():

@@ -80,7 +80,7 @@ class Story:
 
 def _happening(event: events.AnyEvent) -> Happening | None:
     match event:
-        case events.Fault() if event.reason.endswith(" joined"):  # for which the group forms anew
+        case events.Fault() if event.joins:
             return Happening(event.time, "joined", event.reason)
         case events.Fault():
             named = event.reason.startswith(("rank ", "node ", "the "))

@@ -16,17 +16,17 @@ MOST = 64  # ranks
 SECONDS = 60.0  # of the end
 _LEFT, _RIGHT = 72, 16
 _ROW = 12
-_COLOURS = {  # of a phase: light, dark
-    "import": ("#b9bec8", "#5a6070"),
-    "join": ("#a9b4d0", "#6a7696"),
-    "data": ("#e0a800", "#d8b93a"),
-    "forward": ("#2a6fdb", "#6ea8ff"),
-    "backward": ("#1b4fa0", "#3f7fe0"),
-    "collective": ("#d9661f", "#ff9d5c"),
-    "optimizer": ("#178a5b", "#4fd39a"),
-    "checkpoint": ("#a63aa8", "#e08ae2"),
-    "compile": ("#0b8193", "#4ccbdd"),
-    "idle": ("#dfe2e7", "#343946"),
+_COLOURS = {  # of a phase: light, dark; those of the page (page/assets/style.css), which may stand beside it
+    "import": ("#b7af9f", "#5c6570"),
+    "join": ("#9aa6b1", "#74808c"),
+    "data": ("#d79a34", "#d9a03f"),
+    "forward": ("#5b9bcb", "#5d9dd0"),
+    "backward": ("#2f6ea8", "#35699f"),
+    "collective": ("#bdb5a4", "#4b545e"),
+    "optimizer": ("#8573c2", "#8f7fd0"),
+    "checkpoint": ("#3f9a73", "#4aa77e"),
+    "compile": ("#b4578f", "#c56ba4"),
+    "idle": ("#dcd7cc", "#363d45"),
 }
 _KINDS = {"start": "until the first step", "fault": "after a fault", "stall": "nothing went on"}
 

@@ -61,6 +61,7 @@ export class Remote {
       quiet = last;
       status(last ? "quiet" : "lost");
       await pause(last ? PAUSES.at(-1) : PAUSES[Math.min(tries, PAUSES.length - 1)]);
+      await looked();
     }
   }
 
@@ -174,6 +175,13 @@ async function* messages(body) {
     }
   } finally {
     hangUp(); // a browser has few connections to one server
+  }
+}
+
+// Until somebody looks: a tab that was forgotten asks nobody.
+async function looked() {
+  while (document.visibilityState !== "visible") {
+    await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
   }
 }
 
