@@ -36,6 +36,7 @@ _MOST_CURVES = 100  # a script may make up names all day
 _MOST_VERDICTS = 20
 _BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
 _SETTLED = 3.0  # seconds: faces that nobody has added to are all there are
+_TENTH = 0.15  # seconds, and some
 _AGAIN = 600.0  # seconds until the same rank is told to be slow once more
 
 
@@ -71,6 +72,7 @@ class Scene:
     tally: Tally = field(default_factory=Tally)
     _spares: set[int] = field(default_factory=set)  # pids
     _fallen: set[int] | None = None  # ranks that had ended before all were asked to; None: they were not
+    _failed: set[int] = field(default_factory=set)  # ranks for which all were
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
     _present: set[int] | None = None  # ranks, as the latest faces say
@@ -146,10 +148,10 @@ class Scene:
                 self._attempt(event)
             case events.Stopping():
                 self._become("stopping", unless=("recovering",))
-                self._stop()
+                self._stop(event.time)
             case events.Preempted():
                 self._become("stopping")
-                self._stop()
+                self._stop(event.time)
             case events.Paces():
                 self._paces(event)
             case events.ZygoteReady():
@@ -334,6 +336,7 @@ class Scene:
             for view in self.ranks.values():
                 view.born(0)
         self.attempt, self._fallen = event.attempt, None
+        self._failed.clear()
         self.roll, self._measured, self._furthest, self._troubled = None, None, None, event.time
         self.verdicts.clear()
         self._become("starting", only=("gathering", "recovering", "running", "stalled"))
@@ -361,6 +364,7 @@ class Scene:
     def _fault(self, event: events.Fault | events.Recovered | events.Restarted | events.WorkerFailed) -> None:
         match event:
             case events.Fault(recovery="stop"):
+                self._failed.add(event.rank)
                 self._become("stopping")
             case events.Fault():
                 if self.state == "stalled":
@@ -381,6 +385,7 @@ class Scene:
                 self._become("starting", only=("recovering", "running", "stalled"))
             case events.WorkerFailed():
                 self.cause = Happening(event.time, "fault", event.summary, (event.rank,))
+                self._failed.add(event.rank)
         self._judge()
 
     def _trouble(self, state: State, when: float) -> None:
@@ -411,9 +416,11 @@ class Scene:
             view.rests()
         self._judge()
 
-    def _stop(self) -> None:
+    def _stop(self, when: float) -> None:
+        """A sight is of a tenth of a second, and may stand before what happened in it."""
         if self._fallen is None:
-            self._fallen = {rank for rank, view in self.ranks.items() if view.gone}
+            gone = [view for view in self.ranks.values() if view.gone]
+            self._fallen = {view.rank for view in gone if view.code is not None or view.since < when - _TENTH}
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
         if self.ended is None and (not only or self.state in only) and self.state not in unless:
@@ -431,4 +438,4 @@ class Scene:
         view.judge(stuck=stuck, slow=slow, stopped=self._stopped(view.rank))
 
     def _stopped(self, rank: int) -> bool:
-        return self._fallen is not None and rank not in self._fallen
+        return self._fallen is not None and rank not in self._fallen and rank not in self._failed
