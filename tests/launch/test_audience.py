@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from phalanx.contract import events
@@ -170,6 +172,23 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
     assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
 
 
+def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
+    note = events.encode(events.Note(time=2.0, text="ä"))
+    cut = note[: note.index("ä".encode()) + 1]
+    (tmp_path / "events.jsonl").write_bytes(b"\0" * (past._READ + 100) + b"\n" + cut + note + note)
+    cursor: past.Cursor | None = past.begin(str(tmp_path))
+    lines, parts = b"", 0
+    while cursor is not None:
+        part, cursor = past.part(str(tmp_path), cursor)
+        lines, parts = lines + part, parts + 1
+        assert parts < 10
+    found = []
+    for line in lines.splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            found.append(events.decode(line))
+    assert found == [events.Note(time=2.0, text="ä")]
+
+
 def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
@@ -214,6 +233,22 @@ def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) ->
     play(work)
 
 
+def test_who_says_nothing_at_the_desk_keeps_nobody_from_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            name = Path(node.folder.path, "desk").read_text().split()[0]
+            with contextlib.ExitStack() as held:
+                strangers = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(desk._STRANGERS + 20)]
+                for stranger in strangers:
+                    await asyncio.to_thread(stranger.connect, f"\0{name}")
+                assert await heard(viewing.of(node.record), until="begins") == ["begins"]
+                assert len(node.desk._strangers) <= desk._STRANGERS
+                strangers[0].settimeout(10)
+                assert await asyncio.to_thread(strangers[0].recv, 1) == b""
+
+    play(work)
+
+
 def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
@@ -230,6 +265,82 @@ def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: P
             assert await hearing == ["begins", *words, "end"]
 
     play(work)
+
+
+def test_who_is_hung_up_on_at_the_end_reads_the_rest_from_the_files(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path) as (node,):
+            source = viewing.of(node.record)
+            hearing = asyncio.create_task(heard(source))
+            await until(lambda: bool(node.audience._callers))
+            node.note("heard")
+            await asyncio.sleep(0.1)
+            os.unlink(os.path.join(node.folder.path, "desk"))
+            node.audience.close()
+            node.note("missed")
+            node.folder.event(events.RunEnded(time=time.time(), code=1, seconds=1.0))
+            node.folder.ended(1)
+            assert await hearing == ["begins", "heard", "missed", "end"]
+
+    play(work)
+
+
+def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: Path, monkeypatch: Any) -> None:
+    async def work() -> None:
+        async with nodes(tmp_path, 4) as (leader, one, _, broken):
+            for said in (
+                b"[1]",
+                b'{"found": 5}',
+                b'{"found": [{"rank": "0"}]}',
+                b'{"found": [], "start": "x"}',
+                b"[" * 9999,
+            ):
+                broken.post.reads(
+                    "look",
+                    lambda _, number, __, said=said: broken.post.send("looked", number, said),  # type: ignore[misc]
+                )
+                for node in (leader, one):
+                    source = viewing.of(node.record)
+                    found = await source.search("speaks")
+                    assert [line.rank for line in found if line.rank >= 0] == [0, 1, 2]
+                    with pytest.raises(LaunchError):
+                        await source.log(3, "stdout")
+            lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
+            broken.post.reads(
+                "look", lambda _, number, __: broken.post.send("looked", number, msgspec.json.encode(lies))
+            )
+            assert [line.line for line in await viewing.of(leader.record).search("speaks")] == [
+                f"rank {rank} speaks" for rank in range(3)
+            ]
+            broken.post.reads("look", lambda *_: None)
+            monkeypatch.setattr(audience, "_ANSWER", 1.0)
+            *found, note = await viewing.of(one.record).search("speaks")  # node 0 waits as well
+            assert [line.rank for line in found] == [0, 1, 2]
+            assert note.line == "node 3 has not answered within 1 s"
+
+    play(work)
+
+
+@pytest.mark.parametrize("waiting", [0, 1], ids=["stopped", "stopped, and others wait"])
+def test_whoever_leaves_does_not_wait_for_a_supervisor_that_is_stopped(tmp_path: Path, waiting: int) -> None:
+    node = Node(tmp_path / "run")
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(socket.AF_UNIX))
+        name = f"phalanx-test-{os.urandom(8).hex()}"
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        for _ in range(waiting):
+            held.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+        (tmp_path / "run" / "desk").write_text(f"{name} key\n")
+
+        async def look() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(heard(viewing.of(node.record)), 0.3)
+
+        began = time.monotonic()
+        asyncio.run(look())
+        assert time.monotonic() - began < desk.SOON - 1
+    node.folder.close()
 
 
 def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:
@@ -264,6 +375,23 @@ def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> Non
             await asyncio.sleep(0.15)
             leader.note("later")
             assert not leader.audience._members
+
+    play(work)
+
+
+def test_a_node_that_was_not_heard_of_for_a_while_is_told_what_it_has_missed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+
+    async def work() -> None:
+        async with nodes(tmp_path, 2) as (leader, one):
+            hearing = asyncio.create_task(heard(viewing.of(one.record)))
+            await until(lambda: 1 in leader.audience._members and bool(one.audience._leader))
+            leader.audience._members.clear()  # it was stopped for longer than its wish is good for
+            leader.note("missed")
+            await until(lambda: 1 in leader.audience._members)
+            await asyncio.sleep(0.3)
+            leader.audience.end(0, 1.0)
+            assert await hearing == ["begins", "missed", "end"]
 
     play(work)
 
@@ -416,6 +544,17 @@ def test_parts_of_a_log(tmp_path: Path) -> None:
     assert len(logs.part(str(tmp_path), "stdout", 0, 1 << 30).text.encode()) <= logs.PART
     beyond = logs.part(str(tmp_path), "stdout", 1 << 40)
     assert (beyond.start, beyond.end, beyond.text) == (len(text.encode()), len(text.encode()), "")
+    with open(tmp_path / "stdout.log", "ab") as file:
+        file.write("half €".encode()[:-1])  # and the rest of it a moment later
+        file.flush()
+        half = logs.part(str(tmp_path), "stdout", beyond.end)
+        file.write("half €".encode()[-1:])
+        file.flush()
+        rest = logs.part(str(tmp_path), "stdout", half.end)
+        assert (half.text, rest.text) == ("half ", "€")
+    (tmp_path / "stdout.log").write_bytes(b"ended\xe2")
+    half = logs.part(str(tmp_path), "stdout", 0)
+    assert (half.text, logs.part(str(tmp_path), "stdout", half.end).text) == ("ended", "\ufffd")
     assert logs.part(str(tmp_path), "stderr", None).text == ""
     assert logs.part(None, "stdout", 3).text == ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from phalanx.launch.gauge import Gauge, Gauged, parse
@@ -79,6 +81,20 @@ def test_a_stream_is_read_as_it_grows() -> None:
     assert gauge.feed(b"\n") == Gauged({"loss": 0.3}, epoch=2, bar=3)
     assert gauge.feed(b"loss 0.1\nval_loss 0.2\n") == Gauged({"loss": 0.1, "val_loss": 0.2}, epoch=2)
     assert gauge.feed(b"\xff" * 100_000 + b" loss 3\n") == Gauged({"loss": 3.0}, epoch=2)
+
+
+def test_what_was_left_out_is_not_made_up() -> None:
+    gauge = Gauge()
+    assert gauge.feed(b"step 9 loss 0.2") is None
+    assert gauge.feed(b"5 of val_loss 7\nloss 0.1\nloss 3", skipped=True) == Gauged({"loss": 0.1})
+    assert gauge.feed(b"1\n") == Gauged({"loss": 31.0})
+
+
+@pytest.mark.parametrize("more", [b" " * 4000, b"1" * 4000 + b"x", b"= " * 2000, b"\t" * 2000 + b"is" + b" " * 2000])
+def test_no_line_takes_long(more: bytes) -> None:
+    then = time.process_time()
+    assert Gauge().feed((b"loss " + more + b"\n") * 8) is None
+    assert time.process_time() - then < 1.0, "20 ms on a machine that does nothing else; it was 10 s"
 
 
 def test_steps_that_begin_anew_with_every_epoch_are_none() -> None:

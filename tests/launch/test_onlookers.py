@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,10 @@ def test_when_there_is_a_page(watching: Watching, around: dict[str, Any], wanted
     assert onlookers(watching, **around)._wanted is wanted
 
 
-def test_how_to_get_there() -> None:
+def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(place: Place, **around: Any) -> str:
-        return onlookers(Watching(page=True), **around)._announcement(place, LINK, 29580)
+        bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
+        return onlookers(Watching(page=True), **around)._announcement(place, LINK, bound)
 
     assert said(Place()) == f"see {LINK}"
     assert said(Place(), gathering=SEVERAL) == f"see {LINK}"
@@ -60,3 +62,24 @@ def test_how_to_get_there() -> None:
     here = said(Place(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
     assert here.endswith(f"@{os.uname().nodename}")  # what it is called here would lead elsewhere from there
     assert "plain http" in said(Place("0.0.0.0"), ssh=True)
+    assert " 29580:[::1]:29580 " in said(Place("::1"), ssh=True)
+
+    def nobody(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found: 4242")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)  # a container without an entry for us
+    assert said(Place(), ssh=True).endswith(f" {os.uname().nodename}")
+
+
+def test_a_full_disk() -> None:
+    async def work() -> list[str]:
+        said: list[str] = []
+        looks = onlookers(Watching(page=True))
+        looks._console = SimpleNamespace(say=said.append)  # type: ignore[assignment]
+        looks.begin(leads=True)  # /nowhere is no folder
+        assert looks._listener is None  # nobody would ever answer
+        return said
+
+    (told,) = asyncio.run(work())
+    assert "there is no page" in told
+    assert "/nowhere/page cannot be written" in told

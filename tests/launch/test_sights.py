@@ -132,12 +132,14 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
 
 
 def test_steps_are_as_new_as_the_page() -> None:
-    worker = Worker(Seat(0, 0, 0, 1, Slot()), "")
-    assert [glances._step(worker, paged) for paged in (0, 7)] == [-1, 7]
+    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), glances._Seen()
+    assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
     worker.step, worker.paged, worker.even = 1000, 100, True
-    assert glances._step(worker, 103) == 1003
-    worker.even = False  # it makes two of them for one that it commits
-    assert glances._step(worker, 106) == 1000
+    assert seen.steps(worker, 103) == 1003
+    worker.step, worker.paged, worker.even = 0, 103, False  # its group forms anew
+    assert seen.steps(worker, 103) == 1003
+    worker.step = 1000
+    assert seen.steps(worker, 106) == 1000  # it makes two of them for one that it commits
 
 
 # -- what is kept
@@ -318,6 +320,21 @@ async def _wrong_clock(scene: Scene) -> None:
     assert scene.of(events.Sight)[-1].ranks[1].phases == "b" * 10
 
 
+def test_what_others_have_told_of_the_attempt_before_is_over(play: Play) -> None:
+    play(_again)
+
+
+async def _again(scene: Scene) -> None:
+    scene.company.ranks = {1: (1,)}
+    scene.other(1, 10510, state="X", step=7)
+    scene.second()
+    assert [glance.state for glance in scene.of(events.Sight)[-1].ranks][1:] == ["X"]
+    scene.sights.concluded()
+    scene.sights._supervisor.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
+    scene.second()
+    assert [glance.rank for glance in scene.of(events.Sight)[-1].ranks] == [0]
+
+
 def test_who_follows_tells_who_leads_and_one_that_takes_over_goes_on(play: Play) -> None:
     play(_follow)
 
@@ -365,24 +382,29 @@ def test_what_a_script_prints_counts_until_it_tells_itself(play: Play) -> None:
     play(_printed)
 
 
+async def _read(scene: Scene) -> None:
+    scene.second()
+    await asyncio.wait_for(scene.sights._measures._reading or asyncio.sleep(0), 10)
+
+
 async def _printed(scene: Scene) -> None:
     scene.company.ranks = {}
     log = Path(scene.worker.folder, "stdout.log")
     log.write_text("nothing\n" * 100_000 + "step 5/9 loss 0.25\n")
-    scene.second()
+    await _read(scene)
     (told,) = scene.of(events.Measured)
     assert (told.step, told.total, told.values, told.samples) == (5, 9, {"loss": 0.25}, -1.0)
     scene.page.step(70, 1)
     with log.open("a") as file:
         file.write("loss nan\n")
-    scene.second()
+    await _read(scene)
     assert (scene.of(events.Measured)[-1].step, scene.of(events.Measured)[-1].values) == (70, {"loss": None})
-    scene.second()
+    await _read(scene)
     assert len(scene.of(events.Measured)) == 2
     scene.attempt.measured = line.Measured(step=1)
     with log.open("a") as file:
         file.write("loss 7\n")
-    scene.second()
+    await _read(scene)
     assert len(scene.of(events.Measured)) == 2
     # Of all that comes at once the last is kept.
     for step in range(20):
@@ -393,6 +415,23 @@ async def _printed(scene: Scene) -> None:
     assert [event.step for event in kept if isinstance(event, events.Measured)][2:] == [0, 19]
     assert isinstance(kept[-1], events.Measured)
     assert len([event for event in kept if isinstance(event, events.Sight)]) == len(scene.of(events.Sight))
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stdout.log")  # to open it takes until somebody writes
+    play(_slow_disk)
+
+
+async def _slow_disk(scene: Scene) -> None:
+    scene.company.ranks = {}
+    for _ in range(3):
+        scene.second()
+        await asyncio.sleep(0.01)
+    scene.sights.concluded()
+    assert len(scene.of(events.Sight)) == 4
+    await scene.sights.end()
+    with open(Path(scene.worker.folder, "stdout.log"), "w"):
+        pass
 
 
 # -- the network between hosts

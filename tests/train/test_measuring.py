@@ -54,5 +54,6 @@ def test_a_supervisor_that_does_not_listen_holds_nobody_up() -> None:
     with ours, theirs:
         for step in range(10_000):
             line.mention(words.Measured(step=step, values={"loss": 0.5}))
+        line.mention(words.Measured(step=0, values={"\udc80": 0.5}))  # no text at all
         heard = words.from_worker(theirs.recv(words.LARGEST))
     assert heard == words.Measured(step=0, values={"loss": 0.5})

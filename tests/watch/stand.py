@@ -82,11 +82,11 @@ async def begun(ranks: int = 4, **options: str) -> Made:
 
 
 @contextlib.asynccontextmanager
-async def served(source: Made, port: int = 0) -> AsyncIterator[str]:
+async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterator[str]:
     """Gives the address without the key."""
     where = place.parse(f"127.0.0.1:{port}")
     sock = place.listen(where)
-    page = server.Page(source, where, Keys(KEY, sock.getsockname()[1]))
+    page = server.Page(source, where, Keys(key, sock.getsockname()[1]))
     runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())

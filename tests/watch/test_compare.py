@@ -53,6 +53,8 @@ def test_two_runs_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["time lost"] == ["0.3 s", "10 s"]  # of two ranks none stands still
     assert float(table["lowest loss"][0]) <= float(table["final loss"][0])
     assert all(len(line) <= 100 for line in out.splitlines())
+    # there are no colours in a pipe: each has a sign of its own
+    assert out.splitlines()[:2] == ["* A  short", "+ B  long"]
 
 
 def test_over_time_and_another_metric(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +62,7 @@ def test_over_time_and_another_metric(capsys: pytest.CaptureFixture[str]) -> Non
     left("two", simulation.run(2, 60))
     out = compared(capsys, "one", "two", "one", "--metric", "accuracy", "--over", "time")
     assert "accuracy over time" in out
+    assert compared(capsys, "one", "one", "one").splitlines()[2] == "x C  one (3)"
     assert {"final accuracy", "lowest accuracy", "highest accuracy"} <= rows(out).keys()
     assert main(["compare", "one", "two", "--metric", "f1"]) == 2
     assert "there is: accuracy, loss" in capsys.readouterr().err

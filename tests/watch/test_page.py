@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from phalanx.bench import browser
 from phalanx.bench.browser import Browser, Page
 from phalanx.contract import events
 from phalanx.watch import simulation
-from phalanx.watch.page import assets
+from phalanx.watch.page import assets, place
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.scene import Scene
 from phalanx.watch.source import Because
@@ -90,6 +91,34 @@ def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage)
             assert await page.evaluate(
                 "performance.getEntriesByType('resource').every(one => one.name.startsWith(origin))"
             )
+
+    stage.play(act())
+
+
+def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> None:
+    """Browsers send the cookies of a host to all its ports, and there somebody else may listen."""
+    heard: list[str] = []
+
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        heard.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
+        return web.Response(text="<p>come in", content_type="text/html")
+
+    async def act() -> None:
+        runner = web.ServerRunner(web.Server(other))
+        await runner.setup()
+        listener = place.listen(place.Place(port=0))
+        await web.SockSite(runner, listener).start()
+        try:
+            async with served(await begun()) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
+                await is_(page, "document.getElementById('name').textContent", "train-simulated")
+                await page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/live")
+                await page.reload()
+                await page.goto(address)
+                await is_(page, "document.getElementById('name').textContent", "train-simulated")
+        finally:
+            await runner.cleanup()
+        assert heard
+        assert not any("phalanx" in told for told in heard), heard
 
     stage.play(act())
 
@@ -172,12 +201,13 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
 
 def test_what_a_run_says_is_text(stage: Stage) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
+    turned = "\u202e"  # what comes after it is read from the right
 
     async def act() -> None:
         made = Made()
         started, *rest = simulation.begin(4, now=time.time())
         assert isinstance(started, events.RunStarted)
-        await made.tell(msgspec.structs.replace(started, run=evil, command=(evil,)), *rest)
+        await made.tell(msgspec.structs.replace(started, run=evil + turned, command=(evil,)), *rest)
         made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
         made.because = Because(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
@@ -197,7 +227,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
             await page.wait_for("document.querySelector('#found button')")
             await page.wait_for("document.querySelector('#stacks-list pre')")
             assert await page.evaluate("document.querySelectorAll('img, script:not([src])').length") == 0
-            assert await page.evaluate("document.getElementById('name').textContent") == evil
+            assert await page.evaluate("document.getElementById('name').textContent") == f"{evil}�"
 
     stage.play(act())
 
@@ -268,6 +298,7 @@ def test_by_keyboard(stage: Stage) -> None:
         made = await begun()
         made.said[2, "stdout"] = "of rank two\n"
         made.said[2, "stderr"] = "a warning\n"
+        made.said[-1, "stdout"] = "a warning that not all was searched\n"
         await made.seconds(1, 2)
         async with looked_at(stage.chromium, made) as page:
             for key, wanted in (("j", 1), ("ArrowDown", 2), ("k", 1), ("G", 3), ("j", 3), ("g", 0), ("k", 0)):
@@ -284,6 +315,9 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.press("Backspace")
             await page.press("Enter")
             await is_(page, "document.querySelector('#found button')?.textContent", "rank 2 stderra warning")
+            # What the search says itself is nobody's line.
+            said = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
+            await is_(page, said, "a warning that not all was searched")
             await page.click("#found button")
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
             await page.evaluate("document.getElementById('search-ranks').value = '0-1,3'")
@@ -388,7 +422,7 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
         made = await begun(512)
         await made.seconds(1, 30)
         async with looked_at(stage.chromium, made) as page:
-            assert await page.evaluate("phalanx.firstPaint") < 10_000  # 0.4 s when nobody else has work to do
+            assert await page.evaluate("phalanx.firstPaint") < 30_000  # 0.4 s when nobody else has work to do
             assert await page.evaluate("document.getElementById('grid').ariaRowCount") == "512"
             assert await page.evaluate("document.querySelectorAll('.row.rank').length") < 60
 
@@ -399,12 +433,12 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
 
             frames, _ = await asyncio.gather(page.evaluate(scrolled), trained())
             # 17 ms, as the screen has it. A slow machine makes some frames late, but no row is ever made anew.
-            assert median(frames) < 100
+            assert median(frames) < 300
             assert await page.evaluate("document.querySelectorAll('.row.rank').length") < 60
             await page.wait_for(f"{steps}.every(text => text === '35')")
             late = await page.evaluate("phalanx.latency")
             assert len(late) >= 5
-            assert 0 < median(late) < 2000  # 20 to 40 ms when nobody else has work to do
+            assert 0 < median(late) < 8000  # 20 to 40 ms when nobody else has work to do
             await page.press("G")
             await is_(page, row(511, "step"), "35")
             assert await page.evaluate("document.activeElement === document.body")
@@ -427,9 +461,16 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             assert await page.evaluate(row(0, "step")) == "3"  # the last that was heard stays
             await made.seconds(4, 5)
             port = int(address.rstrip("/").rpartition(":")[2])
-            await stack.enter_async_context(served(made, port))
+            second = contextlib.AsyncExitStack()
+            await second.enter_async_context(served(made, port))
             await is_(page, row(0, "step"), "5")
             await page.wait_for("document.getElementById('notice').hidden")
+            # It is gone, and another run has its port: what was seen stays, and nobody asks any more.
+            await second.aclose()
+            await stack.enter_async_context(served(Made(), port, key="another"))
+            await page.wait_for("phalanx.status === 'denied'")
+            assert "Nothing more is heard" in await page.evaluate("document.getElementById('notice').textContent")
+            assert await page.evaluate(row(0, "step")) == "5"
 
     stage.play(act())
 

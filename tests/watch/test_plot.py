@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.watch import axis, plot
+from phalanx.watch import axis, figures, plot
 from phalanx.watch.axis import Axis, spanning
 from phalanx.watch.plot import AXIS, Series
 
@@ -80,7 +80,7 @@ def test_a_log_scale_gives_each_decade_the_same_room() -> None:
     series = Series("a", [(step, 10.0**-step) for step in range(5)] + [(5, 0.0), (6, -1.0)])
     rows = text(plot.lines([series], 40, 12, log=True))
     labels = [line.split("┤")[0].strip() for line in rows if "┤" in line]
-    assert labels == ["1", "0.1", "0.01", "0.001", "1e-04"]
+    assert labels == ["1", "0.1", "0.01", "0.001", "0.0001"]
 
 
 def test_marks_stand_on_the_axis() -> None:
@@ -124,3 +124,20 @@ def test_labels_are_unlike_each_other() -> None:
     for low, high in [(100.1, 100.2), (1e-7, 3e-7), (12000, 12400), (0.0001, 0.0009), (1e9, 1.0001e9)]:
         labels = [label for _, label in Axis(low, high).ticks(5)]
         assert len(set(labels)) == len(labels) >= 2, labels
+
+
+def test_numbers_are_written_the_same_everywhere() -> None:
+    wanted = {
+        0.0: "0",
+        2.30123: "2.301",
+        0.0008402: "0.00084",
+        0.00008402: "8.4e-5",
+        9999.6: "10k",
+        15921.0: "15.9k",
+        -20000.0: "-20k",
+        999951.0: "1M",
+        1.23e16: "1.23e16",
+        float("nan"): "nan",
+    }
+    assert {value: figures.number(value) for value in wanted} == wanted
+    assert figures.number(None) == "–"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from phalanx.cli import ps
 from phalanx.cli.main import main
 from phalanx.contract import events
-from phalanx.launch import memoir, runfolder
+from phalanx.launch import memoir, recollection, runfolder
 from phalanx.launch.zygote import kernel
 from phalanx.watch import simulation
 from tests.kit.cli import phalanx
@@ -104,6 +105,49 @@ def test_forgetting_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixtu
     assert os.listdir(home() / "runs") == ["stays"]
     assert os.listdir(tmp_path / "logs") == ["mine.txt"]
     assert (treasure / "model.pt").read_text() == "weights"
+
+
+def test_a_copy_is_not_forgotten_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = home() / "runs"
+    left("one", simulation.run(2, 5))
+    shutil.copytree(runs / "one", runs / "mine")
+    assert main(["ps", "--forget", "one"]) == 0
+    assert os.listdir(runs) == ["mine"]
+    assert main(["ps", "--forget", "one"]) == 0  # it is all that is left of it by now
+    assert os.listdir(runs) == []
+
+
+def test_one_that_cannot_be_forgotten_does_not_keep_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    stays = left("a", simulation.run(2, 5))
+    part = left("node_1", simulation.run(2, 5), where=Path(stays.folder))
+    record_at(part, id="a", host="other", ended=None, code=None)
+    left("b", simulation.run(2, 5))
+    assert main(["ps", "--forget", "--older", "30d"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "forgot b\n"
+    assert "a may be running on other" in told.err
+    assert os.listdir(home() / "runs") == ["a"]
+
+
+def test_one_of_the_same_name_elsewhere_is_listed_too(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        folder = runfolder.create("same", base=str(home()), log_dir=str(tmp_path / name))
+        folder.close()
+        assert folder.link is not None
+        assert os.path.realpath(folder.link) == folder.path
+
+
+def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -> None:
+    folder = runfolder.create("one", base=str(tmp_path), log_dir=None)
+    folder.record(left("other", simulation.run(2, 5)))
+    shutil.rmtree(folder.path)
+    folder.ended(0)
+    folder.close()
+
+
+@pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])
+def test_a_line_that_is_none(line: bytes) -> None:
+    assert recollection.measured(line) is None
 
 
 def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -206,6 +206,14 @@ def test_a_run_that_goes_on_is_told_so_far(tmp_path: Path) -> None:
     assert not outline.texts.get("h3")  # no first cause
 
 
+def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) -> None:
+    told = events.Measured(time=START + 5, step=2, values={"tokens": 512.0})
+    outline = Outline(reported(tmp_path, left("stopped", [*simulation.run(2, 3, code=130), told], code=130)))
+    assert data(outline)["whole"]["curves"]["tokens"] == [[2, START + 5, 512.0]]
+    assert "It was stopped after 5.0 s, at step 2." in outline.text("p")
+    assert outline.texts["span"][0] == "stopped"
+
+
 @functools.cache
 def thousands() -> bytes:
     """Stacks as long as they get."""

@@ -62,6 +62,8 @@ STATES = {
     "joining": ([*started(), sight(2, -1, -1, phases="iijjj")], "starting"),
     "without steps": ([*started(), sight(2, -1, -1, phases="jjnnn")], "running"),
     "steps": ([*started(), sight(2, 1, 1)], "running"),
+    "not to be seen yet": ([*started(), *(sight(n, -1, -1, phases="." * 10) for n in range(2, 6))], "starting"),
+    "not to be seen": ([*started(), *(sight(n, -1, -1, phases="." * 10) for n in range(2, 8))], "running"),
     "measured": ([*started(), events.Measured(time=3, step=1, values={})], "running"),
     "stalled": ([*started(), sight(10, 7, 7), STALL], "stalled"),
     "stalled, seen": ([*started(), sight(10, 7, 7), STALL, VERDICT, sight(21, 8, 8), sight(22, 8, 8)], "stalled"),
@@ -114,6 +116,23 @@ HEALTHS = {
     "died, and was seen before": (
         [events.WorkerExited(time=2.4, rank=1, pid=11, code=-9), sight(2, 1, 1)],
         ["well", "dead"],
+    ),
+    "asked to end": (
+        [
+            events.Stopping(time=2, reason="SIGINT received", signal="SIGINT"),
+            events.WorkerExited(time=3, rank=1, pid=11, code=-2),
+            sight(3, 1, 1, state="X"),
+        ],
+        ["stopped", "stopped"],
+    ),
+    "one failed, the other was asked to end": (
+        [
+            events.WorkerExited(time=2, rank=1, pid=11, code=-9),
+            events.Stopping(time=2, reason="rank 1 was killed", signal="SIGTERM"),
+            events.WorkerExited(time=3, rank=0, pid=10, code=-15),
+            events.RunEnded(time=4, code=1, seconds=3),
+        ],
+        ["stopped", "dead"],
     ),
     "died, seen": ([sight(2, 1, 1, state="X")], ["dead", "dead"]),
     "died long ago": (
@@ -397,10 +416,26 @@ def test_verdicts_stand_until_it_goes_on() -> None:
     assert [one.text for one in scene.verdicts] == [VERDICT.text], "nothing went on when it ended"
 
 
+def test_a_process_has_one_rank() -> None:
+    """Node 1 of three is lost, and the run ends right after."""
+    faces = [Face(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
+    scene = told(*started(1), events.Faces(time=2, ranks=tuple(faces)), sight(2, 1, 1, 1), FAULT)
+    scene.see(events.Faces(time=11, ranks=(faces[0], Face(rank=1, node=2, host="host2", pid=7))))
+    assert (list(scene.ranks), scene.world_size) == ([0, 1], 2)
+
+
+def test_steps_that_are_done_again_stand_where_they_are() -> None:
+    scene = told(*started(), sight(10, 50, 50), events.Measured(time=10, step=50, values={"loss": 1.0}), FAULT)
+    scene.see(events.Recovered(time=11, generation=1, seconds=0.6, step=41, redone=10))
+    for step in (41, 43):
+        scene.see(events.Measured(time=11.1, step=step, values={"loss": 1.0}))
+    assert [step for step, *_ in scene.curves["loss"].points] == [50, 41, 43]
+
+
 # -- any order, any length
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(EVENTS)
 def test_any_events_in_any_order(happened: list[Any]) -> None:
     scene = Scene()
@@ -447,3 +482,13 @@ def test_a_sight_of_512_ranks_is_cheap() -> None:
         scene.see(event)
         took += [time.process_time() - then] if isinstance(event, events.Sight) else []
     assert statistics.median(took) < 0.03, "2 ms on a machine that does nothing else"
+
+
+def test_that_it_ends_makes_it_no_slower() -> None:
+    scene = told(*(sight(second, 10 * second, 10 * second, samples=5.0) for second in range(2, 12)))
+    for second, state in ((12, "R"), (13, "E")):  # what ends is at nothing that can be seen
+        scene.see(sight(second, 110, 110, state=state, phases="....", samples=-1.0))
+    scene.see(events.RunEnded(time=14, code=0, seconds=13))
+    assert [point[2] for point in scene.curves["steps/s"].points[-2:]] == pytest.approx([10, 10])
+    assert (scene.rate, scene.ranks[1].rate, scene.samples) == (pytest.approx(10), pytest.approx(10), 10.0)
+    assert (scene.ranks[1].compute, scene.ranks[1].waiting) == (0.5, 0.25)

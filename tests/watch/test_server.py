@@ -90,7 +90,11 @@ def page() -> Iterator[Served]:
         assert entered.status == 204
         served.cookie, *rest = entered.headers["Set-Cookie"].split("; ")
         served.name = served.cookie.partition("=")[0]
-        assert sorted(rest) == ["HttpOnly", "Path=/", "SameSite=Strict"]
+        folder = entered.headers["Content-Location"]
+        assert sorted(rest) == ["HttpOnly", f"Path=/{folder}", "SameSite=Strict"]
+        assert served.ask(f"/{folder}why", Cookie=served.cookie).status == 200
+        assert served.ask(f"/{folder}why").status == 401  # where it is gives nobody anything
+        assert KEY not in folder
         assert str(served.port) in served.name
         assert KEY not in served.cookie
         yield served
@@ -181,9 +185,10 @@ def test_nobody_else_sees_anything(page: Served, path: str) -> None:
         ("POST", KEY, {"Sec_Fetch_Site": "cross-site"}, 403),
         ("POST", KEY, {"Host": "evil.example"}, 403),
         ("POST", "x" * 5000, {}, 413),
+        ("POST", "x" * 10, {"Content_Encoding": "gzip"}, 403),
         ("GET", None, {}, 405),
     ],
-    ids=["wrong", "empty", "another origin", "another site", "another name", "too long", "no post"],
+    ids=["wrong", "empty", "another origin", "another site", "another name", "too long", "packed", "no post"],
 )
 def test_no_way_to_a_cookie_without_the_key(
     page: Served, method: str, body: str | None, headers: dict[str, str], status: int
@@ -196,6 +201,11 @@ def test_no_way_to_a_cookie_without_the_key(
 def test_names_of_this_machine(page: Served) -> None:
     for host in ("localhost", f"LocalHost:{page.port}", "[::1]:8080", "127.0.0.2:1", "127.0.0.1:9999"):  # ssh -L
         assert page.ask("/why", Cookie=page.cookie, Host=host).status == 200, host
+
+
+def test_cookies_of_whatever_else_was_on_this_host(page: Served) -> None:
+    others = "; ".join(f"username-localhost-{port}={'x' * 200}" for port in range(8888, 8912))
+    assert page.ask("/why", Cookie=f"{others}; {page.cookie}").status == 200
 
 
 def test_the_shell_holds_nothing_and_no_file_is_reached_through_it(page: Served) -> None:
@@ -273,7 +283,7 @@ def test_places(text: str | None, found: Place, loopback: bool) -> None:
     assert found.loopback is loopback
 
 
-@pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b"])
+@pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b", "²"])
 def test_what_is_no_place(text: str) -> None:
     with pytest.raises(OptionError, match="--page-at is") as told:
         place.parse(text)
@@ -288,6 +298,8 @@ def test_a_port_that_is_taken() -> None:
         assert told.value.fix == "--page-at 127.0.0.1 takes the next free one"
     with pytest.raises(PortError, match="no interface of this machine has that address"):
         place.listen(Place("192.0.2.1", 0))
+    with pytest.raises(PortError, match="no such name"):
+        place.listen(Place("x" * 70, 0))
     with place.listen(Place()) as one, place.listen(Place()) as other:
         assert one.getsockname() != other.getsockname()
 

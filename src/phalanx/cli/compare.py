@@ -66,7 +66,8 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     for record in records:
         name = record.id if record.id not in names else os.path.basename(record.folder)
-        names.append(name if name not in names else f"{name} ({names.count(name) + 1})")
+        again = (f"{name} ({number})" for number in range(2, len(records) + 1))
+        names.append(name if name not in names else next(one for one in again if one not in names))
     return names
 
 
@@ -104,8 +105,9 @@ def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
 def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> None:
     out = sys.stdout
     width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
-    ascii_only = "utf" not in (out.encoding or "").lower()
     coloured = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
+    # without colours, what is drawn in dots looks the same for all of them
+    ascii_only = "utf" not in (out.encoding or "").lower() or (not coloured and len(courses) > 1)
     letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(courses))]
 
     def paint(text: str, style: int) -> str:

@@ -18,6 +18,7 @@ from phalanx.errors import OptionError, UsageError
 from phalanx.launch import forgetting, memoir, runfolder
 from phalanx.launch.memoir import Memoir
 from phalanx.launch.runfolder import RunRecord
+from phalanx.watch.figures import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _WHAT = 48  # letters of a command
@@ -62,7 +63,7 @@ def table(runs: Sequence[tuple[RunRecord, Memoir]], width: int | None, *, now: f
     for run, told in runs:
         lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
         step = "-" if told.step is None else str(told.step)
-        loss = "-" if told.loss is None else f"{told.loss:.4g}"
+        loss = "-" if told.loss is None else number(told.loss)
         faults = str(told.faults) if told.faults else "-"
         what = told.why or _cut(_command(run.command), _WHAT)
         rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])
@@ -98,9 +99,15 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     if older is not None:
         oldest = time.time() - _age(older)
         chosen = [run for run in chosen if run.started < oldest]
+    refused: UsageError | None = None  # one that cannot be does not keep the others
     for run in chosen:
-        forgetting.forget(base, run)
-        sys.stdout.write(f"forgot {run.id}\n")
+        try:
+            forgetting.forget(base, run)
+            sys.stdout.write(f"forgot {run.id}\n")
+        except UsageError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
     if not chosen:
         sys.stdout.write(f"no run is older than {older}\n")
     return 0

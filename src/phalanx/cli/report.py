@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -102,7 +103,19 @@ async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
         "logs": logs,
         "why": msgspec.structs.replace(why, stacks=stacks),
     }
-    return assets.inlined(masking.hidden(msgspec.json.encode(data).decode()))
+    return assets.inlined(msgspec.json.encode(_masked(msgspec.to_builtins(data, str_keys=True))).decode())
+
+
+def _masked(data: Any) -> Any:
+    """Text by text: in the whole, the values of a metric that is called tokens would look like secrets."""
+    match data:
+        case str():
+            return masking.hidden(data)
+        case dict():
+            return {name: _masked(value) for name, value in data.items()}
+        case list() | tuple() if any(isinstance(value, str | dict | list | tuple) for value in data):
+            return [_masked(value) for value in data]
+    return data
 
 
 @dataclass

@@ -294,4 +294,8 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> AnyEvent:
-    return _decoder.decode(line)
+    """Raises msgspec.MsgspecError, whatever it is: a disk that was full may have cut a line within a letter."""
+    try:
+        return _decoder.decode(line)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None

@@ -82,7 +82,7 @@ class Line:
 
     def mention(self, message: words.FromWorker) -> None:
         """What nobody waits for: a supervisor that does not listen for a while must not hold up a training."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # a name may be half a letter
             self._sock.send(words.encode(message), socket.MSG_DONTWAIT)
 
     def close(self) -> None:

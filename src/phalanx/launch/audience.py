@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +25,7 @@ from phalanx.launch.past import Cursor
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.zygote import wire
-from phalanx.watch.source import Stream
+from phalanx.watch.source import Found, Stream
 
 if TYPE_CHECKING:
     from phalanx.launch.supervisor import Supervisor
@@ -37,6 +37,7 @@ _UNREAD = 60.0  # seconds in which one that is told of the past reads nothing
 _RENEWED = 2.0  # seconds between two letters by which a node says that it still wants to hear
 _EXPIRES = 10.0  # seconds after the last of them
 _ANSWER = 5.0  # seconds for another node
+_NOTES = 100  # of what a search has left out
 _ID = 16  # bytes of what stands before the lines in a letter: who leads
 _SIGHT = b'{"event":"sight"'
 
@@ -208,26 +209,29 @@ class Audience:
 
     def _wanted(self, who: int | None, _: int, __: bytes) -> None:
         if who is not None and self._company.leads:
-            self._members[who] = time.monotonic() + _EXPIRES
-            self._post.send("seen", 0, self._id + self._ended, to=who)  # who leads, and that it is over
+            now = time.monotonic()
+            anew = self._members.get(who, 0.0) <= now
+            self._members[who] = now + _EXPIRES
+            # Who leads, that it is over, and whether it was told everything since it last said so.
+            self._post.send("seen", int(anew), self._id + self._ended, to=who)
 
     def _unwanted(self, who: int | None) -> None:
         if who is not None:
             self._members.pop(who, None)
 
-    def _seen(self, who: int | None, _: int, content: bytes) -> None:
+    def _seen(self, who: int | None, anew: int, content: bytes) -> None:
         """What node 0 tells."""
         if who is not None or self._company.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
-        if self._leader and leader != self._leader:
+        if self._leader and (anew or leader != self._leader):
             self._start_over()
         self._leader = leader
         for caller in list(self._callers) if lines else ():
             caller.hear(lines)
 
     def _start_over(self) -> None:
-        """Somebody else leads: whoever looks calls again, and is told what it has missed."""
+        """Another leads, or we were not on its list: whoever looks calls again, and is told what it has missed."""
         for caller in list(self._callers):
             caller.drop()
 
@@ -306,9 +310,11 @@ class Audience:
                 said = await self._looked(question)
             except (ValueError, TypeError, KeyError, OverflowError) as error:
                 said = {"is": "refused", "why": f"that cannot be answered: {error}"}
-            sock.settimeout(_ANSWER)
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(wire.send, sock, said)
+            sock.setblocking(False)
+            # Not by a thread, of which there are few: one who does not read would keep it from the run.
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_ANSWER):
+                    await self._loop.sock_sendall(sock, await asyncio.to_thread(wire.encode, said))
 
     async def _look(self, who: int | None, number: int, content: bytes) -> None:
         """Another node asks: the one that leads about ranks here, any other about all."""
@@ -339,20 +345,20 @@ class Audience:
         chosen = None if ranks is None else {int(rank) for rank in ranks}
         if not here and not self._company.leads:
             return await self._asked_about(None, question)
-        elsewhere = []
+        asked, elsewhere = [], []
         for member, theirs in self._company.members().items() if not here else ():
             wanted = [rank for rank in theirs if chosen is None or rank in chosen]
             if wanted:
+                asked.append(wanted)
                 elsewhere.append(self._asked_about(member, {**question, "ranks": wanted}))
         folders = {rank: folder for rank, folder in own.items() if chosen is None or rank in chosen}
         async with self._reading:
-            found = msgspec.to_builtins(await asyncio.to_thread(logs.search, folders, text, most))
-        for answer in await asyncio.gather(*elsewhere):
-            silent = {"rank": -1, "stream": "stdout", "at": 0, "line": answer.get("why", "")}
-            found += answer.get("found", [silent])
-        notes = [line for line in found if line["rank"] < 0]
-        lines = sorted((line for line in found if line["rank"] >= 0), key=lambda line: (line["rank"], line["stream"]))
-        return {"is": "search", "found": lines[:most] + notes}
+            found = await asyncio.to_thread(logs.search, folders, text, most)
+        for wanted, answer in zip(asked, await asyncio.gather(*elsewhere), strict=True):
+            found += _found(answer, wanted)
+        notes = [line for line in found if line.rank < 0]
+        lines = sorted((line for line in found if line.rank >= 0), key=lambda line: (line.rank, line.stream))
+        return {"is": "search", "found": msgspec.to_builtins(lines[:most] + notes[:_NOTES])}
 
     async def _own(self) -> dict[int, str]:
         """Folders of the ranks of this node."""
@@ -374,9 +380,11 @@ class Audience:
         try:
             said = msgspec.json.decode(await self._ask(to, "look", msgspec.json.encode(wanted)))
             return said if isinstance(said, dict) else {}
-        except (TimeoutError, msgspec.MsgspecError):
+        except (ValueError, RecursionError):
+            return {}
+        except TimeoutError:
             name = "node 0" if to is None else f"node {to}"
-            return {"is": "refused", "why": f"{name} has not answered within {_ANSWER:.0f} s"}
+            return {"is": "refused", "why": f"{name} has not answered within {_patience(to):.0f} s"}
 
     async def _ask(self, to: int | None, kind: str, content: bytes) -> bytes:
         """Raises TimeoutError."""
@@ -385,7 +393,7 @@ class Audience:
         answer = self._asked[key] = self._loop.create_future()
         self._post.send(kind, self._numbers, content, to=to)
         try:
-            return await asyncio.wait_for(answer, _ANSWER)
+            return await asyncio.wait_for(answer, _patience(to))
         finally:
             del self._asked[key]
 
@@ -393,3 +401,17 @@ class Audience:
         answer = self._asked.get((who, number))
         if answer is not None and not answer.done():
             answer.set_result(content)
+
+
+def _patience(to: int | None) -> float:
+    """Node 0 may have to wait for another node itself."""
+    return _ANSWER if to is not None else 2 * _ANSWER
+
+
+def _found(answer: Question, wanted: Sequence[int]) -> list[Found]:
+    """What another node has found, of its own ranks; or why it has not."""
+    why = answer.get("why", "a node has answered what cannot be read")
+    with contextlib.suppress(msgspec.ValidationError):
+        found = msgspec.convert(answer.get("found"), list[Found])
+        return [line for line in found if line.rank in wanted or line.rank < 0]
+    return [Found(rank=-1, stream="stdout", at=0, line=str(why))]

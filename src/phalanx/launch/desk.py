@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -25,6 +27,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE = 5.0  # seconds for a caller to say what it wants
 SOON = 10.0  # seconds for somebody to be there who knows: a run that has only just begun
 _LONGEST = 1 << 16  # bytes of that
+_STRANGERS = 32  # who have not said it yet: of more than that, the first is hung up on
 _FILE = "desk"  # in the run folder: the address, and the key
 
 # What it wants and the connection itself, which is the answerer's from then on.
@@ -43,6 +46,7 @@ class Desk:
         self._answerers: dict[str, Answerer] = {}
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival; each holds a descriptor
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         name = f"phalanx-desk-{os.urandom(8).hex()}"
@@ -68,18 +72,30 @@ class Desk:
             if _peer(caller)[1] != os.getuid():
                 caller.close()
                 return
-            self._begin(self._serve(caller))
+            task = self._begin(self._serve(caller))
+            task.add_done_callback(lambda task: self._strangers.pop(task, None))
+            self._strangers[task] = None
+            if len(self._strangers) > _STRANGERS:
+                first = next(iter(self._strangers))
+                del self._strangers[first]
+                first.cancel()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _serve(self, caller: socket.socket) -> None:
         caller.setblocking(False)
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            async with asyncio.timeout(_PATIENCE):
-                question = await self._heard(caller)
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    question = await self._heard(caller)
+            except asyncio.CancelledError:
+                caller.close()
+                raise
+            self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             answerer = await self._who_knows(str(question.get("ask")))
             if answerer is not None:
                 caller.setblocking(True)
@@ -131,7 +147,7 @@ def call(run: RunRecord, question: wire.Message) -> socket.socket:
     try:
         with open(os.path.join(run.folder, _FILE)) as file:
             name, key = file.read().split()
-        sock.connect(f"\0{name}")
+        _connect(sock, f"\0{name}")
         if _peer(sock) != (run.pid, os.getuid()):
             raise OSError("somebody else answers there")
         wire.send(sock, {**question, "key": key})
@@ -143,3 +159,18 @@ def call(run: RunRecord, question: wire.Message) -> socket.socket:
             fix="phalanx ps shows what runs here",
         ) from None
     return sock
+
+
+def _connect(sock: socket.socket, address: str) -> None:
+    """Where many wait already, the kernel would have us wait with them for ever: a supervisor may be stopped."""
+    end = time.monotonic() + SOON
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(address)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(errno.ETIMEDOUT, "it does not answer") from None
+            time.sleep(0.05)
+    sock.setblocking(True)

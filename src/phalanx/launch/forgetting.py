@@ -13,7 +13,9 @@ from phalanx.launch.runfolder import RunRecord
 
 def forget(base: str, run: RunRecord) -> None:
     """Refused as long as any part of it may be running: on this machine, or on another that shares the disk."""
-    names = list(_names(base, run))
+    names = _names(base, run)
+    if not names:
+        raise UsageError(f"{run.id} is not where it was: {run.folder}", fix="phalanx ps --all")
     parts = [part for _, folder in names for part in runfolder.in_folder(folder)]
     for part in parts:
         if part.alive:
@@ -38,7 +40,7 @@ def _names(base: str, run: RunRecord) -> list[tuple[str, str]]:
     for name in os.listdir(runs):
         path = os.path.join(runs, name)
         folder = os.path.realpath(path)
-        if any(_same(part, run) for part in runfolder.in_folder(folder)):
+        if any(_same(part, run) and not _copied(part, folder) for part in runfolder.in_folder(folder)):
             found.append((path, folder))
     return found
 
@@ -52,8 +54,13 @@ def _unlink(runs: str, folder: str) -> None:
 
 
 def _same(part: RunRecord, run: RunRecord) -> bool:
-    """Its folder is where it says: a copy that somebody has made is not ours to remove."""
     return part.id == run.id and os.path.realpath(part.folder) == os.path.realpath(run.folder)
+
+
+def _copied(part: RunRecord, folder: str) -> bool:
+    """It says that its folder is elsewhere, and there is one: a copy that somebody has made is not ours to remove."""
+    own = os.path.realpath(part.folder)
+    return os.path.exists(own) and own != folder and os.path.dirname(own) != folder
 
 
 def _remove(folder: str) -> None:

@@ -6,10 +6,11 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)"
+# Nothing here may be matched in two ways: the time for a long line of spaces or digits would grow with its square.
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)"
 # loss 0.12, loss: 0.12, loss=0.12, 'loss': 0.12, train_loss 0.12, train/loss 0.12, loss is 0.12, loss: tensor(0.12, …)
 _LOSS = re.compile(
-    r"(?<![\w.])(?:(?P<of>[a-z]+)[ _/-])?loss['\"]?\s*(?:[:=]+|\bis\b)?\s*(?:tensor\(|\[)?"
+    r"(?<![\w.])(?:(?P<of>[a-z]+)[ _/-])?loss['\"]?\s*(?:(?:[:=]+|\bis\b)\s*)?(?:tensor\(|\[)?"
     rf"(?P<value>{_NUMBER})(?![\w%/]|\.\d|-\d|\s%)",
     re.IGNORECASE,
 )
@@ -68,8 +69,10 @@ class Gauge:
         self._last: Gauged | None = None
         self._anew = False  # its steps begin anew with every epoch: they are of no use
 
-    def feed(self, data: bytes) -> Gauged | None:
-        """The newest that was printed; None: nothing was."""
+    def feed(self, data: bytes, *, skipped: bool = False) -> Gauged | None:
+        """The newest that was printed; None: nothing was. `skipped`: something was left out before this."""
+        if skipped:  # half a line, and half of another
+            self._rest, data = b"", _ENDS.split(data, 1)[-1]
         *lines, self._rest = _ENDS.split(self._rest + data)
         self._rest = self._rest[-_LONGEST:]
         newest: Gauged | None = None

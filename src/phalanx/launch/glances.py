@@ -59,13 +59,6 @@ def place(text: Mapping[str, Any]) -> str:
     return f"{os.path.basename(where[0])}:{where[1]} {where[2]}" if len(where) == 3 else ""
 
 
-def _step(worker: Worker, paged: int) -> int:
-    """What it has told is up to half a second old; its page says how many it has made since."""
-    if not worker.step:
-        return paged or -1
-    return worker.step + (max(0, paged - worker.paged) if worker.even else 0)
-
-
 @dataclass(frozen=True)
 class _Span:
     """Of time: tenths of a second by the clock on the wall, which is so far ahead of the other one."""
@@ -81,11 +74,21 @@ class _Seen:
     """Of one worker, until now."""
 
     last: Look | None = None
+    step: int = 0  # that it was at, as far as it tells
     counts: deque[tuple[float, int]] = field(default_factory=deque)  # its own samples, and when it told
+
+    def steps(self, worker: Worker, paged: int) -> int:
+        """What it has told is up to half a second old; its page says how many it has made since. While its group forms
+        anew it tells none, and stands where it stood: the page has only those that this process has made."""
+        if not worker.step:
+            return self.step or paged or -1
+        self.step = worker.step + (max(0, paged - worker.paged) if worker.even else 0)
+        return self.step
 
     def rate(self, worker: Worker) -> float:
         """Samples a second; -1: it does not tell."""
         if worker.samples < 0:
+            self.counts.clear()
             return -1.0
         if self.counts and worker.samples < self.counts[-1][1]:  # it counts anew
             self.counts.clear()
@@ -145,7 +148,7 @@ class Glances:
         looks = [look for look in looks if look.time < until]
         strip = letters(looks, span.first, span.last, span.ahead, seen.last)
         seen.last = looks[-1] if looks else seen.last
-        step = _step(worker, page.step if page is not None else 0)
+        step = seen.steps(worker, page.step if page is not None else 0)
         if worker.code is not None:
             return Glance(rank=rank, step=step, phases=strip, state="X" if worker.code else "E")
         pulse = self._vitals.recent(worker.pid)

@@ -55,6 +55,7 @@ class Inheritance:
     quorum: int  # with fewer, the old leader may be on the other side of a cut link, with more
 
 
+_CALLS = 0.5  # seconds between two events of a roll call, in which everybody is named
 _PLAIN_AFTER = 10.0  # seconds without a call: the script is one that cannot regroup
 
 
@@ -97,6 +98,7 @@ class Leading:
         self._moving = False  # the next attempt is one with other nodes
         self._knocks: set[asyncio.Task[None]] = set()  # at the doors of nodes whose connection has closed
         self._here: tuple[str, ...] = ()  # who was when that was last told
+        self._called = -_CALLS  # when it was
         self._preemption = Preemption(plan, folder, self)
 
     def meet(self, supervised: Supervised) -> None:
@@ -559,8 +561,9 @@ class Leading:
             self._supervised.waiting(text)
 
     def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
-        if here != self._here:
-            self._here = here
+        now = time.monotonic()
+        if here != self._here and (not text or now - self._called >= _CALLS):
+            self._here, self._called = here, now
             self._folder.event(
                 events.RollCall(time=time.time(), expected=expected, here=here, missing=missing, text=text)
             )

@@ -36,8 +36,7 @@ def part(folder: str | None, stream: Stream, start: int | None, size: int = PART
         if start is None and first:
             cut = data.find(b"\n") + 1
             first, data = first + cut, data[cut:]
-        if first + len(data) < length:
-            data = _whole(data)
+        data = _whole(data)
         return LogPart(start=first, end=first + len(data), text=data.decode(errors="replace"))
     return LogPart(start=0, end=0, text="")
 
@@ -45,9 +44,10 @@ def part(folder: str | None, stream: Stream, start: int | None, size: int = PART
 def _whole(data: bytes) -> bytes:
     """Without the beginning of a character whose end is still to come."""
     for back in range(1, min(4, len(data))):
-        if data[-back] & 0xC0 == 0xC0:
-            return data[:-back] if len(data) > back else data
-        if data[-back] < 0x80:
+        byte = data[-back]
+        if byte >= 0xC0:
+            return data[:-back] if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else data
+        if byte < 0x80:
             break
     return data
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
@@ -34,6 +35,7 @@ class Measures:
         self._thinning = Thinning(_ROOM, _EVERY)
         self._unkept: events.Measured | None = None
         self._gauges: dict[str, tuple[int, Gauge]] = {}  # by file: how far it was read
+        self._reading: asyncio.Task[None] | None = None
         self.samples = -1.0  # of all ranks, a second
         post.reads("measured", self._heard)
 
@@ -42,7 +44,7 @@ class Measures:
         self._post.send("measured", 0, _encoder.encode(message))
 
     def _heard(self, _: int | None, __: int, content: bytes) -> None:
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(Exception):  # a letter must not cost the one who wrote it his place
             told = _decoder.decode(content)
             now = time.time()
             event = events.Measured(
@@ -58,8 +60,11 @@ class Measures:
             self._thinning.written += size if kept else 0
             self._unkept = None if kept else event
 
-    def concluded(self) -> None:
+    def concluded(self, attempt: Attempt | None) -> None:
         """The last one counts most."""
+        worker = _first(attempt) if attempt is not None else None
+        if worker is not None and not self._reads:
+            self._tell(self._newest(worker.folder), _seen(worker))
         if self._unkept is not None:
             self._folder.sight(self._unkept)
             self._unkept = None
@@ -68,31 +73,56 @@ class Measures:
 
     def look(self, attempt: Attempt) -> None:
         """Once a second."""
-        if attempt.measured is not None:
-            return
-        first = [worker for worker in attempt.workers.values() if worker.seat.rank == 0 and not worker.spare]
-        if not first:
-            return
-        worker = max(first, key=lambda one: one.code is None)  # the one before it may lie there still
+        worker = _first(attempt)
+        if worker is not None and not self._reads:
+            self._reading = asyncio.get_running_loop().create_task(self._look(worker.folder, _seen(worker)))
+
+    async def end(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    @property
+    def _reads(self) -> bool:
+        return self._reading is not None and not self._reading.done()
+
+    async def _look(self, folder: str, seen: int) -> None:
+        """A disk of the network may be away for minutes: nobody else waits for it."""
+        with contextlib.suppress(Exception):
+            self._tell(await asyncio.to_thread(self._newest, folder), seen)
+
+    def _tell(self, found: Gauged | None, seen: int) -> None:
+        if found is not None:
+            step = found.step if found.step is not None else seen or found.bar or 0
+            self.told(words.Measured(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values))
+
+    def _newest(self, folder: str) -> Gauged | None:
         for name in ("stdout", "stderr"):
-            found = self._read(f"{worker.folder}/{name}.log")
+            found = self._read(f"{folder}/{name}.log")
             if found is not None:
-                self.told(_message(found, worker))
-                return
+                return found
+        return None
 
     def _read(self, path: str) -> Gauged | None:
         at, gauge = self._gauges.get(path) or (0, Gauge())
         try:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                data = os.pread(file.fileno(), _MOST, max(at, size - _MOST)) if size > at else b""
+                start = max(at, size - _MOST)
+                data = os.pread(file.fileno(), _MOST, start) if size > at else b""
         except OSError:
             return None
-        self._gauges[path] = (max(at, size), gauge)
-        return gauge.feed(data) if data else None
+        self._gauges[path] = (start + len(data), gauge)
+        return gauge.feed(data, skipped=start > at) if data else None
 
 
-def _message(found: Gauged, worker: Worker) -> words.Measured:
-    seen = worker.witness.page.step if worker.witness is not None else 0
-    step = found.step if found.step is not None else seen or found.bar or 0
-    return words.Measured(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values)
+def _first(attempt: Attempt) -> Worker | None:
+    """Rank 0, where it is here and does not tell itself."""
+    first = [worker for worker in attempt.workers.values() if worker.seat.rank == 0 and not worker.spare]
+    if attempt.measured is not None or not first:
+        return None
+    return max(first, key=lambda one: one.code is None)  # the one before it may lie there still
+
+
+def _seen(worker: Worker) -> int:
+    return worker.witness.step if worker.witness is not None else 0

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
@@ -52,7 +52,12 @@ class Child:
             process_group=0,  # Ctrl-C ends the run, and not before that what shows how it ends
         )
         self.pid = self._process.pid
-        self._handle = os.pidfd_open(self.pid)
+        try:
+            self._handle = os.pidfd_open(self.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._handle, self._exited)
 
@@ -69,7 +74,8 @@ class Child:
             if self._ended.is_set():
                 return
             if number is not None:
-                signal.pidfd_send_signal(self._handle, number)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._handle, number)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), wait)
 
@@ -129,15 +135,18 @@ class Onlookers:
                 return
             raise
         link = place.link(where, self._listener, key)
-        with contextlib.suppress(OSError):  # a full disk: then there is no page
+        try:
             fd = os.open(self._path(_FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(fd, "w") as file:
                 json.dump({"address": link.partition("#")[0], "key": key}, file)
-            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._called)
-            # Said, and not noted: the key is in no file that is shown to others.
-            self._console.say(self._announcement(where, link, self._listener.getsockname()[1]))
+        except OSError as error:  # a full disk
+            self._no_page(f"{self._path(_FILE)} cannot be written: {error.strerror}")
+            return
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._called)
+        # Said, and not noted: the key is in no file that is shown to others.
+        self._console.say(self._announcement(where, link, self._listener.getsockname()))
 
-    def _announcement(self, where: Place, link: str, port: int) -> str:
+    def _announcement(self, where: Place, link: str, bound: tuple[Any, ...]) -> str:
         if not where.loopback:
             return f"see {link}\n  {where.warning}"
         if not self._plan.environ.get("SSH_CONNECTION"):
@@ -145,14 +154,20 @@ class Onlookers:
         gathering = self._plan.gathering
         host = gathering.names[0] if gathering is not None and gathering.names else "localhost"
         if replace(where, host=host.rpartition("@")[2]).loopback:
-            host = f"{pwd.getpwuid(os.getuid()).pw_name}@{os.uname().nodename}"
-        return f"see {link}\n  from your own machine, after: ssh -N -L {port}:127.0.0.1:{port} {host}"
+            host = os.uname().nodename
+            with contextlib.suppress(KeyError):  # in a container users may have no name
+                host = f"{pwd.getpwuid(os.getuid()).pw_name}@{host}"
+        address, port = bound[:2]
+        address = f"[{address}]" if ":" in address else address
+        return f"see {link}\n  from your own machine, after: ssh -N -L {port}:{address}:{port} {host}"
 
     def _called(self) -> None:
         """Somebody wants to see it. Whoever it is waits until there is one that accepts."""
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        if self._ends:
+            return
         self._pages += 1
         words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
         if self._plan.watching.at is not None:
@@ -177,7 +192,7 @@ class Onlookers:
             self._no_page(f"its server has ended {_MOST} times; see {self._path(_LOG)}")
 
     def _no_page(self, why: str) -> None:
-        self._console.say(f"there is no page any more: {why}\n  phalanx watch {self._folder.name} --page makes another")
+        self._console.say(f"there is no page: {why}\n  phalanx watch {self._folder.name} --page makes another")
         self._close()
 
     def _close(self) -> None:

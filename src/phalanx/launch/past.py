@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 PART = 1 << 18  # bytes that are given at a time
-_READ = 1 << 22  # bytes that are read for it, at most
+_READ = 1 << 22  # bytes that are read for it, at most; what is longer is no line of ours
 FILES = ("events.jsonl", "sights.jsonl")
 SLACK = 1.0  # seconds by which an event may be older than one before it
 
@@ -66,15 +66,16 @@ def part(folder: str, cursor: Cursor) -> tuple[bytes, Cursor | None]:
         spans = zip(FILES, cursor.at, cursor.end, strict=True)
         files = [_File(open_, os.path.join(folder, name), at, end) for name, at, end in spans]
         lines: list[bytes] = []
-        size = 0
-        while size < PART and sum(file.read for file in files) < _READ:
+        size = read = 0
+        while size < PART and read < _READ:
             there = [file for file in files if file.line]
             if not there:
                 return b"".join(lines), None
             first = min(there, key=lambda file: file.time)
-            if first.time >= cursor.since:
+            if first.time >= cursor.since and first.line.endswith(b"\n"):
                 lines.append(first.line)
                 size += len(first.line)
+            read += len(first.line)
             first.step()
         return b"".join(lines), msgspec.structs.replace(cursor, at=(files[0].at, files[1].at))
 
@@ -86,7 +87,6 @@ class _File:
         self.at = at  # where the line begins
         self.line = b""  # empty: there is none
         self.time = 0.0
-        self.read = 0
         self._end = end
         self._file: BinaryIO | None = None
         with contextlib.suppress(OSError):
@@ -99,10 +99,9 @@ class _File:
         self._next()
 
     def _next(self) -> None:
-        room = self._end - self.at
+        room = min(self._end - self.at, _READ)
         self.line = self._file.readline(room) if self._file is not None and room > 0 else b""
-        self.read += len(self.line)
-        if not self.line.endswith(b"\n"):  # cut off by a full disk
+        if len(self.line) < _READ and not self.line.endswith(b"\n"):  # cut off by a full disk
             self.line = b""
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(ValueError, RecursionError):
             self.time = _times.decode(self.line).time if self.line else 0.0

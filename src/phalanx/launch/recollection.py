@@ -131,7 +131,7 @@ def measured(line: bytes) -> events.Measured | None:
         return events.Measured(
             time=float(said["time"]), step=int(said["step"]), epoch=int(said.get("epoch", 0)), values=values
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -109,7 +109,8 @@ class RunFolder:
 
     def ended(self, code: int) -> None:
         if self._record is not None:
-            self.record(replace(self._record, ended=time.time(), code=code))
+            with contextlib.suppress(OSError):  # a full disk, a folder that is gone: it has ended as it has
+                self.record(replace(self._record, ended=time.time(), code=code))
 
     def event(self, event: events.Event) -> None:
         from phalanx.contract import events
@@ -171,10 +172,7 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
         os.makedirs(log_dir, exist_ok=True)
         path = _fresh(os.path.join(os.path.abspath(log_dir), name))
         folder = RunFolder(path)
-        link = os.path.join(runs, os.path.basename(path))
-        with contextlib.suppress(FileExistsError):
-            os.symlink(path, link)
-            folder.link = link
+        folder.link = _linked(path, os.path.join(runs, os.path.basename(path)))
         return folder
     return RunFolder(path)
 
@@ -186,6 +184,15 @@ def _fresh(path: str) -> str:
             os.mkdir(name, mode=0o700)
             return name
     raise FileExistsError(path)
+
+
+def _linked(path: str, link: str) -> str | None:
+    """A run of the same name elsewhere has that link: one that is not in the list could be neither seen nor stopped."""
+    for name in (link, f"{link}_{os.urandom(3).hex()}"):
+        with contextlib.suppress(FileExistsError):
+            os.symlink(path, name)
+            return name
+    return None
 
 
 def all_runs(base: str) -> Iterator[RunRecord]:

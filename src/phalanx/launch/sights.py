@@ -96,6 +96,7 @@ class Sights:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        await self._measures.end()
 
     def measured(self, message: words.Measured) -> None:
         """By rank 0, which is here."""
@@ -106,8 +107,10 @@ class Sights:
         """The attempt is over here, and its pages are about to go."""
         with contextlib.suppress(Exception):
             self._look(int(self._wall() * TICKS), last=True)
-            self._measures.concluded()
+        with contextlib.suppress(Exception):
+            self._measures.concluded(self._supervisor.attempt)
         self._over = self._supervisor.attempt
+        self._heard.clear()  # the others have ended before, and tell of the next one from now on
 
     # -- of this node
 
@@ -137,14 +140,15 @@ class Sights:
                 self._publish(last=last)
         else:
             self._post.send("sight", 0, _encoder.encode(own))
-        self._measures.look(attempt)
+        if not last:
+            self._measures.look(attempt)
 
     # -- of all
 
     def _told(self, who: int | None, _: int, content: bytes) -> None:
         if who is None:
             return
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(Exception):  # a letter must not cost the one who wrote it his place
             seen = _decoder.decode(content)
             now = int(self._wall() * TICKS)
             if abs(seen.tick - now) > _OFF:
@@ -174,7 +178,7 @@ class Sights:
             theirs = frozenset(members.get(member, ()))  # what it told may be of ranks that are another's by now
             faces += [face for face in heard.seen.faces if face.rank in theirs]
             ranks += [glance for glance in _brought_up(heard, own.tick, now) if glance.rank in theirs]
-        self._introduce(tuple(sorted(faces, key=lambda face: face.rank)))
+        self._introduce(tuple(sorted(faces, key=lambda face: face.rank)), own.tick / TICKS)
         ranks.sort(key=lambda glance: glance.rank)
         counts = [glance.samples for glance in ranks if glance.state not in ("X", "E")]
         self._measures.samples = round(sum(counts), 1) if counts and min(counts) >= 0 else -1.0
@@ -189,11 +193,12 @@ class Sights:
         size = self._folder.sight(sight, kept=kept)
         self._thinning.written += size if kept else 0
 
-    def _introduce(self, faces: tuple[Face, ...]) -> None:
+    def _introduce(self, faces: tuple[Face, ...], when: float) -> None:
+        """`when`: of the sight that follows, so that whoever reads both files later hears of them before it, too."""
         if faces == self._faces:
             return
         self._faces = faces
-        self._folder.event(events.Faces(time=time.time(), ranks=faces))
+        self._folder.event(events.Faces(time=when, ranks=faces))
         hosts = frozenset(face.host for face in faces)
         if len(hosts) > 1 and hosts != self._hosts:
             self._hosts = hosts

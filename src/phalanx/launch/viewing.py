@@ -7,9 +7,10 @@ import contextlib
 import glob
 import os
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -29,6 +30,8 @@ _RECENT = 4096  # lines by which it is known what was given already
 _LONGEST = 1 << 26  # bytes of a line
 _LOOK = 1.0  # seconds between two looks at files that another machine writes
 _SILENCE = 600.0  # seconds in which it writes nothing: then nobody knows whether it still runs
+
+_Kind = TypeVar("_Kind")
 
 
 def of(run: RunRecord) -> Source:
@@ -56,7 +59,7 @@ class Living:
         tries = int(desk.SOON / _AGAIN)
         while await asyncio.to_thread(lambda: self.alive):
             try:
-                sock, early = await asyncio.to_thread(self._call)
+                sock, early = await _aside(self._call)
             except LaunchError:
                 tries -= 1
                 # It has not opened its desk yet; or has closed it, and is about to end.
@@ -68,9 +71,24 @@ class Living:
                     if isinstance(event, events.RunEnded):
                         return
             await asyncio.sleep(_AGAIN)
-        last = await asyncio.to_thread(_last, self._record.folder)
-        if last is not None:
-            yield last
+        async for event in self._rest():
+            yield event
+
+    async def _rest(self) -> AsyncIterator[AnyEvent]:
+        """Its supervisor is gone: what it had written, and had no time to tell."""
+        folder = self._record.folder
+        if os.path.basename(folder).startswith("node_"):  # what was told was of the node that led; here is its own
+            last = await asyncio.to_thread(_last, folder)
+            if last is not None:
+                yield last
+            return
+        cursor: past.Cursor | None = await asyncio.to_thread(past.begin, folder, self._since)
+        while cursor is not None:
+            lines, cursor = await asyncio.to_thread(past.part, folder, cursor)
+            for line in lines.splitlines(keepends=True):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    if self._new(line):
+                        yield events.decode(line)
 
     def _call(self) -> tuple[socket.socket, bool]:
         sock = desk.call(self._record, {"ask": "watch", "since": self._since})
@@ -120,14 +138,14 @@ class Living:
         if not self.alive:
             return await Ended(self._record).log(rank, stream, start=start, size=size)
         said = await self._ask({"ask": "log", "rank": rank, "stream": stream, "start": start, "size": size})
-        return LogPart(start=said["start"], end=said["end"], text=said["text"])
+        return self._read(said, LogPart)
 
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
         if not self.alive:
             return await Ended(self._record).search(text, ranks, most=most)
         wanted = None if ranks is None else list(ranks)
         said = await self._ask({"ask": "search", "text": text, "ranks": wanted, "most": most})
-        return msgspec.convert(said["found"], list[Found])
+        return self._read(said.get("found"), list[Found])
 
     async def why(self) -> Because:
         if not self.alive:
@@ -140,8 +158,15 @@ class Living:
             stacks=_stacks(evidence),
         )
 
+    def _read(self, said: object, kind: type[_Kind]) -> _Kind:
+        """What another node has written may be anything."""
+        try:
+            return msgspec.convert(said, kind)
+        except msgspec.ValidationError as error:
+            raise LaunchError(f"{self.run} cannot be asked: what it says cannot be read: {error}") from None
+
     async def _ask(self, question: wire.Message) -> dict[str, Any]:
-        return await asyncio.to_thread(self._asked, question)
+        return await _aside(lambda: self._asked(question))
 
     def _asked(self, question: wire.Message) -> dict[str, Any]:
         with desk.call(self._record, question) as line:
@@ -247,6 +272,32 @@ class Afar(Ended):
             if not lives:
                 return
             await asyncio.sleep(_LOOK)
+
+
+async def _aside(work: Callable[[], _Kind]) -> _Kind:
+    """In a thread that nobody waits for at the end: who wants to leave does not wait for one that does not answer."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_Kind] = loop.create_future()
+
+    def settle(result: _Kind | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("_Kind", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="phalanx-asks", daemon=True).start()
+    return await done
 
 
 def _stacks(evidence: Evidence) -> dict[int, str]:

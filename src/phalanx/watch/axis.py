@@ -70,15 +70,19 @@ def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
 
 
 def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
-    """`1.5k`, `0.02`, `3e-05`: short, and exact enough for numbers that lie `step` apart."""
+    """`1.5k`, `0.0002`, `3e-5`: short, and exact enough for numbers that lie `step` apart. As in words.js of the page."""
     if value == 0:
         return "0"
+    if not step:
+        value = float(f"{value:.3g}")  # now, for 999,950 is 1M
     size = max(abs(value), most)
     for unit, letter in _BIG:
         if size >= unit * (10 if unit == 1e3 else 1) and size < 1e15:
             return f"{_plain(value / unit, step / unit)}{letter}"
-    if size >= 1e15 or size < 1e-3:
-        return f"{value:.{_digits(step / 10 ** math.floor(math.log10(abs(value)))) if step else 0}e}"
+    if size >= 1e15 or size < 1e-4:
+        digits = _digits(step / 10 ** math.floor(math.log10(abs(value)))) if step else 2
+        number, _, power = f"{value:.{digits}e}".partition("e")
+        return f"{number.rstrip('0').rstrip('.') if '.' in number else number}e{int(power)}"
     return _plain(value, step)
 
 

@@ -14,9 +14,8 @@ from statistics import median
 from typing import Literal
 
 from phalanx.contract import events
-from phalanx.watch.axis import number
 from phalanx.watch.curve import Curve
-from phalanx.watch.figures import seconds
+from phalanx.watch.figures import number, seconds
 from phalanx.watch.plot import Series
 from phalanx.watch.scene import Scene
 from phalanx.watch.svg import Chart, Mark
@@ -220,15 +219,9 @@ def _numbers(values: Sequence[float | None], *, whole: bool = False) -> list[Cel
     for value in values:
         if value is None:
             texts.append("-")
-        elif not math.isfinite(value):
-            texts.append(str(value))
         else:
-            texts.append(f"{value:.0f}" if whole else _told(value))
+            texts.append(f"{value:.0f}" if whole else number(value))
     return _ratios(values, texts)
-
-
-def _told(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else number(value)
 
 
 def _ratios(values: Sequence[float | None], texts: Sequence[str]) -> list[Cell]:

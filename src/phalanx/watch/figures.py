@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Sequence
 
+from phalanx.watch import axis
+
 
 def seconds(value: float) -> str:
     """`0.3 s`, `42 s`, `12m05`, `3h07`."""
@@ -35,9 +37,13 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def number(value: float | None) -> str:
+    """`2.301`, `0.00084`, `15.9k`: what was measured, the same wherever it is shown."""
     if value is None:
         return "–"
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.4g}")
+    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else axis.number(value)
 
 
 def size(amount: float) -> str:
@@ -51,7 +57,7 @@ def size(amount: float) -> str:
 
 
 def speed(rate: float) -> str:
-    return f"{rate * 8 / 1e9:.1f} Gbit/s"
+    return f"{rate / 1e9:.3g} GB/s"
 
 
 def moment(when: float) -> str:

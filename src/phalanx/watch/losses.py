@@ -2,7 +2,8 @@
 
 Goodput is the share of the time since the first step that was not lost. Lost is
 - from a fault to the first step that is committed after it (Recovered), and as long as usual for each step done again
-- from a fault until all ranks have ended (Restarted), from there to the next step, and steps done again
+- from a fault until all ranks have ended (Restarted), and from there to the next step; which steps are done again after
+  that, nobody says
 - how long nothing went on (Resumed; without that, from when it began to the next step)
 `phalanx run` says at its end how much the faults alone have cost, of the time since the command.
 """

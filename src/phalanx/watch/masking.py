@@ -27,7 +27,7 @@ _HARMLESS = re.compile(r"^[0-9.,]+[kKmMbB]?[)\]}]*$|^(?:None|True|False|true|fal
 
 
 def hidden(text: str) -> str:
-    """The same with what looks like a secret masked. Text stays valid JSON, if it was."""
+    """The same with what looks like a secret masked."""
     for pattern in (_NAMED, _AFTER, _BEARER, _LINK, _USER):
         text = pattern.sub(_masked, text)
     return _SHAPES.sub(MASK, text)

@@ -31,7 +31,7 @@ def text(scene: Scene) -> str:
 
 
 def _run(scene: Scene) -> Iterator[str]:
-    run = _labels(run=scene.run)
+    run, over = _labels(run=scene.run), scene.ended is not None
     about = _labels(run=scene.run, command=shlex.join(scene.command))
     yield from _family("run_info", "gauge", "What runs.", [(about, 1)])
     yield from _family("up", "gauge", "1 until the run has ended.", [(run, int(scene.ended is None))])
@@ -46,8 +46,8 @@ def _run(scene: Scene) -> Iterator[str]:
         ("step", "The furthest step.", _known(scene.step)),
         ("steps_planned", "Steps that it is going to make.", scene.total or None),
         ("epoch", "As the training counts them.", scene.epoch),
-        ("steps_per_second", "Of the run, over some seconds.", scene.rate),
-        ("samples_per_second", "Of all ranks.", _known(scene.samples)),
+        ("steps_per_second", "Of the run, over some seconds.", 0.0 if over else scene.rate),
+        ("samples_per_second", "Of all ranks.", _known(min(0.0, scene.samples) if over else scene.samples)),
         ("goodput_ratio", "Share of the time since the first step that was not lost.", scene.goodput),
         ("verdicts", "That stand now: why nothing goes on.", len(scene.verdicts)),
     ]
@@ -85,6 +85,7 @@ def _ranks(scene: Scene) -> Iterator[str]:
     if not views:
         return
     labels = {view.rank: _labels(run=scene.run, rank=str(view.rank))[:-1] for view in views}  # open for more
+    here = [view for view in views if not view.gone]  # of others it is only shown how they were
     held = {one.rank: one.share for one in scene.held}
 
     def family(name: str, words: str, values: Iterable[tuple[RankView, str, float | None]]) -> Iterator[str]:
@@ -97,21 +98,21 @@ def _ranks(scene: Scene) -> Iterator[str]:
     states = [(view, f',state="{state}"', float(state == view.health)) for view in views for state in HEALTH]
     yield from family("health", "1 for the state that a rank is in.", states)
     yield from family("step", "Optimizer steps that were seen.", ((view, "", _known(view.step)) for view in views))
-    yield from family("steps_per_second", "Over some seconds.", ((view, "", view.rate) for view in views))
-    yield from family("samples_per_second", "Of its own.", ((view, "", _known(view.samples)) for view in views))
+    yield from family("steps_per_second", "Over some seconds.", ((view, "", view.rate) for view in here))
+    yield from family("samples_per_second", "Of its own.", ((view, "", _known(view.samples)) for view in here))
     shares = [
         (view, f',phase="{phase}"', share)
-        for view in views
+        for view in here
         for phase, share in (("data", view.data), ("compute", view.compute), ("waiting", view.waiting))
     ]
     yield from family("phase_ratio", "Share of its time, in the last second.", shares)
     late = ((view, "", held.get(view.rank, 0.0)) for view in views)
     yield from family("held_ratio", "Share of the last minute that others waited for it.", late)
     yield from family("silent_seconds", "Since it was last heard of.", ((view, "", view.silent) for view in views))
-    yield from family("cpu_cores", "That it uses.", ((view, "", view.cpu) for view in views))
-    yield from family("memory_bytes", "Of the machine, that it uses.", ((view, "", view.memory) for view in views))
-    yield from family("gpu_ratio", "Use of its GPU.", ((view, "", _known(view.gpu)) for view in views))
-    memory = ((view, "", view.gpu_memory if view.gpu_memory > 0 else None) for view in views)
+    yield from family("cpu_cores", "That it uses.", ((view, "", view.cpu) for view in here))
+    yield from family("memory_bytes", "Of the machine, that it uses.", ((view, "", view.memory) for view in here))
+    yield from family("gpu_ratio", "Use of its GPU.", ((view, "", _known(view.gpu)) for view in here))
+    memory = ((view, "", view.gpu_memory if view.gpu_memory > 0 else None) for view in here)
     yield from family("gpu_memory_bytes", "Of its GPU, that is used.", memory)
 
 

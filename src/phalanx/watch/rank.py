@@ -11,14 +11,18 @@ from phalanx.watch.histogram import Histogram
 from phalanx.watch.rate import Rate
 from phalanx.watch.strip import Strip
 
-Health = Literal["coming", "well", "waiting", "slow", "debugged", "silent", "stuck", "dead", "done"]
-HEALTH: tuple[Health, ...] = ("dead", "stuck", "silent", "debugged", "slow", "waiting", "coming", "well", "done")
+Health = Literal["coming", "well", "waiting", "slow", "debugged", "silent", "stuck", "dead", "stopped", "done"]
+HEALTH: tuple[Health, ...] = (
+    *("dead", "stuck", "silent", "debugged", "slow", "waiting", "coming", "well", "stopped", "done"),
+)
 
 _PHASES = {letter: name for name, letter in LETTERS.items()}
 _PHASES |= {letter.upper(): name for letter, name in _PHASES.items()}
 _COMING = ("import", "join")
 _SILENT = 5.0  # seconds
+_BLIND = 5.0  # seconds without a letter: it is a program that nobody can look into
 _WAITING = 0.8  # of its time, and still: it does nothing else
+_STOPPED = (None, -2, -9, -15, 130, 137, 143)  # how one ends that was told to; None: nobody says
 
 
 @dataclass(slots=True)
@@ -48,15 +52,17 @@ class RankView:
     debugged: bool = False
     seen: float = 0.0  # when it was last looked at
     _ended: float = 0.0
+    _blind: float = 0.0  # seconds that it has been there, and no letter was seen yet; -1: one was
     _pace: Rate = field(default_factory=Rate)
     _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since its last step
+    _shares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # when anything of it was last seen
 
     def born(self, pid: int) -> None:
         """Another process has this rank now."""
         if pid != self.pid or self.gone:
             self.pid, self.code, self.gone, self.debugged = pid, None, False, False
             self.phase, self.silent, self.rate, self.seen = "import", 0.0, 0.0, 0.0
-            self._pace, self._spent = Rate(), (0.0, 0.0, 0.0)
+            self._pace, self._spent, self._blind = Rate(), (0.0, 0.0, 0.0), 0.0
 
     def sits(self, face: Face) -> None:
         self.node, self.host, self.device = face.node, face.host, face.device
@@ -65,17 +71,30 @@ class RankView:
 
     def ended(self, when: float, code: int | None) -> None:
         self._ended, self.code, self.gone, self.rate = when, code, True, 0.0
+        self.data, self.compute, self.waiting = self._shares  # a process that ends is not at anything
+
+    def rests(self) -> None:
+        """The run is over: how fast it was says more than that it stands still."""
+        self.rate = 1 / self._pace.each if self._pace.each else 0.0
 
     def glance(self, now: float, seconds: float, glance: Glance, times: Mapping[str, Histogram]) -> None:
         self.data, self.compute, self.waiting = glance.data, glance.compute, glance.waiting
-        self.cpu, self.memory, self.samples = glance.cpu, glance.memory, glance.samples
-        self.gpu, self.gpu_memory = glance.gpu, glance.gpu_memory
+        if glance.state not in ("X", "E"):  # of what is gone nothing can be measured
+            if glance.phases.strip(UNSEEN):
+                self._shares = (glance.data, glance.compute, glance.waiting)
+            self.cpu, self.memory, self.samples = glance.cpu, glance.memory, glance.samples
+            self.gpu, self.gpu_memory = glance.gpu, glance.gpu_memory
         self.silent, self.debugged, self.place = glance.silent, glance.debugged, glance.place
         since, self.seen = self.seen, now
         phases = glance.phases
         self.strip.add(now, phases)
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
+        if last:
+            self._blind = -1.0
+        elif self._blind >= 0 and phases:
+            self._blind += seconds
+            self.phase = "idle" if self._blind >= _BLIND else self.phase
         if glance.state in ("X", "E"):
             self.step = glance.step if glance.step >= 0 else self.step
             self.ended(now, self.code if glance.state == "X" else 0)
@@ -102,10 +121,11 @@ class RankView:
             self._pace.see(now, glance.step)
             self.rate = self._pace.at(now)
 
-    def judge(self, *, stuck: bool, slow: bool) -> None:
-        """The worst that is true of it: the order of HEALTH. Who has ended with 0 is done, whatever else there was."""
+    def judge(self, *, stuck: bool, slow: bool, stopped: bool = False) -> None:
+        """The worst that is true of it: the order of HEALTH. Who has ended with 0 is done, whatever else there was.
+        `stopped`: that it has ended since is what was asked for."""
         if self.gone:
-            self.health = "done" if self.code == 0 else "dead"
+            self.health = "done" if self.code == 0 else "stopped" if stopped and self.code in _STOPPED else "dead"
         elif stuck:
             self.health = "stuck"
         elif self.silent > _SILENT:

@@ -30,6 +30,7 @@ _STALLS = 5
 _SLOW = 8  # sentences
 _LINKS = 200
 _LINE = 2000  # letters
+_STOPPED = ("failed (130)", "failed (143)")  # by SIGINT or SIGTERM: it was told to end, and did
 _STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)  # data has a type
 _CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")  # what a terminal obeys
@@ -129,7 +130,8 @@ def _section(title: str, *children: str) -> Html:
 
 
 def _head(account: Account, scene: Scene, course: Course) -> Html:
-    how = "well" if account.state == "done" else "going" if account.state == "running" else "bad"
+    state = "stopped" if account.state in _STOPPED else account.state
+    how = {"done": "well", "running": "going", "stopped": "calm"}.get(state, "bad")
     told = [
         ("ranks", str(course.ranks or len(scene.ranks))),
         ("steps", str(course.steps) if course.steps else "–"),
@@ -140,7 +142,7 @@ def _head(account: Account, scene: Scene, course: Course) -> Html:
         ("goodput", "–" if course.goodput is None else f"{course.goodput:.1%}"),
     ]
     tiles = [tag("div", tag("b", value), tag("span", name)) for name, value in told]
-    title = tag("h1", account.run, " ", tag("span", account.state, class_=f"state {how}"))
+    title = tag("h1", account.run, " ", tag("span", state, class_=f"state {how}"))
     return tag("header", title, tag("div", *tiles, class_="tiles"))
 
 
@@ -185,6 +187,8 @@ def _ending(account: Account, course: Course) -> str:
         )
     if account.state == "killed":
         return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
+    if account.state in _STOPPED:
+        return f"It was stopped after {lasted}, at step {course.steps}." if course.steps else f"It was stopped after {lasted}."
     return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
 

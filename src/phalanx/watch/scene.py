@@ -70,6 +70,7 @@ class Scene:
     )
     tally: Tally = field(default_factory=Tally)
     _spares: set[int] = field(default_factory=set)  # pids
+    _fallen: set[int] | None = None  # ranks that had ended before all were asked to; None: they were not
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
     _present: set[int] | None = None  # ranks, as the latest faces say
@@ -145,8 +146,10 @@ class Scene:
                 self._attempt(event)
             case events.Stopping():
                 self._become("stopping", unless=("recovering",))
+                self._stop()
             case events.Preempted():
                 self._become("stopping")
+                self._stop()
             case events.Paces():
                 self._paces(event)
             case events.ZygoteReady():
@@ -159,11 +162,12 @@ class Scene:
     def _sight(self, event: events.Sight) -> None:
         self.generation = event.generation
         now, ranks, times = event.time, self.ranks, self.times
-        furthest, samples, tells, coming = -1, 0.0, False, True
+        furthest, samples, tells, coming, at_work = -1, 0.0, False, True, False
         for glance in event.ranks:
             view = ranks.get(glance.rank) or self._view(glance.rank)
             view.glance(now, event.seconds, glance, times)
             furthest = max(furthest, glance.step)
+            at_work = at_work or (not view.gone and glance.phases.strip(events.UNSEEN) != "")
             if glance.samples >= 0:
                 samples, tells = samples + glance.samples, True
             if coming and not view.gone and (glance.step >= 0 or view.phase not in ("import", "join")):
@@ -173,7 +177,7 @@ class Scene:
             if self.step < 0:  # nobody sees its steps, so that is all that can be waited for
                 self.losses.settle(now)
         self._steps(now, furthest)
-        self._throughput(now, samples if tells else -1.0)
+        self._throughput(now, samples if tells else -1.0, at_work=at_work)
         if self.state == "running":
             self._prune(now)
             self.tally.see(now, {glance.rank: glance.phases[-50:] for glance in event.ranks if glance.phases})
@@ -200,7 +204,7 @@ class Scene:
                 self._goes_on(now)
             self._furthest = furthest
 
-    def _throughput(self, now: float, samples: float) -> None:
+    def _throughput(self, now: float, samples: float, *, at_work: bool) -> None:
         told = self._measured.samples if self._measured is not None else -1.0
         self.rate = self._pace.at(now) or self._measured_pace.at(now)
         self.samples = samples if samples >= 0 else told
@@ -209,8 +213,10 @@ class Scene:
             for view in self.ranks.values():
                 view.samples = min(0.0, view.samples)
         self._usual = self._pace.each or self._measured_pace.each or self._usual
-        if self.step >= 0:
-            self._point(STEPS, self.step, now, self.rate)
+        halted = self.state in ("stalled", "recovering")
+        if self.step >= 0 and (at_work or halted):  # that it ends makes it no slower
+            if self.rate > 0 or halted:  # else it is not known yet
+                self._point(STEPS, self.step, now, self.rate)
             if self.samples >= 0:
                 self._point(SAMPLES, self.step, now, self.samples)
 
@@ -267,7 +273,11 @@ class Scene:
         if not event.ranks:  # between two attempts: they will be back
             return
         self._present = {face.rank for face in event.ranks}
-        self.world_size = max(self.world_size, len(self._present))
+        known = {(face.host, face.pid) for face in event.ranks}
+        moved = [r for r in self.ranks.keys() - self._present if (self.ranks[r].host, self.ranks[r].pid) in known]
+        for rank in moved:  # its process has another rank now
+            del self.ranks[rank]
+        self.world_size = len(self._present) if moved else max(self.world_size, len(self._present))
         for face in event.ranks:
             self._view(face.rank).sits(face)
         self._faced = event.time
@@ -323,7 +333,7 @@ class Scene:
         if event.attempt > self.attempt:
             for view in self.ranks.values():
                 view.born(0)
-        self.attempt = event.attempt
+        self.attempt, self._fallen = event.attempt, None
         self.roll, self._measured, self._furthest, self._troubled = None, None, None, event.time
         self.verdicts.clear()
         self._become("starting", only=("gathering", "recovering", "running", "stalled"))
@@ -359,6 +369,7 @@ class Scene:
                 self._trouble("recovering", event.time)
             case events.Recovered():
                 self.generation = max(self.generation, event.generation)
+                self._measured = None  # steps may be done again
                 self.losses.told(event.seconds)
                 self.losses.add(max(0, event.redone) * self._usual)
                 self.verdicts.clear()
@@ -392,11 +403,17 @@ class Scene:
         self.losses.settle(event.time)
         self._become("failed" if event.code else "done")
         self.ended, self.code, self.roll = event.time, event.code, None
-        self.rate, self.samples = 0.0, min(0.0, self.samples)
+        self.rate = 1 / self._usual if self._usual else 0.0
+        self.samples = self.curves[SAMPLES].last or 0.0 if SAMPLES in self.curves else self.samples
         for view in self.ranks.values():
             if view.code is None:  # of other nodes nobody says how they ended
                 view.ended(event.time, 0 if event.code == 0 else None)
+            view.rests()
         self._judge()
+
+    def _stop(self) -> None:
+        if self._fallen is None:
+            self._fallen = {rank for rank, view in self.ranks.items() if view.gone}
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
         if self.ended is None and (not only or self.state in only) and self.state not in unless:
@@ -406,8 +423,12 @@ class Scene:
         stuck = {rank for verdict in self.verdicts for rank in verdict.ranks}
         slow = self.tally.slow | self._late if self._late else self.tally.slow
         for rank, view in self.ranks.items():
-            view.judge(stuck=rank in stuck, slow=rank in slow)
+            view.judge(stuck=rank in stuck, slow=rank in slow, stopped=self._stopped(rank))
 
     def _judge_one(self, view: RankView) -> None:
         stuck = any(view.rank in verdict.ranks for verdict in self.verdicts)
-        view.judge(stuck=stuck, slow=view.rank in self.tally.slow or view.rank in self._late)
+        slow = view.rank in self.tally.slow or view.rank in self._late
+        view.judge(stuck=stuck, slow=slow, stopped=self._stopped(view.rank))
+
+    def _stopped(self, rank: int) -> bool:
+        return self._fallen is not None and rank not in self._fallen

@@ -15,7 +15,7 @@ def style() -> str:
         "#report h1{font-size:1.5rem;overflow-wrap:anywhere}#report h2{font-size:1.15rem;margin-top:2rem}"
         "#report h3{font-size:1rem}"
         ".state{font-size:.85rem;padding:.15rem .6rem;border-radius:1rem;vertical-align:middle;color:#fff}"
-        ".state.well{background:#17704b}.state.going{background:#2458ad}.state.bad{background:#a3213f}"
+        ".state.well{background:#17704b}.state.going{background:#2458ad}.state.bad{background:#a3213f}.state.calm{background:#5b626c}"
         ".tiles{display:flex;flex-wrap:wrap;gap:.5rem}"
         ".tiles div{background:var(--box);border-radius:.5rem;padding:.5rem .9rem;min-width:5rem}"
         ".tiles b{display:block;font-size:1.2rem}"

@@ -16,7 +16,7 @@ from phalanx.watch.axis import Axis, Kind, placed, spanning
 from phalanx.watch.plot import Series
 
 WIDTH, HEIGHT = 880, 260  # of a chart
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 34, 40
 _LETTER = 6.6  # wide, about
 _TOLD = 60  # letters of a name
 

@@ -14,7 +14,7 @@ from phalanx.watch.strip import TICK
 WIDTH = 880
 MOST = 64  # ranks
 SECONDS = 60.0  # of the end
-_LEFT, _RIGHT = 64, 16
+_LEFT, _RIGHT = 72, 16
 _ROW = 12
 _COLOURS = {  # of a phase: light, dark
     "import": ("#b9bec8", "#5a6070"),

@@ -20,9 +20,13 @@ def length(head: bytes) -> int:
     return int(_HEAD.unpack(head)[0])
 
 
-def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
+def encode(message: Message) -> bytes:
     body = json.dumps(message).encode("ascii")
-    data = _HEAD.pack(len(body)) + body
+    return _HEAD.pack(len(body)) + body
+
+
+def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
+    data = encode(message)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([data], ancillary)
     if sent < len(data):

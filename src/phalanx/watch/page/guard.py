@@ -19,7 +19,8 @@ from phalanx.watch.page.keys import Keys
 
 MOST = 128  # connections of strangers; a browser has six
 PATIENCE = 30.0  # seconds for one of them: the page itself may come by a slow line
-_ALLOWANCE = 1 << 15  # bytes that it may send
+_ALLOWANCE = 1 << 16  # bytes that it may send
+_FIELD = 1 << 13  # bytes of a header: browsers send the cookies of everything that ever was on this host, on any port
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -109,7 +110,13 @@ class Guard(web.Server):
 
     def __init__(self, handler: Handler, *, most: int = MOST, patience: float = PATIENCE) -> None:
         super().__init__(
-            handler, access_log=None, logger=_SILENT, keepalive_timeout=5.0, max_line_size=4096, max_field_size=4096
+            handler,
+            access_log=None,
+            logger=_SILENT,
+            keepalive_timeout=5.0,
+            max_line_size=4096,
+            max_field_size=_FIELD,
+            auto_decompress=False,  # few bytes could become many
         )
         self._most = most
         self._patience = patience

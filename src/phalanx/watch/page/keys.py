@@ -45,12 +45,23 @@ class Keys:
         the same again when the server is another process."""
         return self._derived("cookie")
 
+    @property
+    def folder(self) -> str:
+        """Under which a browser asks, and the cookie is valid: another server on this host, whom the browser would send
+        it as well, on any port, cannot guess the name."""
+        return self._derived("folder")[:32]
+
     def _derived(self, what: str) -> str:
         words = "\0".join(("phalanx page", what, str(self.port), self.run))
         return hmac.new(self.key.encode(), words.encode(errors="replace"), hashlib.sha256).hexdigest()
 
     def opens(self, key: str) -> bool:
         return _same(key, self.key)
+
+    def within(self, path: str) -> str:
+        """The same path without our folder, where it begins with it."""
+        first, slash, rest = path[1:].partition("/")
+        return f"/{rest}" if slash and _same(first, self.folder) else path
 
     def knows(self, cookie: str | None) -> bool:
         return cookie is not None and _same(cookie, self.cookie)

@@ -41,6 +41,8 @@ def parse(text: str | None) -> Place:
     if text is None:
         return Place()
     host, port = text.strip(), ""
+    if not text.isascii():
+        raise _unreadable(text, "that is no address")
     if host.isdigit():
         host, port = "", host
     elif host.startswith("["):
@@ -50,7 +52,7 @@ def parse(text: str | None) -> Place:
         port = rest[1:]
     elif host.count(":") == 1:
         host, _, port = host.partition(":")
-    if port and not (port.isdigit() and int(port) < 1 << 16):
+    if port and not (port.isdigit() and len(port) < 6 and int(port) < 1 << 16):
         raise _unreadable(text, f'"{port}" is no port')
     if not text.strip() or any(char in host for char in "/ #?@"):
         raise _unreadable(text, "that is no address")
@@ -76,7 +78,11 @@ def listen(place: Place) -> socket.socket:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:  # too long for a name
+        raise socket.gaierror(socket.EAI_NONAME, "no such name") from error
+    family, *_, where = found[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not for a second listener: only after a first

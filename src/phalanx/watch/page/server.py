@@ -1,7 +1,7 @@
 """The page's server: `phalanx watch --page`, and what `phalanx run --page` starts when somebody looks.
 
 GET /            the shell, which holds nothing of the run; and /assets/…
-POST /enter      the key, for a cookie
+POST /enter      the key, for a cookie, and the folder under which it is valid and everything else is asked for
 GET /live        everything, then every change (protocol.py), as server-sent events
 GET /log, /search, /why, /metrics
 No request changes anything.
@@ -116,7 +116,7 @@ class Page:
         why = guard.foreign(request, self._names, digits=self._digits)
         if why:
             return guard.refused(403, why)
-        path, method = request.path, request.method
+        path, method = self._keys.within(request.path), request.method
         if path == "/enter":
             return await self._enter(request)
         if path == "/" or path.startswith("/assets/"):
@@ -148,8 +148,11 @@ class Page:
         if not self._keys.opens((await request.read()).decode(errors="replace").strip()):
             return guard.refused(403, "that is not the key of this run")
         self.guard.trust(request)
-        response = web.Response(status=204)
-        response.set_cookie(self._keys.cookie_name, self._keys.cookie, path="/", httponly=True, samesite="Strict")
+        folder = self._keys.folder
+        response = web.Response(status=204, headers={"Content-Location": f"{folder}/"})
+        response.set_cookie(
+            self._keys.cookie_name, self._keys.cookie, path=f"/{folder}/", httponly=True, samesite="Strict"
+        )
         return guard.sealed(response)
 
     def _shell(self, request: web.BaseRequest, name: str) -> web.StreamResponse:

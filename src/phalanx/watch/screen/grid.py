@@ -108,7 +108,7 @@ def _sum(columns: list[_Column]) -> int:
 def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
     signs = canvas.signs
     style = STYLES.get(view.health, "")
-    plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "done") else ""
+    plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "stopped", "done") else ""
     line: Line = [(signs.chosen if chosen else " ", "bold"), (signs.health.get(view.health, "?"), style), (" ", "")]
     for column in layout.columns:
         cell = text.fit(column.cell(view), column.width, right=column.right, dots="")
@@ -128,7 +128,7 @@ def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Li
 
 def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
     """How it spends its time: each share a number of cells, so that all together fill the bar."""
-    if view.health in ("dead", "done", "coming"):
+    if view.health in ("dead", "stopped", "done", "coming"):
         return [(signs.empty * cells, "dim")]
     known = min(round((view.data + view.compute + view.waiting) * cells), cells)
     data = min(round(view.data * cells), known)
@@ -152,7 +152,7 @@ def phases(view: RankView, width: int) -> Line:
 
 
 def _phase(view: RankView) -> str:
-    return view.health if view.health in ("dead", "stuck", "silent", "debugged", "done") else view.phase
+    return view.health if view.health in ("dead", "stuck", "silent", "debugged", "stopped", "done") else view.phase
 
 
 def _step(view: RankView) -> str:

@@ -15,6 +15,7 @@ STYLES = {
     "silent": "warn",
     "stuck": "bad",
     "dead": "bad",
+    "stopped": "dim",
     "done": "dim",
     "gathering": "info",
     "starting": "info",
@@ -52,6 +53,7 @@ class Signs:
             "silent": "?",
             "stuck": "■",
             "dead": "✗",
+            "stopped": "□",
             "done": "✓",
         }
     )
@@ -77,6 +79,7 @@ ASCII = Signs(
         "silent": "?",
         "stuck": "#",
         "dead": "X",
+        "stopped": "-",
         "done": "=",
     },
     data="d",

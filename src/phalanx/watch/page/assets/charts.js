@@ -3,10 +3,10 @@
 import { FONT, fit, pace, ticks } from "./canvas.js";
 import { $, el, press, say, sight } from "./dom.js";
 import { colour, onTheme } from "./theme.js";
-import { count, measure, offset } from "./words.js";
+import { count, measure, offset, short } from "./words.js";
 
 const HEIGHT = 132;
-const [LEFT, RIGHT, ABOVE, BELOW] = [46, 10, 14, 18];
+const [LEFT, RIGHT, ABOVE, BELOW] = [58, 10, 14, 18];
 const LAST = ["steps/s", "samples/s"]; // after what a training says of itself
 const BANDS = { recovered: "dead", restarted: "dead", resumed: "stuck" }; // they end then, and lasted `seconds`
 const SIGNS = { fault: ["✕", "dead"], recovered: ["✓", "well"], restarted: ["↻", "well"], stalled: ["■", "stuck"], resumed: ["▸", "well"] };
@@ -98,10 +98,12 @@ export class Charts {
     const timely = this.#over === "time";
     const along = timely ? 1 : 0;
     const since = this.#model.head.started;
-    const from = timely ? Math.min(since, points[0][1]) : points[0][0];
-    const to = Math.max(points.at(-1)[along], timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
+    let from = timely ? Math.min(since, points[0][1]) : points[0][0];
+    let to = Math.max(timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
     let [low, high] = [Infinity, -Infinity];
     for (const point of points) {
+      from = Math.min(from, point[along]); // after a restart, steps are made again
+      to = Math.max(to, point[along]);
       low = Math.min(low, point[2]);
       high = Math.max(high, point[2]);
     }
@@ -118,13 +120,19 @@ export class Charts {
 
   #scales(pen, { x, y, from, to, low, high, width, timely, since }) {
     pen.textAlign = "right";
-    for (const tick of ticks(low, high, 4)) {
+    let marks = ticks(low, high, 4);
+    if (marks.length < 3) marks = ticks(low, high, 8);
+    // As many digits as tell two neighbours apart.
+    const size = Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]);
+    const digits = Math.min(9, Math.max(3, Math.ceil(size + 1e-9) + 1)) || 3;
+    for (const tick of marks) {
       pen.fillStyle = colour("line");
       pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
       pen.fillStyle = colour("soft");
-      pen.fillText(label(tick), LEFT - 6, y(tick));
+      pen.fillText(short(Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits), LEFT - 6, y(tick));
     }
-    const step = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0) || 1;
+    const pitch = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0);
+    const step = timely ? pitch : Math.max(1, pitch); // there is no half of one
     const zero = timely ? since : 0;
     for (let number = Math.ceil((from - zero) / step); zero + number * step <= to; number++) {
       const at = x(zero + number * step);
@@ -157,15 +165,21 @@ export class Charts {
 
   #line(pen, points, along, x, y) {
     pen.beginPath();
-    for (const point of points) pen.lineTo(x(point[along]), y(point[2]));
+    let last = -Infinity;
+    for (const point of points) {
+      // Steps that are made again are a line of their own.
+      if (point[along] < last) pen.moveTo(x(point[along]), y(point[2]));
+      else pen.lineTo(x(point[along]), y(point[2]));
+      last = point[along];
+    }
     pen.strokeStyle = colour("curve");
     pen.lineWidth = 1.75;
     pen.lineJoin = "round";
     pen.stroke();
-    const last = points.at(-1);
+    const newest = points.at(-1);
     pen.fillStyle = colour("curve");
     pen.beginPath();
-    pen.arc(x(last[along]), y(last[2]), 2.75, 0, 7);
+    pen.arc(x(newest[along]), y(newest[2]), 2.75, 0, 7);
     pen.fill();
   }
 
@@ -184,14 +198,6 @@ export class Charts {
     const spoken = `${name} over ${this.#over}: ${measure(points.at(-1)[2])} at step ${points.at(-1)[0]}`;
     if (canvas.getAttribute("aria-label") !== spoken) canvas.setAttribute("aria-label", spoken);
   }
-}
-
-function label(value) {
-  const size = Math.abs(value);
-  if (size >= 1e9 || (size && size < 1e-2)) return value.toExponential(0).replace("e+", "e");
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return String(Number(value.toPrecision(3)));
 }
 
 function nearest(points, along, wanted) {

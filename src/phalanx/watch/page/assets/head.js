@@ -1,7 +1,7 @@
 // The top of the page: which run, how it is, how far, and who is still missing.
 
 import { $, el, say } from "./dom.js";
-import { count, percent, rate, span, STATE } from "./words.js";
+import { count, percent, rate, span, STATE, stateOf } from "./words.js";
 
 const FIGURES = [
   // name, value, the small print beneath it
@@ -37,9 +37,10 @@ export class Head {
       say($("command"), head.command);
       $("command").title = head.command;
       const state = $("state");
-      say(state, STATE[head.state] ?? head.state);
-      state.dataset.state = head.state;
-      const title = `${STATE[head.state] ?? head.state} · ${head.run} · phalanx`;
+      const now = stateOf(head);
+      say(state, STATE[now] ?? now);
+      state.dataset.state = now;
+      const title = `${STATE[now] ?? now} · ${head.run} · phalanx`;
       if (document.title !== title) document.title = title;
       this.#progress(head);
       this.#figures();

@@ -1,23 +1,33 @@
 // Where the run comes from: the server, as it happens; or, in a report, this very file.
 
 const PAUSES = [0.5, 1, 2, 3, 5]; // seconds between two tries
+const SILENCE = 40; // seconds: the server says something every ten, so nobody is there any more
 
 // The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
 export function kept() {
   const script = document.querySelector("script#run");
-  return script ? new Kept(JSON.parse(script.textContent)) : null;
+  return script ? new Kept(parsed(script.textContent)) : null;
 }
 
 export class Remote {
   report = false;
+  #key = "";
+  #folder = remembered(); // where the cookie is valid
 
   // Turns the key of the link into a cookie, and takes it out of the address bar: a picture of the screen, or the
   // history of the browser, gives nobody the run.
   async enter() {
-    const key = location.hash.slice(1);
-    if (!key) return;
-    history.replaceState(null, "", location.pathname + location.search);
-    await fetch("enter", { method: "POST", body: key, credentials: "same-origin", cache: "no-store" });
+    const told = location.hash.slice(1);
+    if (told) {
+      this.#key = told; // until it has got there: the first try may fail
+      history.replaceState(null, "", location.pathname + location.search);
+    }
+    if (!this.#key) return;
+    const answer = await fetch("enter", { method: "POST", body: this.#key, credentials: "same-origin", cache: "no-store" });
+    this.#key = "";
+    if (!answer.ok) return;
+    this.#folder = answer.headers.get("Content-Location") ?? "";
+    remember(this.#folder);
   }
 
   // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "quiet" | "denied" | "ended").
@@ -32,7 +42,7 @@ export class Remote {
       try {
         if (!entered) await this.enter();
         entered = true;
-        const answer = await fetch("live", { credentials: "same-origin", cache: "no-store" });
+        const answer = await fetch(`${this.#folder}live`, { credentials: "same-origin", cache: "no-store" });
         if (answer.status === 401 || answer.status === 403) return status("denied");
         if (!answer.ok) throw new Error(`the server says ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
@@ -41,7 +51,7 @@ export class Remote {
           if (kind === "update") quiet = false;
           if (!quiet) status("open");
           heard = true;
-          update(JSON.parse(data), kind === "whole");
+          update(parsed(data), kind === "whole");
         }
       } catch (error) {
         if (!(error instanceof TypeError)) console.warn(String(error)); // no TypeError: that is a lost connection
@@ -71,9 +81,24 @@ export class Remote {
   }
 
   async #json(path) {
-    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store" });
+    const answer = await fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
-    return answer.json();
+    return parsed(await answer.text());
+  }
+}
+
+// Other tabs, and this one when it is loaded again, have no key. What is kept here no other port can read.
+function remember(folder) {
+  try {
+    localStorage.setItem("phalanx-folder", folder);
+  } catch {}
+}
+
+function remembered() {
+  try {
+    return localStorage.getItem("phalanx-folder") ?? "";
+  } catch {
+    return "";
   }
 }
 
@@ -117,26 +142,38 @@ class Kept {
   }
 }
 
+// Without what turns the direction of writing: a name that has it would make the words beside it read otherwise.
+function parsed(text) {
+  return JSON.parse(text.replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"));
+}
+
 // Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.
 async function* messages(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const hangUp = () => reader.cancel().catch(() => {});
   let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    let from = Math.max(0, text.length - 1);
-    text += value;
-    for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
-      const message = text.slice(0, end);
-      text = text.slice(end + 2);
-      let kind = "message";
-      const data = [];
-      for (const line of message.split("\n")) {
-        if (line.startsWith("event:")) kind = line.slice(6).trim();
-        else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+  try {
+    for (;;) {
+      const silent = setTimeout(hangUp, SILENCE * 1000);
+      const { value, done } = await reader.read();
+      clearTimeout(silent);
+      if (done) return;
+      let from = Math.max(0, text.length - 1);
+      text += value;
+      for (let end; (end = text.indexOf("\n\n", from)) >= 0; from = 0) {
+        const message = text.slice(0, end);
+        text = text.slice(end + 2);
+        let kind = "message";
+        const data = [];
+        for (const line of message.split("\n")) {
+          if (line.startsWith("event:")) kind = line.slice(6).trim();
+          else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+        }
+        if (data.length) yield [kind, data.join("\n")];
       }
-      if (data.length) yield [kind, data.join("\n")];
     }
+  } finally {
+    hangUp(); // a browser has few connections to one server
   }
 }
 

@@ -136,6 +136,7 @@ export class Logs {
 
   #line(one, text) {
     const line = plain(one.line);
+    if (one.rank < 0) return el("li", { class: "nothing", text: line }); // what could not be searched
     const at = line.toLowerCase().indexOf(text.toLowerCase());
     const marked = at < 0 ? [line] : [line.slice(0, at), el("mark", { text: line.slice(at, at + text.length) }), line.slice(at + text.length)];
     const button = el("button", { type: "button" }, el("b", { text: `rank ${one.rank} ${one.stream}` }), el("span", {}, ...marked));

@@ -13,6 +13,7 @@ import { Story } from "./story.js";
 import { startTheme, toggleTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
+import { stateOf } from "./words.js";
 
 // For tests and measurements: milliseconds from an event to the picture that shows it, and to the first one.
 const phalanx = { latency: [], firstPaint: null, status: "" };
@@ -22,6 +23,7 @@ const LATENCIES = 1000;
 startTheme();
 const source = kept() ?? new Remote();
 const model = new Model();
+model.still = source.report;
 let changes = new Changes();
 let asked = false;
 let ats = []; // of updates that the next frame shows
@@ -63,8 +65,11 @@ function begin() {
 
 function receive(update, whole) {
   model.apply(update, whole, changes);
-  if (!whole) ats.push(update.at);
-  if (!model.ranks.has(model.chosen) && model.order.length) model.chosen = model.order[0];
+  if (!whole && ats.length < LATENCIES) ats.push(update.at); // what nobody sees has no frames
+  if (!model.ranks.has(model.chosen) && model.order.length) {
+    model.chosen = model.order[0];
+    changes.chosen = true;
+  }
   ask();
 }
 
@@ -111,19 +116,22 @@ function status(now) {
   phalanx.status = now;
   const notice = $("notice");
   notice.dataset.status = model.ended ? "ended" : now;
-  if (now === "denied") {
+  if (now === "denied" && !model.head) {
     $("view").hidden = true;
     $("door").hidden = false;
   }
   if (model.ended) {
-    const how = model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
+    const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
+  } else if (source.report) {
+    notice.textContent = "No end of this run was seen. This is its last state.";
   } else if (now === "lost") {
     notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
-  } else if (now === "quiet") {
+  } else if (now === "quiet" || now === "denied") {
+    // Denied, though it was let in before: another run has this port now.
     notice.textContent = "Nothing more is heard of this run. This is its last state.";
   }
-  notice.hidden = !model.head || !(model.ended || now === "quiet" || now === "lost");
+  notice.hidden = !model.head || !(model.ended || source.report || now === "quiet" || now === "denied" || now === "lost");
 }
 
 // A new link in the same tab changes the fragment only: that alone loads nothing.

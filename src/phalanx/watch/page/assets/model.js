@@ -45,6 +45,7 @@ export class Model {
   links = [];
   measured = 0;
   chosen = 0;
+  still = false; // it is what was kept of a run
 
   apply(update, whole, changes) {
     if (whole) this.#forget(changes);
@@ -102,9 +103,10 @@ export class Model {
     return this.head !== null && this.head.ended != null;
   }
 
-  // Of the run, now: its clock goes on between two updates.
+  // Of the run, now: its clock goes on between two updates, unless there are none to come.
   get now() {
     if (this.ended) return this.head.ended;
+    if (this.still) return this.head.now;
     return this.head.now + (performance.now() - this.heard) / 1000;
   }
 
@@ -160,6 +162,7 @@ export class Model {
   #gone(rank, changes) {
     if (this.ranks.delete(rank)) changes.seats = changes.health = true;
     this.strips.delete(rank);
+    this.fell.delete(rank); // whoever has its place later has not died
   }
 
   #strip(rank, start, letters, changes) {

@@ -9,6 +9,7 @@ import { clock, offset, percent, ranges } from "./words.js";
 
 const TOP = 34; // the axis, and signs of what happened
 const HELD = 18; // the lane of those that all others wait for
+const KEPT = 20000; // ticks of it
 const MARKS = { fault: "dead", recovered: "well", restarted: "well", stalled: "stuck", verdict: "stuck", resumed: "well", preempted: "slow" };
 const SIGNS = { fault: "✕", recovered: "✓", restarted: "↻", stalled: "■", verdict: "!", resumed: "▸", preempted: "◇" };
 
@@ -142,6 +143,7 @@ export class Timeline {
     }
     // As watch/waiting.py: when at least half wait, those that do not hold them up.
     const found = working.length <= waiting ? working : [];
+    if (this.#held.size > KEPT) this.#held.clear();
     if (tick < this.#model.newest / TICK - 30) this.#held.set(tick, found);
     return found;
   }

@@ -53,7 +53,7 @@ export class Topology {
       if (!view) continue;
       const [word, sign] = HEALTH[view.health] ?? [view.health, "?"];
       if (cell.dataset.health !== view.health) cell.dataset.health = view.health;
-      const plain = view.health === "well" || view.health === "waiting" || view.health === "done";
+      const plain = view.health === "well" || view.health === "waiting" || view.health === "stopped" || view.health === "done";
       say(cell, plain ? String(rank) : `${rank}${sign}`);
       const label = `rank ${rank} on ${view.device || "a CPU"}: ${word}`;
       if (cell.title !== label) cell.title = label;

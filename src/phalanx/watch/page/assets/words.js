@@ -10,6 +10,7 @@ export const HEALTH = {
   waiting: ["waiting", "◐"],
   coming: ["coming", "◌"],
   well: ["well", "●"],
+  stopped: ["stopped", "□"],
   done: ["done", "✓"],
 };
 
@@ -20,9 +21,13 @@ export const STATE = {
   stalled: "stands still",
   recovering: "recovers",
   stopping: "stops",
+  stopped: "stopped",
   done: "done",
   failed: "failed",
 };
+
+// What was told to end, and did, has not failed: 128 and the number of SIGINT or SIGTERM, as a shell has it.
+export const stateOf = (head) => (head.state === "failed" && (head.code === 130 || head.code === 143) ? "stopped" : head.state);
 
 export const KIND = {
   joined: "+",
@@ -40,8 +45,7 @@ export const KIND = {
 
 export function rate(value) {
   if (!(value >= 0)) return "–";
-  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (value >= 1e4) return short(value);
   if (value >= 100) return value.toFixed(0);
   return value.toFixed(value >= 10 ? 1 : 2);
 }
@@ -52,11 +56,11 @@ export function count(value) {
 
 export function bytes(value, digits = 1) {
   if (!value) return "–";
-  for (const unit of ["B", "kB", "MB"]) {
+  for (const unit of ["B", "KiB", "MiB"]) {
     if (value < 1000) return `${value.toFixed(unit === "B" || value >= 100 ? 0 : digits)} ${unit}`;
     value /= 1024;
   }
-  return value < 1000 ? `${value.toFixed(value >= 100 ? 0 : digits)} GB` : `${(value / 1024).toFixed(digits)} TB`;
+  return value < 1000 ? `${value.toFixed(value >= 100 ? 0 : digits)} GiB` : `${(value / 1024).toFixed(digits)} TiB`;
 }
 
 export const bandwidth = (value) => (value > 0 ? `${(value / 1e9).toFixed(value < 1e8 ? 3 : 1)} GB/s` : "–");
@@ -91,11 +95,22 @@ export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString("en-GB");
 }
 
+// 0.00084, 20k, 1.5M, 3e-5: as watch/axis.py writes them.
+export function short(value, digits = 3) {
+  const round = Number(value.toPrecision(digits));
+  const size = Math.abs(round);
+  if (size >= 1e15 || (size && size < 1e-4)) return round.toExponential().replace("e+", "e");
+  for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (size >= (unit === 1e3 ? 1e4 : unit)) return `${Number((round / unit).toPrecision(digits))}${letter}`;
+  }
+  return String(round);
+}
+
+// What was measured, as watch/figures.py writes it: 2.301, 0.00084, 15.9k
 export function measure(value) {
   if (!Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
-  if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(2);
-  return size >= 100 ? value.toFixed(size >= 1000 ? 0 : 1) : value.toPrecision(4);
+  const size = Math.abs(Number(value.toPrecision(4)));
+  return short(value, size >= 1e-3 && size < 1e4 ? 4 : 3);
 }
 
 // 0–3, 8
