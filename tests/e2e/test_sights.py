@@ -47,8 +47,8 @@ def measured(of: Told) -> list[events.Measured]:
 
 
 def busy(sight: events.Sight, generation: int) -> bool:
-    """All three train, and it is known how fast."""
-    trains = [glance for glance in sight.ranks if glance.samples > 0]
+    """All three train, and it is known how fast, at what and where: on a busy machine nobody may have looked yet."""
+    trains = [one for one in sight.ranks if one.samples > 0 and one.compute > 0 and "sighted.py:" in one.place]
     return len(trains) == 3 and sight.generation == generation
 
 
@@ -99,8 +99,7 @@ def test_every_second_has_its_letters(trained: Told) -> None:
     assert [(glance.rank, glance.step, glance.state) for glance in last] == [(rank, steps, "E") for rank in range(3)]
     for glance in next(sight for sight in reversed(seen) if busy(sight, 1)).ranks:
         assert glance.memory > 1 << 20
-        assert 0 < glance.compute <= 1
-        assert "sighted.py:" in glance.place
+        assert glance.data + glance.compute + glance.waiting <= 1.01
 
 
 def test_what_was_measured_is_told(trained: Told) -> None:
