@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("sights")
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with cli.stage() as env:
+    with cli.stage("torch._dynamo") as env:  # which optimizers import
         yield env
 
 
