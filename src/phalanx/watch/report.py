@@ -188,7 +188,11 @@ def _ending(account: Account, course: Course) -> str:
     if account.state == "killed":
         return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
     if account.state in _STOPPED:
-        return f"It was stopped after {lasted}, at step {course.steps}." if course.steps else f"It was stopped after {lasted}."
+        return (
+            f"It was stopped after {lasted}, at step {course.steps}."
+            if course.steps
+            else f"It was stopped after {lasted}."
+        )
     return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
 
