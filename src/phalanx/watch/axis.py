@@ -70,7 +70,7 @@ def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
 
 
 def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
-    """`1.5k`, `0.0002`, `3e-5`: short, and exact enough for numbers that lie `step` apart. As in words.js of the page."""
+    """`1.5k`, `0.0002`, `3e-5`: short, and exact enough for numbers that lie `step` apart. As in words.js."""
     if value == 0:
         return "0"
     if not step:
