@@ -150,6 +150,7 @@ def test_from_another_node(tmp_path: Path) -> None:
         folder = Path(node.wait_for(FOLDER)[0][1])
         node.wait_for(READY)
         leader.wait_for(LINK)
+        leader.wait_for(READY, 2)  # what it is asked for below has been written
         assert "#" not in node.err  # one page, at the node that leads
         record = RunRecord(**json.loads((folder / "run.json").read_text()))
         assert record.pid == node.pid
@@ -159,8 +160,9 @@ def test_from_another_node(tmp_path: Path) -> None:
             async for event in source.events():
                 found.append(event)
                 if isinstance(event, events.WorkerBorn):
-                    for rank in (0, 1):
-                        assert f"ready {rank}" in (await source.log(rank, "stdout")).text
+                    for rank in (0, 1):  # each says it in its own time
+                        while f"ready {rank}" not in (await source.log(rank, "stdout")).text:
+                            await asyncio.sleep(0.02)
                     over.touch()
             return found
 

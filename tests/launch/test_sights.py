@@ -418,20 +418,21 @@ async def _printed(scene: Scene) -> None:
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "stdout.log")  # to open it takes until somebody writes
-    play(_slow_disk)
+    log, ends = tmp_path / "stdout.log", []
+    os.mkfifo(log)  # to open it takes until somebody writes
 
+    async def act(scene: Scene) -> None:
+        scene.company.ranks = {}
+        for _ in range(3):
+            scene.second()
+            await asyncio.sleep(0.01)
+        scene.sights.concluded()
+        assert len(scene.of(events.Sight)) == 4
+        await scene.sights.end()
+        ends.append(os.open(log, os.O_RDWR))
 
-async def _slow_disk(scene: Scene) -> None:
-    scene.company.ranks = {}
-    for _ in range(3):
-        scene.second()
-        await asyncio.sleep(0.01)
-    scene.sights.concluded()
-    assert len(scene.of(events.Sight)) == 4
-    await scene.sights.end()
-    with open(Path(scene.worker.folder, "stdout.log"), "w"):
-        pass
+    play(act)
+    os.close(ends[0])
 
 
 # -- the network between hosts

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
@@ -146,6 +147,16 @@ Current thread 0x00007f14 (most recent call first):
     assert stacks.parsed("") == ()
     (child,) = stacks.parsed(text.partition("\n\n")[2], name="process 7 pt_data_worker")
     assert (child.name, child.main) == ("process 7 pt_data_worker", False)
+
+
+def test_two_looks_at_once_make_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "_SHORTEST", 600.0)
+    looks = vitals.Vitals()
+    looks.pulse(os.getpid())
+    sum(range(100_000))
+    found = looks.recent(os.getpid())
+    assert found.cpu == 0
+    assert found.resident > 1 << 20
 
 
 def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> None:

@@ -154,7 +154,8 @@ async def _ask_around(folder: Path) -> None:
         assert told is not None
         main, other = told["threads"]
         assert (main["main"], main["frames"][-1][2]) == (True, "<module>")
-        assert (other["name"], [row[2] for row in other["frames"]][:1]) == ("the other", ["wait_for"])
+        assert other["name"] == "the other"
+        assert "wait_for" in [row[2] for row in other["frames"]]  # or in what that calls
         os.kill(process.pid, witness.SIGNAL)
         await _until(lambda: os.pread(shown.stacks, 65536, 0).count(b"wait_for") == 2)
         (folder / "told").touch()

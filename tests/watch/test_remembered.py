@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli import ps
+from phalanx.cli import choice, ps
 from phalanx.cli.main import main
 from phalanx.contract import events
+from phalanx.errors import UsageError
 from phalanx.launch import memoir, recollection, runfolder
 from phalanx.launch.zygote import kernel
 from phalanx.watch import simulation
@@ -143,6 +144,15 @@ def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -
     shutil.rmtree(folder.path)
     folder.ended(0)
     folder.close()
+
+
+def test_the_run_of_a_supervisor_whose_list_is_elsewhere(tmp_path: Path) -> None:
+    record = left("far", simulation.run(2, 5), where=tmp_path)
+    pid = os.getpid()
+    record_at(record, pid=pid, pid_started=kernel.start_time(pid), ended=None, code=None)
+    assert choice.by_pid(pid, record.folder).folder == record.folder
+    with pytest.raises(UsageError, match="supervises no run"):
+        choice.by_pid(pid)
 
 
 @pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])

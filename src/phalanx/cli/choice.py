@@ -40,9 +40,11 @@ def any_run(name: str | None, *, verb: str) -> RunRecord:
     return (living or runs)[-1]
 
 
-def by_pid(pid: int) -> RunRecord:
-    """The run of a supervisor on this machine: nodes of one run have one name."""
-    for run in _all():
+def by_pid(pid: int, folder: str | None = None) -> RunRecord:
+    """The run of a supervisor on this machine: nodes of one run have one name. A node that was started by ssh has been
+    told where runs are kept, and its environment does not say so: then only the folder does."""
+    there = runfolder.read(folder) if folder is not None and os.sep in folder else None
+    for run in ([there] if there is not None else []) + _all():
         if run.pid == pid and run.alive:
             return run
     raise UsageError(f"process {pid} supervises no run", fix="phalanx ps")

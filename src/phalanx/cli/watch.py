@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.held is not None:
         kernel.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
-    run = choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held)
+    run = (
+        choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held, options.run)
+    )
     source = viewing.of(run)
     if options.page or options.page_at or options.page_fd is not None:
         from phalanx.watch.page import server

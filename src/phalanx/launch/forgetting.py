@@ -40,7 +40,7 @@ def _names(base: str, run: RunRecord) -> list[tuple[str, str]]:
     for name in os.listdir(runs):
         path = os.path.join(runs, name)
         folder = os.path.realpath(path)
-        if any(_same(part, run) and not _copied(part, folder) for part in runfolder.in_folder(folder)):
+        if any(_same(part, run) for part in runfolder.in_folder(folder)):
             found.append((path, folder))
     return found
 
@@ -54,13 +54,8 @@ def _unlink(runs: str, folder: str) -> None:
 
 
 def _same(part: RunRecord, run: RunRecord) -> bool:
+    """A copy that somebody has made is another: its folder is where it lies, whatever is recorded there."""
     return part.id == run.id and os.path.realpath(part.folder) == os.path.realpath(run.folder)
-
-
-def _copied(part: RunRecord, folder: str) -> bool:
-    """It says that its folder is elsewhere, and there is one: a copy that somebody has made is not ours to remove."""
-    own = os.path.realpath(part.folder)
-    return os.path.exists(own) and own != folder and os.path.dirname(own) != folder
 
 
 def _remove(folder: str) -> None:

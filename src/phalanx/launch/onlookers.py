@@ -110,7 +110,7 @@ class Onlookers:
 
         if screening.here(self._plan):
             if screening.possible(self._plan):
-                self._screening = screening.Screening(self._folder.name, self._console, note)
+                self._screening = screening.Screening(self._folder.path, self._console, note)
                 await self._screening.begin()
             else:
                 note("--screen needs a terminal, and in front; this is as without it")

@@ -218,5 +218,5 @@ def in_folder(folder: str) -> Iterator[RunRecord]:
 def read(folder: str) -> RunRecord | None:
     """The run whose folder that is, wherever it lies now: somebody may have copied it. None: it is no run's."""
     with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
-        return replace(RunRecord(**json.load(file)), folder=os.path.abspath(folder))
+        return replace(RunRecord(**json.load(file)), folder=os.path.realpath(folder))
     return None

@@ -61,12 +61,11 @@ class Vitals:
         before = self._before.get(pid, now)
         passed = now.time - before.time
         state = fields[0].decode()
-        if passed < _SHORTEST and pid in self._rates:  # two looks at once: the rates are those of the first
-            return replace(self._rates[pid], state=state)
-        self._before[pid] = now
         resident = int(fields[21]) * _PAGE
-        if passed <= 0:
-            return Pulse(state, resident=resident)
+        if passed < _SHORTEST:  # two looks at once: the rates are those of the first
+            self._before[pid] = before
+            return replace(self._rates.get(pid, Pulse(state)), state=state, resident=resident)
+        self._before[pid] = now
         self._rates[pid] = Pulse(
             state,
             round((now.cpu - before.cpu) / passed, 3),
@@ -155,7 +154,7 @@ def _stat(pid: int) -> list[bytes] | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return fields if len(fields) > 20 else None
+    return fields if len(fields) > 21 else None
 
 
 def _delayed(pid: int) -> float:
