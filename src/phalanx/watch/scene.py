@@ -70,6 +70,7 @@ class Scene:
     )
     tally: Tally = field(default_factory=Tally)
     _spares: set[int] = field(default_factory=set)  # pids
+    _failed: set[int] = field(default_factory=set)  # ranks with a fault that nobody has got over yet
     _fallen: set[int] | None = None  # ranks that had ended before all were asked to; None: they were not
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
@@ -334,6 +335,7 @@ class Scene:
             for view in self.ranks.values():
                 view.born(0)
         self.attempt, self._fallen = event.attempt, None
+        self._failed.clear()
         self.roll, self._measured, self._furthest, self._troubled = None, None, None, event.time
         self.verdicts.clear()
         self._become("starting", only=("gathering", "recovering", "running", "stalled"))
@@ -359,6 +361,10 @@ class Scene:
         self._judge()
 
     def _fault(self, event: events.Fault | events.Recovered | events.Restarted | events.WorkerFailed) -> None:
+        if isinstance(event, events.Recovered):
+            self._failed.clear()
+        elif not isinstance(event, events.Restarted) and not (isinstance(event, events.Fault) and event.joins):
+            self._failed.add(event.rank)
         match event:
             case events.Fault(recovery="stop"):
                 self._become("stopping")
@@ -413,7 +419,8 @@ class Scene:
 
     def _stop(self) -> None:
         if self._fallen is None:
-            self._fallen = {rank for rank, view in self.ranks.items() if view.gone}
+            # A sight is dated a moment before: who is gone in it, and nobody has said how, may have been asked.
+            self._fallen = {rank for rank, view in self.ranks.items() if view.gone and view.code is not None}
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
         if self.ended is None and (not only or self.state in only) and self.state not in unless:
@@ -431,4 +438,4 @@ class Scene:
         view.judge(stuck=stuck, slow=slow, stopped=self._stopped(view.rank))
 
     def _stopped(self, rank: int) -> bool:
-        return self._fallen is not None and rank not in self._fallen
+        return self._fallen is not None and rank not in self._fallen and rank not in self._failed
