@@ -63,7 +63,7 @@ class Made:
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
         self.asked.append(f"search {text} {ranks}")
         return [
-            Found(rank=rank, stream=stream, at=0, line=line)
+            Found(rank=rank, stream=stream, at=said.index(line), line=line)
             for (rank, stream), said in self.said.items()
             for line in said.splitlines()
             if text in line and (ranks is None or rank in ranks)

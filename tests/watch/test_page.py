@@ -298,6 +298,7 @@ def test_by_keyboard(stage: Stage) -> None:
         made = await begun()
         made.said[2, "stdout"] = "of rank two\n"
         made.said[2, "stderr"] = "a warning\n"
+        made.said[3, "stdout"] = "hay\n" * 20_000 + "the needle\n" + "hay\n" * 200_000
         made.said[-1, "stdout"] = "a warning that not all was searched\n"
         await made.seconds(1, 2)
         async with looked_at(stage.chromium, made) as page:
@@ -320,7 +321,21 @@ def test_by_keyboard(stage: Stage) -> None:
             await is_(page, said, "a warning that not all was searched")
             await page.click("#found button")
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
+            # Of a long log the line that was found is what one sees.
+            await page.evaluate("document.getElementById('search-text').value = 'needle'")
+            await page.press("/")
+            await page.press("Enter")
+            await page.wait_for("document.querySelector('#found button')?.textContent.includes('the needle')")
+            await page.click("#found button")
+            await is_(page, "document.querySelector('#log mark')?.textContent", "the needle")
+            seen = """(([box, mark]) => mark.top > box.top && mark.bottom < box.bottom)(
+                ['#log', '#log mark'].map(each => document.querySelector(each).getBoundingClientRect()))"""
+            await page.wait_for(seen)
+            await asyncio.sleep(1.2)  # it is looked at once a second: nothing runs on
+            assert await page.evaluate(seen)
+            assert await page.evaluate("document.getElementById('log').textContent.length") < 100_000
             await page.evaluate("document.getElementById('search-ranks').value = '0-1,3'")
+            await page.evaluate("document.getElementById('search-text').value = 'a warn'")
             await page.press("/")
             await page.press("Enter")
             await is_(page, "document.querySelector('#found li').textContent", 'nobody has written "a warn"')

@@ -127,6 +127,7 @@ HEALTHS = {
     ),
     "one failed, the other was asked to end": (
         [
+            sight(2, 1, 1, state="X"),  # dated a moment before it was made
             events.WorkerExited(time=2, rank=1, pid=11, code=-9),
             events.Stopping(time=2, reason="rank 1 was killed", signal="SIGTERM"),
             events.WorkerExited(time=3, rank=0, pid=10, code=-15),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from phalanx.watch import figures
 
 
 def size(count: int) -> str:
@@ -45,10 +45,5 @@ def about(seconds: float) -> str:
 
 
 def value(number: float) -> str:
-    """Something that was measured."""
-    if not math.isfinite(number):
-        return str(number)
-    magnitude = abs(number)
-    if magnitude and (magnitude < 0.001 or magnitude >= 1e6):
-        return f"{number:.2e}"
-    return f"{number:.4f}" if magnitude < 10 else f"{number:.2f}" if magnitude < 1000 else f"{number:.0f}"
+    """Something that was measured: as everywhere."""
+    return figures.number(number)

@@ -6,7 +6,7 @@ import { ranksOf } from "./words.js";
 const EVERY = 1000; // milliseconds between two looks
 const KEPT = 300_000; // characters that are shown
 const BEFORE = 4096; // bytes that are shown before a line that was found
-const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007]*\u0007|[@-Z\\-_])/g; // of a terminal
+const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\-_])/g; // of a terminal
 
 export class Logs {
   #model;
@@ -18,6 +18,7 @@ export class Logs {
   #end = null; // bytes of it that are shown; null: nothing yet
   #length = 0; // characters
   #followed = true; // until somebody scrolls up
+  #found = null; // what is shown of it begins before this line, and goes on as one scrolls
   #busy = false;
   #over = false; // nothing more will come
   #view = 0; // which of all that were opened: what was asked for another one is not shown
@@ -29,10 +30,11 @@ export class Logs {
     this.#source = source;
     this.#choose = choose;
     this.#seen = sight($("logs"), () => this.#look());
-    for (const name of ["stdout", "stderr"]) $(name).addEventListener("click", () => this.#open(this.#rank ?? 0, name, null));
+    for (const name of ["stdout", "stderr"]) $(name).addEventListener("click", () => this.#open(this.#rank ?? 0, name));
     this.#box.addEventListener("scroll", () => {
       const { scrollTop, clientHeight, scrollHeight } = this.#box;
       this.#followed = scrollTop + clientHeight > scrollHeight - 24;
+      if (this.#found && this.#followed) this.#look();
     }, { passive: true });
     $("search").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -46,7 +48,7 @@ export class Logs {
 
   update(changes) {
     if ((changes.chosen || this.#rank === null) && this.#model.ranks.size) {
-      if (this.#model.chosen !== this.#rank) this.#open(this.#model.chosen, this.#stream, null);
+      if (this.#model.chosen !== this.#rank) this.#open(this.#model.chosen, this.#stream);
     }
   }
 
@@ -61,7 +63,7 @@ export class Logs {
     $("search-text").select();
   }
 
-  #open(rank, stream, at) {
+  #open(rank, stream, found = null) {
     this.#rank = rank;
     this.#stream = stream;
     this.#view++;
@@ -70,8 +72,9 @@ export class Logs {
     press($("stderr"), stream === "stderr");
     this.#box.replaceChildren();
     this.#length = 0;
-    this.#end = at === null ? null : Math.max(0, at - BEFORE);
-    this.#followed = at === null;
+    this.#found = found;
+    this.#end = found && Math.max(0, found.at - BEFORE);
+    this.#followed = !found;
     this.#box.setAttribute("aria-label", `${stream} of rank ${rank}`);
     say($("log-note"), `rank ${rank}, ${stream}`);
     this.#look();
@@ -79,15 +82,16 @@ export class Logs {
 
   async #look() {
     if (this.#busy || this.#rank === null || !this.#seen.now || document.visibilityState !== "visible") return;
-    if (this.#over) return;
+    if (this.#over || (this.#found && this.#length && !this.#followed)) return;
     this.#busy = true;
     const [rank, stream, view] = [this.#rank, this.#stream, this.#view];
     let more = false;
     try {
       const part = await this.#source.log(rank, stream, this.#end);
       if (view === this.#view) {
-        more = this.#end !== null && part.text.length > 0 && part.end > this.#end;
+        more = this.#end !== null && !this.#found && part.text.length > 0 && part.end > this.#end;
         this.#add(part);
+        if (this.#found && this.#length && !part.text) this.#found = null; // that was its end: from here on as ever
         this.#end = part.end;
         this.#over = this.#model.ended && !part.text;
         if (!this.#length) say($("log-note"), `rank ${rank}, ${stream}: nothing written yet`);
@@ -103,14 +107,27 @@ export class Logs {
   #add(part) {
     if (!part.text) return;
     if (!this.#length) say($("log-note"), `rank ${this.#rank}, ${this.#stream}${part.start > 0 ? " (its end)" : ""}`);
+    const first = !this.#length;
     const text = plain(part.text);
-    this.#box.append(el("span", { text }));
+    if (first && this.#found) this.#point(part);
+    else this.#box.append(el("span", { text }));
     this.#length += text.length;
     while (this.#length > KEPT && this.#box.children.length > 1) {
       this.#length -= this.#box.firstElementChild.textContent.length;
       this.#box.firstElementChild.remove();
     }
-    if (this.#followed) this.#box.scrollTop = this.#box.scrollHeight;
+    if (this.#found) this.#followed = false;
+    else if (this.#followed) this.#box.scrollTop = this.#box.scrollHeight;
+  }
+
+  // The line that was found, in the middle of what is to be seen.
+  #point(part) {
+    const { at, line } = this.#found;
+    const place = part.text.lastIndexOf(line, at - part.start);
+    const [before, after] = place < 0 ? [part.text, ""] : [part.text.slice(0, place), part.text.slice(place + line.length)];
+    const mark = el("mark", { text: place < 0 ? "" : plain(line) });
+    this.#box.append(el("span", {}, plain(before), mark, plain(after)));
+    if (place >= 0) this.#box.scrollTop = mark.offsetTop - this.#box.offsetTop - this.#box.clientHeight / 2;
   }
 
   async #search() {
@@ -143,7 +160,7 @@ export class Logs {
     button.addEventListener("click", () => {
       this.#rank = one.rank; // before it is chosen, which would show the end of it
       this.#choose(one.rank);
-      this.#open(one.rank, one.stream, one.at);
+      this.#open(one.rank, one.stream, one);
     });
     return el("li", {}, button);
   }

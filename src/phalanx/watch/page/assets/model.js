@@ -4,6 +4,7 @@ import { UNSEEN } from "./phases.js";
 
 export const TICK = 0.1; // seconds a letter
 export const FELL = 3; // seconds that a rank is shown dead, though another has its place at once: people are slower
+const LATE = 15; // seconds: news that are older, of a server that was busy, are only told
 const MOST = 12000; // letters of a rank that are kept of what comes live
 const TOLD = 500;
 const POINTS = 4000;
@@ -61,7 +62,7 @@ export class Model {
       this.told.push(...update.told);
       this.told.splice(0, this.told.length - TOLD);
       changes.told = true;
-      for (const one of update.told) if (one.kind === "fault") this.#falls(one, changes);
+      for (const one of update.told) if (one.kind === "fault") this.#falls(one, whole ? FELL : LATE, changes);
     }
     const verdicts = update.verdicts ?? [];
     const said = (told) => told.map((one) => one.text).join("\n");
@@ -86,8 +87,8 @@ export class Model {
     changes.health = true;
   }
 
-  #falls(fault, changes) {
-    if (this.ended || this.head.now - fault.time > FELL) return;
+  #falls(fault, late, changes) {
+    if (this.ended || this.head.now - fault.time > late) return;
     for (const rank of fault.ranks ?? []) {
       const view = this.ranks.get(rank);
       if (!view) continue;
