@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("sights")
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with cli.stage() as env:
+    with cli.stage("torch._dynamo") as env:  # which optimizers import
         yield env
 
 
@@ -47,8 +47,8 @@ def measured(of: Told) -> list[events.Measured]:
 
 
 def busy(sight: events.Sight, generation: int) -> bool:
-    """All three train, and it is known how fast."""
-    trains = [glance for glance in sight.ranks if glance.samples > 0]
+    """All three train, and it is known how fast, at what and where: on a busy machine nobody may have looked yet."""
+    trains = [one for one in sight.ranks if one.samples > 0 and one.compute > 0 and "sighted.py:" in one.place]
     return len(trains) == 3 and sight.generation == generation
 
 
@@ -97,10 +97,10 @@ def test_every_second_has_its_letters(trained: Told) -> None:
     last = seen[-1].ranks
     steps = measured(trained)[-1].step
     assert [(glance.rank, glance.step, glance.state) for glance in last] == [(rank, steps, "E") for rank in range(3)]
-    for glance in next(sight for sight in reversed(seen) if busy(sight, 1)).ranks:
-        assert glance.memory > 1 << 20
-        assert 0 < glance.compute <= 1
-        assert "sighted.py:" in glance.place
+    for rank in range(3):  # not in every second: one of them is its last, in which it is at its end
+        every = [glance for sight in seen for glance in sight.ranks if glance.rank == rank]
+        assert any(glance.memory > 1 << 20 and "sighted.py:" in glance.place for glance in every)
+        assert 0 < max(glance.compute for glance in every) <= 1
 
 
 def test_what_was_measured_is_told(trained: Told) -> None:

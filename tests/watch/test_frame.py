@@ -192,6 +192,17 @@ def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
     assert text.clean(written) == expected
 
 
+def test_nothing_that_is_obeyed_is_painted() -> None:
+    """Of a run of somebody else, by its folder: there may be anything in it."""
+    scene, view = scene_of(2, 3), View(follows=True)
+    scene.ranks[0].strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
+    painted = Painter(colour=False, ascii_only=False).frame(
+        frame.draw(scene, view, Canvas(80, 24, UNICODE), NOW), 80, 24
+    )
+    assert b"]0;" not in painted
+    assert painted.count(b"\x1b[2J") == 1  # our own
+
+
 def feed(tail: Tail, *parts: str) -> Sequence[str]:
     at = 0
     for part in parts:

@@ -40,3 +40,15 @@ def test_how_far_it_is_now_and_then() -> None:
     assert "steps/s, 244 samples/s, loss" in told[-1]
     assert "/1000" in told[-1]
     assert "ended well" in out.getvalue().splitlines()[-1]
+
+
+def test_a_run_whose_end_nobody_has_seen() -> None:
+    class Killed(Past):
+        async def events(self) -> AsyncIterator[events.AnyEvent]:
+            async for event in super().events():
+                if not isinstance(event, events.RunEnded):
+                    yield event
+
+    out = io.StringIO()
+    assert lines.show(Killed(4, 5, start=1.7e9), out=out) == 1
+    assert "its end was not seen" in out.getvalue().splitlines()[-1]

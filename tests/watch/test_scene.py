@@ -417,6 +417,25 @@ def test_verdicts_stand_until_it_goes_on() -> None:
     assert [one.text for one in scene.verdicts] == [VERDICT.text], "nothing went on when it ended"
 
 
+def test_who_is_stopped_at_once_has_not_died() -> None:
+    """The last sight of a file stands at the beginning of its tenth of a second, before the signal."""
+    scene = told(*started(), sight(9, 5, 5), sight(10, 5, 5, state="X"))
+    scene.see(events.Stopping(time=10.09, reason="SIGTERM received", signal="SIGTERM"))
+    for rank in range(2):
+        scene.see(events.WorkerExited(time=10.1, rank=rank, pid=10 + rank, code=-15))
+    assert [view.health for view in scene.ranks.values()] == ["stopped", "stopped"]
+
+
+def test_the_rank_of_another_node_that_has_failed_was_not_stopped() -> None:
+    """How it ended, nobody says but the fault."""
+    scene = told(*started(1), sight(9, 5, 5))
+    scene.see(events.Fault(time=9.5, rank=1, reason="rank 1 failed: exit code 3", recovery="stop"))
+    scene.see(events.Stopping(time=9.5, reason="rank 1 failed: exit code 3", signal="SIGTERM"))
+    scene.see(sight(10, 5, 5, state="X"))
+    scene.see(events.RunEnded(time=10.2, code=3, seconds=10))
+    assert [view.health for view in scene.ranks.values()] == ["stopped", "dead"]
+
+
 def test_a_process_has_one_rank() -> None:
     """Node 1 of three is lost, and the run ends right after."""
     faces = [Face(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]

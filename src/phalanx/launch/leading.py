@@ -564,6 +564,7 @@ class Leading:
         now = time.monotonic()
         if here != self._here and (not text or now - self._called >= _CALLS):
             self._here, self._called = here, now
+            text = text.partition(" (")[0]  # for how long: that is told once, and does not stay true
             self._folder.event(
                 events.RollCall(time=time.time(), expected=expected, here=here, missing=missing, text=text)
             )

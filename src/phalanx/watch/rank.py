@@ -73,6 +73,11 @@ class RankView:
         self._ended, self.code, self.gone, self.rate = when, code, True, 0.0
         self.data, self.compute, self.waiting = self._shares  # a process that ends is not at anything
 
+    @property
+    def since(self) -> float:
+        """When it has ended."""
+        return self._ended
+
     def rests(self) -> None:
         """The run is over: how fast it was says more than that it stands still."""
         self.rate = 1 / self._pace.each if self._pace.each else 0.0

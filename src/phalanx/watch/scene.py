@@ -36,6 +36,7 @@ _MOST_CURVES = 100  # a script may make up names all day
 _MOST_VERDICTS = 20
 _BACK = 60.0  # seconds: a sight from so long ago means that the clock was set
 _SETTLED = 3.0  # seconds: faces that nobody has added to are all there are
+_TENTH = 0.15  # seconds, and some
 _AGAIN = 600.0  # seconds until the same rank is told to be slow once more
 
 
@@ -70,8 +71,8 @@ class Scene:
     )
     tally: Tally = field(default_factory=Tally)
     _spares: set[int] = field(default_factory=set)  # pids
-    _failed: set[int] = field(default_factory=set)  # ranks with a fault that nobody has got over yet
     _fallen: set[int] | None = None  # ranks that had ended before all were asked to; None: they were not
+    _failed: set[int] = field(default_factory=set)  # ranks for which all were
     _late: set[int] = field(default_factory=set)  # ranks that were called slow in the end
     _named: dict[int, float] = field(default_factory=dict)  # when a rank was told to be slow
     _present: set[int] | None = None  # ranks, as the latest faces say
@@ -147,10 +148,10 @@ class Scene:
                 self._attempt(event)
             case events.Stopping():
                 self._become("stopping", unless=("recovering",))
-                self._stop()
+                self._stop(event.time)
             case events.Preempted():
                 self._become("stopping")
-                self._stop()
+                self._stop(event.time)
             case events.Paces():
                 self._paces(event)
             case events.ZygoteReady():
@@ -361,12 +362,9 @@ class Scene:
         self._judge()
 
     def _fault(self, event: events.Fault | events.Recovered | events.Restarted | events.WorkerFailed) -> None:
-        if isinstance(event, events.Recovered):
-            self._failed.clear()
-        elif not isinstance(event, events.Restarted) and not (isinstance(event, events.Fault) and event.joins):
-            self._failed.add(event.rank)
         match event:
             case events.Fault(recovery="stop"):
+                self._failed.add(event.rank)
                 self._become("stopping")
             case events.Fault():
                 if self.state == "stalled":
@@ -387,6 +385,7 @@ class Scene:
                 self._become("starting", only=("recovering", "running", "stalled"))
             case events.WorkerFailed():
                 self.cause = Happening(event.time, "fault", event.summary, (event.rank,))
+                self._failed.add(event.rank)
         self._judge()
 
     def _trouble(self, state: State, when: float) -> None:
@@ -417,10 +416,11 @@ class Scene:
             view.rests()
         self._judge()
 
-    def _stop(self) -> None:
+    def _stop(self, when: float) -> None:
+        """A sight is of a tenth of a second, and may stand before what happened in it."""
         if self._fallen is None:
-            # A sight is dated a moment before: who is gone in it, and nobody has said how, may have been asked.
-            self._fallen = {rank for rank, view in self.ranks.items() if view.gone and view.code is not None}
+            gone = [view for view in self.ranks.values() if view.gone]
+            self._fallen = {view.rank for view in gone if view.code is not None or view.since < when - _TENTH}
 
     def _become(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
         if self.ended is None and (not only or self.state in only) and self.state not in unless:

@@ -16,7 +16,7 @@ _EVERY = 10.0  # seconds between two lines that say how far it is
 
 
 def show(source: Source, *, out: TextIO | None = None) -> int:
-    """Until the run has ended. Returns its exit code."""
+    """Until the run has ended. Returns its exit code; 1 if nobody knows it."""
     return asyncio.run(_show(source, out or sys.stdout))
 
 
@@ -35,7 +35,7 @@ async def _show(source: Source, out: TextIO) -> int:
         out.flush()
     out.write(f"{ending(scene)}\n")
     out.flush()
-    return 0 if scene.code is None else scene.code & 0xFF
+    return 1 if scene.code is None else scene.code & 0xFF
 
 
 def _since(scene: Scene, last: Happening | None) -> Iterator[Happening]:

@@ -55,6 +55,8 @@ class Painter:
     def _row(self, line: Line, width: int) -> bytes:
         parts: list[str] = []
         style = ""
+        # Once more, whoever has drawn it: what a terminal would obey comes from us alone.
+        line = [(text.clean(piece), named) for piece, named in line]
         for piece, named in text.clip(line, width):
             code = self._sgr(named)
             if code != style:

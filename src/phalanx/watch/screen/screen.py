@@ -64,10 +64,9 @@ class Screen:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
         loop.add_signal_handler(signal.SIGWINCH, self._repaint)
-        if self._view.held:  # the run has got it as well, and to leave is not for us to decide
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        else:
-            loop.add_signal_handler(signal.SIGINT, self._left.set)
+        # Below a run, that has got it as well, and to leave is not for us to decide. Heard and not ignored: else a
+        # debugger that we start would ignore it too.
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if self._view.held else self._left.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")

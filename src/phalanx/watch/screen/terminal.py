@@ -93,8 +93,9 @@ class Terminal:
         with _allowed():
             self._straight(LEAVE)
             with contextlib.suppress(OSError, termios.error):
-                # What was typed and not read was meant for us, and not for the shell.
-                termios.tcsetattr(self.fd, termios.TCSAFLUSH, attributes)
+                # What was typed and not read was meant for us, and not for the shell; unless that has it already.
+                when = termios.TCSAFLUSH if self.in_front else termios.TCSADRAIN
+                termios.tcsetattr(self.fd, when, attributes)
 
     @property
     def busy(self) -> bool:
