@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
     assert [line.split()[-1] for line in piped] == ["FOLDER", runs[0].folder, runs[1].folder]
     assert "train.py --lr 0.1" in piped[1]
     assert "x" * 90 in piped[2]
+
+
+def test_a_command_is_one_line_that_no_terminal_obeys() -> None:
+    record = replace(left("lines", []), command=["bash", "-c", "echo a\necho \x1b[31mb"])
+    assert "bash -c 'echo a echo  [31mb'" in ps.table([(record, memoir.of(record))], None, now=START)[1]
 
 
 def test_forgetting_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -135,11 +135,11 @@ def _age(text: str) -> float:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Without the interpreter, which is the same for all of them."""
+    """In one line, without what a terminal obeys, and without the interpreter, which is the same for all of them."""
     shown = list(words)
     if shown and os.path.basename(shown[0]).startswith("python"):
         shown = shown[2:] if shown[1:2] == ["-u"] else shown[1:]
-    return shlex.join(shown or words)
+    return "".join(char if char.isprintable() else " " for char in shlex.join(shown or words))
 
 
 def _cut(text: str, most: int) -> str:

@@ -6,6 +6,7 @@ export const TICK = 0.1; // seconds a letter
 export const FELL = 3; // seconds that a rank is shown dead, though another has its place at once: people are slower
 const LATE = 15; // seconds: news that are older, of a server that was busy, are only told
 const MOST = 12000; // letters of a rank that are kept of what comes live
+const BACK = 100; // letters: further back, somebody has set the clock
 const TOLD = 500;
 const POINTS = 4000;
 
@@ -175,11 +176,11 @@ export class Model {
       return;
     }
     const gap = first - strip.start - strip.letters.length;
-    // What is known already is not told twice; where nobody looked there is a gap.
-    if (gap < -letters.length || gap > MOST) {
-      if (gap > 0) this.strips.set(rank, { start: first, letters });
+    if (gap > MOST || gap < -letters.length - BACK) {
+      this.strips.set(rank, { start: first, letters });
       return;
     }
+    if (gap < -letters.length) return; // what is known already is not told twice; where nobody looked there is a gap
     strip.letters += gap >= 0 ? UNSEEN.repeat(gap) + letters : letters.slice(-gap);
     if (strip.letters.length > MOST * 1.1) {
       strip.start += strip.letters.length - MOST;
