@@ -180,7 +180,7 @@ def test_stop_ends_a_run_and_ps_lists_it() -> None:
     assert job.wait() == 143
     assert not any(map(alive, found))
     assert "mine" not in phalanx("ps").out
-    assert "failed (143)" in phalanx("ps", "--all").out
+    assert "stopped (143)" in phalanx("ps", "--all").out
     again = phalanx("stop", "mine")
     assert again.code == 2
     assert "no run called mine" in again.err

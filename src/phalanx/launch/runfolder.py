@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from phalanx.contract import events
 
 
+_TOLD = (130, 143)  # exit codes of what was told to end, and did: SIGINT, SIGTERM
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """run.json: what `phalanx ps` and `phalanx stop` go by."""
@@ -59,6 +62,8 @@ class RunRecord:
             return f"on {self.host}"
         if self.code is None:
             return "killed"  # the supervisor had no chance to write its end
+        if self.code in _TOLD:
+            return f"stopped ({self.code})"
         return "done" if self.code == 0 else f"failed ({self.code})"
 
 

@@ -30,7 +30,6 @@ _STALLS = 5
 _SLOW = 8  # sentences
 _LINKS = 200
 _LINE = 2000  # letters
-_STOPPED = ("failed (130)", "failed (143)")  # by SIGINT or SIGTERM: it was told to end, and did
 _STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)  # data has a type
 _CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")  # what a terminal obeys
@@ -130,7 +129,7 @@ def _section(title: str, *children: str) -> Html:
 
 
 def _head(account: Account, scene: Scene, course: Course) -> Html:
-    state = "stopped" if account.state in _STOPPED else account.state
+    state = "stopped" if account.state.startswith("stopped") else account.state
     how = {"done": "well", "running": "going", "stopped": "calm"}.get(state, "bad")
     told = [
         ("ranks", str(course.ranks or len(scene.ranks))),
@@ -187,7 +186,7 @@ def _ending(account: Account, course: Course) -> str:
         )
     if account.state == "killed":
         return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
-    if account.state in _STOPPED:
+    if account.state.startswith("stopped"):
         return f"It was stopped after {lasted}{f', at step {course.steps}' if course.steps else ''}."
     return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
