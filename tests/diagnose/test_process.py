@@ -29,6 +29,16 @@ PROVEN: dict[str, Case] = {
         (3,),
         ["rank 3 is stopped", "the other 3 wait for it"],
     ),
+    "stopped, and steps are slow": (
+        evidence(
+            behind(2, [HERE], proc=process("T")),
+            *(waiting(number, usual=1.0, since=2.1) for number in (0, 1)),
+            waited=2.1,
+        ),
+        "stopped",
+        (2,),
+        ["rank 2 is stopped", "the other 2 wait for it"],
+    ),
     "traced": (beside(behind(3, [HERE], proc=process("t"))), "traced", (3,), ["held by a tracer"]),
     "swapping": (
         beside(

@@ -245,9 +245,12 @@ def _missing(
     evidence: Evidence,
     memo: _Memo,
 ) -> frozenset[int] | None:
-    if not standing.stuck:
-        return None
     call = standing.call
+    if not standing.stuck:  # however slow its steps are, who is stopped does not come
+        if call is None or call.op in ("send", "recv"):
+            return None
+        members = members_of(standing, standings)
+        return frozenset(rank for rank in members if standings[rank].stopped) or None
     if call is None:
         if standing.act.what not in MEETINGS or standing.gone or standing.stopped:
             return None
