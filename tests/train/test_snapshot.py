@@ -179,7 +179,7 @@ def test_a_rescue_is_of_one_whose_main_thread_sleeps() -> None:
     (fd,) = vault.held.values()
     found = part.read(fd)
     assert found is not None
-    assert (found.step, found.rank, found.together, found.extra) == (7, 1, (1,), {"epoch": 1})
+    assert (found.step, found.rank, found.together, found.extra) == (7, 1, (1,), {"epoch": 1, "layouts": []})
     assert part.differences(fd) == []
     assert [piece.name for piece in found.pieces] == ["model.weight", "model.bias"]
     vault.drop("1.2")

@@ -54,14 +54,6 @@ def ended(folder: Path, ranks: int) -> tuple[dict[str, list[float]], int]:
     return end, generation
 
 
-def as_undisturbed(done: Result, folder: Path, ranks: int) -> bool:
-    """Exactly, unless nobody was left that gloo had let go: what is in memory does not say how DDP was laid out, and of
-    three numbers the sum depends on their order."""
-    exact = "going on from memory" not in done.out
-    found, expected = ended(folder, ranks)[0], undisturbed(ranks)
-    return found == (expected if exact else {name: pytest.approx(value) for name, value in expected.items()})
-
-
 def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     ways = ["kill", "segv", "exit", "raise"]
     done = trained(tmp_path, 2, *([3 * number + 3, 1, how] for number, how in enumerate(ways)))
@@ -101,21 +93,23 @@ def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     faults = [[7, 1, "kill", "backward"]] if where == "backward" else [[6, 1, "kill"], [0, 1, "kill", "handover"]]
     done = trained(tmp_path, 3, *faults)
     assert done.code == 0, done.err
-    assert as_undisturbed(done, tmp_path, 3)
+    assert ended(tmp_path, 3)[0] == undisturbed(3)
     assert ended(tmp_path, 3)[1] >= len(faults)
 
 
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
-    assert as_undisturbed(done, tmp_path, 3)
+    assert ended(tmp_path, 3)[0] == undisturbed(3)
     assert re.search("rank 1 cannot leave the group.*: SIGKILL", done.err)
 
 
-def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path) -> None:
-    done = trained(tmp_path, 2, [5, 1, "stuck"], [5, 0, "then"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path, ranks: int) -> None:
+    """To the bit with three too, whose sum depends on where in DDP's buckets a number lies."""
+    done = trained(tmp_path, ranks, [5, 1, "stuck"], *([5, rank, "then"] for rank in (0, 2)[: ranks - 1]))
     assert done.code == 0, done.err
-    assert ended(tmp_path, 2)[0] == undisturbed(2)
+    assert ended(tmp_path, ranks)[0] == undisturbed(ranks)
     assert "rank 1 cannot leave the group; step 5 is saved in memory: SIGKILL" in done.err
     assert "going on from memory at step 5" in done.out
     assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
@@ -124,7 +118,7 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
 def test_two_at_once_and_all_at_once(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 0, "kill"], [5, 2, "kill"])
     assert done.code == 0, done.err
-    assert as_undisturbed(done, tmp_path, 3)
+    assert ended(tmp_path, 3)[0] == undisturbed(3)
 
 
 def test_all_at_once_begin_again(tmp_path: Path) -> None:

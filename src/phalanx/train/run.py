@@ -118,6 +118,7 @@ class Run(Group):
         self._epochs: int | None = None
         self._random: dict[str, Any] | None = None
         self._layouts: list[list[list[int]]] = []  # of the models that were wrapped before the group formed anew
+        self._laid_out: list[list[list[int]]] = []  # and since: as they are from the second step on
         self._wraps = 0
         self._unequal: list[Any] = []  # models that were wrapped before the state came that they may be part of
         self._ended: tuple[int, Loader, Any, Settings] | None = None  # at the end of an epoch: steps, data, its place
@@ -174,7 +175,7 @@ class Run(Group):
         from phalanx.train.checkpoint.state import unwrapped
 
         kept = [unwrapped(thing) for thing in self._kept.values() if isinstance(thing, torch.nn.Module)]
-        if not self.taken_over or not any(thing is model for thing in kept):
+        if not (self.taken_over or self.recalled) or not any(thing is model for thing in kept):
             return None
         self._wraps += 1
         return self._layouts[self._wraps - 1] if self._wraps <= len(self._layouts) else []
@@ -398,8 +399,10 @@ class Run(Group):
                 self.checkpoint(**values)
         if self._snapshots is not None:
             self._snapshots.committed(self.steps)
+            if self.steps == self._began + 1:
+                self._laid_out = self._stepper.layouts
             if self._snapshot_due.passed(self) or self._snapshots.wanted(self.steps):
-                self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch})
+                self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch, "layouts": self._laid_out})
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
@@ -592,6 +595,7 @@ class Run(Group):
             return False
         self.recalled = True
         self._go_on(found.step, extra)
+        self._layouts = extra.get("layouts", [])
         self._snapshots.committed(self.steps)
         self.print(f"going on from memory at step {self.steps}, epoch {self.epoch}")
         return True
@@ -638,7 +642,9 @@ class Run(Group):
             if hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
         # DDP lays out its buckets anew after a step: one that came to nothing does not count.
-        layouts = self._stepper.layouts if self.steps > self._began and not asleep else self._layouts
+        layouts = self._layouts
+        if self.steps > self._began:
+            layouts = self._laid_out if asleep else self._stepper.layouts
         settings = Settings(self._kept)
         return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
 

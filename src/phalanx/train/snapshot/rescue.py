@@ -44,7 +44,7 @@ def rescue(past: Past, vault: Vault, still: str) -> str:
         secrets.token_hex(4),
         past.rank,
         (past.rank,),
-        packed({"epoch": past.epoch}, "extra", {}),
+        packed({"epoch": past.epoch, "layouts": past.layouts}, "extra", {}),
         found.plain,
         randomness.packed(randomness.taken()),
     )
