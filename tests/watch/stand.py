@@ -87,7 +87,7 @@ async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterato
     where = place.parse(f"127.0.0.1:{port}")
     sock = place.listen(where)
     page = server.Page(source, where, Keys(key, sock.getsockname()[1]))
-    runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=0.1)
+    runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())
     try:

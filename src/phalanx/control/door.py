@@ -7,6 +7,7 @@ import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -22,6 +23,16 @@ _OTHER_FILES = 256  # that this process may need besides
 # Garbage on the port is nothing to tell the user about, line by line.
 _SILENT = logging.Logger("phalanx.control.door")
 _SILENT.addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """To what strangers can hold."""
+
+    most: int = MOST  # connections
+    patience: float = PATIENCE
+    allowance: int = ALLOWANCE
+    field: int = 4096  # bytes of a header
 
 
 class Visitor(web.RequestHandler):
@@ -43,26 +54,24 @@ class Visitor(web.RequestHandler):
 class Door(web.Server):
     """aiohttp's server, which would keep any connection for ever, with a limit to what strangers can hold."""
 
-    def __init__(
-        self,
-        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        *,
-        expected: int = 0,
-        patience: float = PATIENCE,
-    ) -> None:
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: Limits) -> None:
         super().__init__(
-            handler, access_log=None, logger=_SILENT, keepalive_timeout=5.0, max_line_size=4096, max_field_size=4096
+            handler,
+            access_log=None,
+            logger=_SILENT,
+            keepalive_timeout=5.0,
+            max_line_size=4096,
+            max_field_size=limits.field,
+            auto_decompress=False,  # few bytes could become many
         )
-        # Members are strangers at first, and may all come in the same instant.
-        self._most = MOST + expected
-        self._patience = patience
+        self._limits = limits
         self._strangers: dict[web.RequestHandler, tuple[float, str]] = {}  # in order of arrival
         self._by_address: dict[str, dict[web.RequestHandler, None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
     def __call__(self) -> web.RequestHandler:
         visitor = Visitor(self, loop=self._loop, **self._kwargs)
-        visitor.allowance = ALLOWANCE
+        visitor.allowance = self._limits.allowance
         return visitor
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
@@ -71,7 +80,7 @@ class Door(web.Server):
         address = str(peer[0]) if peer else ""
         self._strangers[handler] = (time.monotonic(), address)
         self._by_address.setdefault(address, {})[handler] = None
-        if len(self._strangers) > self._most:
+        if len(self._strangers) > self._limits.most:
             self._drop_one()
         if self._sweeper is None:
             self._sweeper = self._later()
@@ -101,12 +110,12 @@ class Door(web.Server):
         self._turn_away(next(iter(busiest)))
 
     def _later(self) -> asyncio.TimerHandle:
-        return self._loop.call_later(min(1.0, self._patience / 4), self._sweep)
+        return self._loop.call_later(min(1.0, self._limits.patience / 4), self._sweep)
 
     def _sweep(self) -> None:
         now = time.monotonic()
         for handler, (since, _) in list(self._strangers.items()):
-            if now - since <= self._patience:
+            if now - since <= self._limits.patience:
                 break  # those after it came later
             self._turn_away(handler)
         self._sweeper = self._later() if self._strangers else None

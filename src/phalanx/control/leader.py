@@ -24,7 +24,7 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
-from phalanx.control.door import AT_ONCE, PATIENCE, Door, make_room
+from phalanx.control.door import AT_ONCE, MOST, PATIENCE, Door, Limits, make_room
 from phalanx.control.messages import Answer, Arrival, Challenge, Knock, Message, Ping, Refusal, Waiting, Welcome
 from phalanx.control.roster import Roster
 from phalanx.control.tokens import Token
@@ -150,7 +150,9 @@ class Leader:
         """Listen; from here on members can come."""
         loop = asyncio.get_running_loop()
         make_room(self.roster.expected)
-        self._door = Door(self._visit, expected=self.roster.expected, patience=self._timing.patience)
+        # Members are strangers at first, and may all come in the same instant.
+        most = MOST + self.roster.expected
+        self._door = Door(self._visit, Limits(most=most, patience=self._timing.patience))
         for sock in sockets:
             self._addresses.append(_spell(sock.getsockname()))
             # asyncio takes as many at a time as the backlog is long, before we can turn a single one away.

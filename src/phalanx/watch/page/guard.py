@@ -6,21 +6,17 @@ Against pages of other sites in the same browser: the name they call us by (`Hos
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import logging
-import time
-from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from phalanx.control.door import Limits
 from phalanx.watch.page.keys import Keys
 
-MOST = 128  # connections of strangers; a browser has six
-PATIENCE = 30.0  # seconds for one of them: the page itself may come by a slow line
-_ALLOWANCE = 1 << 16  # bytes that it may send
-_FIELD = 1 << 13  # bytes of a header: browsers send the cookies of everything that ever was on this host, on any port
+# A browser has six connections, and the page itself may come by a slow line. Its headers are long: it sends the cookies
+# of everything that ever was on this host, on any port.
+LIMITS = Limits(most=128, patience=30.0, allowance=1 << 16, field=1 << 13)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -32,10 +28,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Server": "phalanx",
 }
-_SILENT = logging.Logger("phalanx.watch.page")  # what strangers send is nothing to tell the user about
-_SILENT.addHandler(logging.NullHandler())
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def sealed(response: web.StreamResponse) -> web.StreamResponse:
@@ -87,79 +79,3 @@ def entitled(request: web.BaseRequest, keys: Keys, *, bearer: bool = False) -> b
         return True
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return bearer and scheme.lower() == "bearer" and keys.opens(key.strip())
-
-
-class _Visitor(web.RequestHandler):
-    """A connection, with a limit to what a stranger can send."""
-
-    __slots__ = ("allowance",)
-
-    allowance: int | None  # bytes; None: it is trusted
-
-    def data_received(self, data: bytes) -> None:
-        if self.allowance is not None:
-            self.allowance -= len(data)
-            if self.allowance < 0:
-                _turn_away(self)
-                return
-        super().data_received(data)
-
-
-class Guard(web.Server):
-    """aiohttp's server, which would keep any connection for ever, with a limit to what strangers can hold."""
-
-    def __init__(self, handler: Handler, *, most: int = MOST, patience: float = PATIENCE) -> None:
-        super().__init__(
-            handler,
-            access_log=None,
-            logger=_SILENT,
-            keepalive_timeout=5.0,
-            max_line_size=4096,
-            max_field_size=_FIELD,
-            auto_decompress=False,  # few bytes could become many
-        )
-        self._most = most
-        self._patience = patience
-        self._strangers: dict[web.RequestHandler, float] = {}  # in order of arrival
-        self._sweeper: asyncio.TimerHandle | None = None
-
-    def __call__(self) -> web.RequestHandler:
-        visitor = _Visitor(self, loop=self._loop, **self._kwargs)
-        visitor.allowance = _ALLOWANCE
-        return visitor
-
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        self._strangers[handler] = time.monotonic()
-        if len(self._strangers) > self._most:
-            self._send_off(next(iter(self._strangers)))
-        if self._sweeper is None:
-            self._sweeper = self._loop.call_later(self._patience / 4, self._sweep)
-
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        self._strangers.pop(handler, None)
-        super().connection_lost(handler, exc)
-
-    def trust(self, request: web.BaseRequest) -> None:
-        visitor = request.protocol
-        self._strangers.pop(visitor, None)
-        if isinstance(visitor, _Visitor):
-            visitor.allowance = None
-
-    def _sweep(self) -> None:
-        late = time.monotonic() - self._patience
-        for handler, since in list(self._strangers.items()):
-            if since > late:
-                break  # those after it came later
-            self._send_off(handler)
-        again = bool(self._strangers)
-        self._sweeper = self._loop.call_later(self._patience / 4, self._sweep) if again else None
-
-    def _send_off(self, handler: web.RequestHandler) -> None:
-        self._strangers.pop(handler, None)
-        _turn_away(handler)
-
-
-def _turn_away(handler: web.RequestHandler) -> None:
-    if handler.transport is not None:
-        handler.transport.abort()

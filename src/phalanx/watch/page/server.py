@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from phalanx.control.door import Door
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
 from phalanx.watch.page import guard, keys, place
@@ -72,7 +73,7 @@ async def _served(source: Source, where: Place, key: str, sock: socket.socket, *
     page = Page(source, where, Keys(key, sock.getsockname()[1], source.run))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = web.ServerRunner(page.guard, handle_signals=False, shutdown_timeout=_LAST)
+    runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=_LAST)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())
     stopping = asyncio.create_task(stop.wait())
@@ -96,7 +97,7 @@ async def _served(source: Source, where: Place, key: str, sock: socket.socket, *
 class Page:
     def __init__(self, source: Source, where: Place, own: Keys) -> None:
         self.crowd = Crowd(source)
-        self.guard = guard.Guard(self._handle)
+        self.door = Door(self._handle, guard.LIMITS)
         self._source = source
         self._keys = own
         self._names = place.names(where)
@@ -124,7 +125,7 @@ class Page:
         answer = self._routes.get((method, path))
         if not guard.entitled(request, self._keys, bearer=path == "/metrics"):
             return guard.refused(401, "nothing is shown without the key: open the link that phalanx has printed")
-        self.guard.trust(request)
+        self.door.trust(request)
         if answer is None:
             return guard.refused(404, "there is no such thing here")
         try:
@@ -147,7 +148,7 @@ class Page:
             return guard.refused(413, "that is no key")
         if not self._keys.opens((await request.read()).decode(errors="replace").strip()):
             return guard.refused(403, "that is not the key of this run")
-        self.guard.trust(request)
+        self.door.trust(request)
         folder = self._keys.folder
         response = web.Response(status=204, headers={"Content-Location": f"{folder}/"})
         response.set_cookie(
