@@ -1,0 +1,147 @@
+#include "reduce.h"
+
+#include <string.h>
+
+#define BLOCK 1024 /* elements that are reduced over all ranks before the next ones: they stay in the first cache */
+
+typedef uint16_t bf16;
+typedef uint16_t f16;
+
+static inline float from_bf16(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline bf16 to_bf16(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to the nearest, and to even */
+    return (bits & 0x7fffffff) > 0x7f800000 ? (bf16)((bits >> 16) | 0x40) : (bf16)rounded;
+}
+
+static inline float from_f16(f16 h) {
+    /* Exponents are moved by a multiplication, which takes care of subnormal numbers; no branch, so that it is vectorised. */
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &rest, 4);
+    f *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+    bits |= sign | special;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline f16 to_f16(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (f16)(sign | 0x7e00);  /* not a number */
+    if (magnitude >= 0x477ff000) return (f16)(sign | 0x7c00); /* too large: it would round to more than 65504 */
+    if (magnitude < 0x38800000) {                              /* subnormal there: let the addition round */
+        float small;
+        memcpy(&small, &magnitude, 4);
+        small += 0.5f;
+        uint32_t out;
+        memcpy(&out, &small, 4);
+        return (f16)(sign | (out - 0x3f000000));
+    }
+    uint32_t odd = (magnitude >> 13) & 1;
+    return (f16)(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
+}
+
+#define SAME(x) (x)
+#define ADD(a, b) ((a) + (b))
+#define MUL(a, b) ((a) * (b))
+#define LESS(a, b) ((b) < (a) ? (b) : (a))
+#define MORE(a, b) ((a) < (b) ? (b) : (a))
+/* What is not a number wins, as in torch. */
+#define FLESS(a, b) ((b) < (a) || (b) != (b) ? (b) : (a))
+#define FMORE(a, b) ((a) < (b) || (b) != (b) ? (b) : (a))
+#define AND(a, b) ((a) & (b))
+#define OR(a, b) ((a) | (b))
+#define XOR(a, b) ((a) ^ (b))
+
+/* One loop for the first input, one for each other, one for the result: over a block that stays in the cache. */
+#define REDUCTION(name, type, acc_type, load, store, combine)                                                       \
+    static void name(void *out_, const void *const *in, int n, size_t count, double before_, double after_) {       \
+        type *out = out_;                                                                                           \
+        acc_type before = (acc_type)before_, after = (acc_type)after_;                                              \
+        int scales = before_ != 1.0, ends = after_ != 1.0;                                                          \
+        acc_type acc[BLOCK];                                                                                        \
+        for (size_t at = 0; at < count; at += BLOCK) {                                                              \
+            size_t some = count - at < BLOCK ? count - at : BLOCK;                                                  \
+            const type *first = (const type *)in[0] + at;                                                           \
+            if (scales) for (size_t i = 0; i < some; i++) acc[i] = (acc_type)(load(first[i]) * before);             \
+            else for (size_t i = 0; i < some; i++) acc[i] = load(first[i]);                                         \
+            for (int r = 1; r < n; r++) {                                                                           \
+                const type *next = (const type *)in[r] + at;                                                        \
+                if (scales) for (size_t i = 0; i < some; i++) {                                                     \
+                    acc_type x = (acc_type)(load(next[i]) * before);                                                \
+                    acc[i] = (acc_type)combine(acc[i], x);                                                          \
+                }                                                                                                   \
+                else for (size_t i = 0; i < some; i++) {                                                            \
+                    acc_type x = load(next[i]);                                                                     \
+                    acc[i] = (acc_type)combine(acc[i], x);                                                          \
+                }                                                                                                   \
+            }                                                                                                       \
+            if (ends) for (size_t i = 0; i < some; i++) out[at + i] = store((acc_type)(acc[i] * after));            \
+            else for (size_t i = 0; i < some; i++) out[at + i] = store(acc[i]);                                     \
+        }                                                                                                           \
+    }
+
+typedef void reduction(void *, const void *const *, int, size_t, double, double);
+
+#define FLOATS(tag, type, acc, load, store)                  \
+    REDUCTION(sum_##tag, type, acc, load, store, ADD)        \
+    REDUCTION(product_##tag, type, acc, load, store, MUL)    \
+    REDUCTION(min_##tag, type, acc, load, store, FLESS)      \
+    REDUCTION(max_##tag, type, acc, load, store, FMORE)
+
+#define INTEGERS(tag, type)                              \
+    REDUCTION(sum_##tag, type, type, SAME, SAME, ADD)     \
+    REDUCTION(product_##tag, type, type, SAME, SAME, MUL) \
+    REDUCTION(min_##tag, type, type, SAME, SAME, LESS)    \
+    REDUCTION(max_##tag, type, type, SAME, SAME, MORE)    \
+    REDUCTION(band_##tag, type, type, SAME, SAME, AND)    \
+    REDUCTION(bor_##tag, type, type, SAME, SAME, OR)      \
+    REDUCTION(bxor_##tag, type, type, SAME, SAME, XOR)
+
+FLOATS(f32, float, float, SAME, SAME)
+FLOATS(f64, double, double, SAME, SAME)
+FLOATS(f16, f16, float, from_f16, to_f16)
+FLOATS(bf16, bf16, float, from_bf16, to_bf16)
+INTEGERS(u8, uint8_t)
+INTEGERS(i8, int8_t)
+INTEGERS(i16, int16_t)
+INTEGERS(i32, int32_t)
+INTEGERS(i64, int64_t)
+
+#define TRUTH(x) ((uint8_t)((x) != 0))
+REDUCTION(or_bool, uint8_t, uint8_t, TRUTH, SAME, OR)
+REDUCTION(and_bool, uint8_t, uint8_t, TRUTH, SAME, AND)
+REDUCTION(xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR)
+
+#define ROW_F(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, NULL, NULL, NULL}
+#define ROW_I(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, band_##tag, bor_##tag, bxor_##tag}
+
+static reduction *const table[PHX_DTYPES][PHX_OPS] = {
+    [PHX_U8] = ROW_I(u8),   [PHX_I8] = ROW_I(i8),   [PHX_I16] = ROW_I(i16), [PHX_I32] = ROW_I(i32),
+    [PHX_I64] = ROW_I(i64), [PHX_F16] = ROW_F(f16), [PHX_BF16] = ROW_F(bf16), [PHX_F32] = ROW_F(f32),
+    [PHX_F64] = ROW_F(f64), [PHX_BOOL] = {or_bool, and_bool, and_bool, or_bool, and_bool, or_bool, xor_bool},
+};
+
+static const size_t sizes[PHX_DTYPES] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
+
+size_t phx_itemsize(int dtype) { return dtype < 0 || dtype >= PHX_DTYPES ? 0 : sizes[dtype]; }
+
+int phx_reduces(int dtype, int op) {
+    return dtype >= 0 && dtype < PHX_DTYPES && op >= 0 && op < PHX_OPS && table[dtype][op] != NULL;
+}
+
+void phx_reduce(void *out, const void *const *in, int n, size_t count, int dtype, int op, double before, double after) {
+    table[dtype][op](out, in, n, count, before, after);
+}
