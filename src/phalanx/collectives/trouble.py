@@ -1,0 +1,21 @@
+"""What goes wrong between ranks. Whoever catches torch's errors catches these."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+class PeerLost(dist.DistBackendError):  # type: ignore[misc]
+    """A rank has ended, or left the group, and others wait for it."""
+
+
+class Late(dist.DistBackendError):  # type: ignore[misc]
+    """A rank has not come in time."""
+
+
+class Mismatched(dist.DistBackendError):  # type: ignore[misc]
+    """Ranks called different things."""
+
+
+class Aborted(dist.DistBackendError):  # type: ignore[misc]
+    """The group was ended while somebody waited in it."""
