@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check clean
 
 demo: $(VENV)/ready
@@ -27,8 +30,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"phalanx needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@# On all cores, as pip does not, and less. A few files are none that any Python can read, and nobody imports them.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|transformers/models)/' $(VENV)/lib || true
 	@touch $@
 
 clean:
