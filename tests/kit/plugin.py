@@ -93,6 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    cli.strike()
     shutil.rmtree(config.stash[_places].root, ignore_errors=True)
 
 
