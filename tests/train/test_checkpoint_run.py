@@ -76,6 +76,7 @@ def test_a_save_that_fails_does_not_end_the_training(script: str, tmp_path: Path
     assert names(tmp_path / "other") == ["step-000000000004", "step-000000000006"]
 
 
+@pytest.mark.warmed
 def test_two_runs_and_one_folder(script: str, tmp_path: Path) -> None:
     """The second is refused. The first is ended by SIGTERM in the middle of whatever it does, and taken up again; but
     not with another model."""

@@ -14,7 +14,8 @@ import pytest
 
 from tests.kit.cli import PYTHON, Result, phalanx, run, start, torchrun
 
-pytestmark = pytest.mark.xdist_group("run")  # they share what an undisturbed training gives
+# They share what an undisturbed training gives.
+pytestmark = [pytest.mark.xdist_group("run"), pytest.mark.warmed]
 
 SCRIPT = """
 import os, sys, time, torch, phalanx
