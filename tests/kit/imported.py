@@ -203,7 +203,8 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     for name in signal.Signals:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
+        signal.signal(name, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import Result, phalanx, python, start
+from tests.kit.cli import Result, phalanx, start
+from tests.kit.imported import python
 
 SCRIPT = """
 import resource, sys, time, torch, phalanx
@@ -45,6 +46,9 @@ def train(run):
 
 phalanx.main(train)
 """
+
+
+pytestmark = pytest.mark.imported
 
 
 @pytest.fixture
