@@ -228,6 +228,12 @@ if __name__ == "__main__":
     del sys.path[0]  # this folder: torch must not find our modules where it looks for others
     _sock = socket.socket(fileno=int(sys.argv[1]))
     _sock.send(str(os.getpid()).encode())
-    for _name in ("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "numpy"):
+    for _name in (
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+    ):
         importlib.import_module(_name)
     _become(*_serve(_sock))()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.kit.cli import Env, Result, phalanx
 from tests.kit.cli import stage as warm_stage
 
+pytestmark = pytest.mark.xdist_group("resume")  # they share undisturbed runs
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
 LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
 PLAY: dict[str, Any] = {
