@@ -222,6 +222,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
 
 if __name__ == "__main__":
     import ctypes
+    import gc
     import importlib
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # what children leave behind is found below this process
@@ -236,4 +237,6 @@ if __name__ == "__main__":
         "torch.distributed.fsdp",
     ):
         importlib.import_module(_name)
+    gc.collect()
+    gc.freeze()  # or the end of each child would go through all that was ever imported
     _become(*_serve(_sock))()
