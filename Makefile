@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|transformers/models)/' $(VENV)/lib || true; }
+
+# What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test check clean
 
@@ -14,7 +18,7 @@ test: $(VENV)/ready
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone" || { \
 	    echo "once more, with nothing beside them:"; \
 	    $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed --last-failed-no-failures none -m "not alone"; }
-	@$(BIN)/python -m pytest -m alone
+	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 check: $(VENV)/ready
 	@$(BIN)/ruff check .
@@ -27,8 +31,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"phalanx needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	@# Compiled while pip looks for the others and then on all cores; pip would do it on one, and what nobody imports, too.
+	@$(COMPILE) & PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --no-compile \
+	    --constraint constraints.txt --editable '.[dev]' && wait && $(COMPILE)
 	@touch $@
 
 clean:

@@ -136,9 +136,9 @@ CASES = [
     Case("terminal", TWO, ranks=2, torch=False, in_terminal=True, ways=("cold", "warm")),
     Case(
         "run path",
-        (*TWO, "--run-path"),
+        ("--nproc-per-node", "1", "--run-path"),
         script=(f"{SCRIPTS}/report.py",),
-        ranks=2,
+        env=ONE_THREAD,
         # torchrun runs it inside a child of multiprocessing, where hardly anything is as in `python script.py`.
         only=("argv", "__name__", "__file__", "cwd", "umask", "env", "fd kinds", "excepthooks"),
         torch=False,
@@ -239,7 +239,8 @@ ENDS = [
     ("exit_code.py", "signal", "SIGKILL"),
 ]
 ENDS_OF = [
-    *((name, end) for name in ("cold", "torchrun", "fresh", "warm") for end in ENDS),
+    ("cold", ENDS[0]),  # its others are below
+    *((name, end) for name in ("torchrun", "fresh", "warm") for end in ENDS),
     ("warm", ("exit_code.py", "interrupt")),
     ("warm", ("exit_code.py", "signal", "SIGTERM")),
 ]
@@ -247,7 +248,7 @@ ENDS_OF = [
 WELL = [("normal",), ("none",), ("thread",), ("warning",)]
 BADLY = [
     *(("code", "255"), ("code", "-1"), ("at once", "4"), ("syntax",), ("group",), ("interrupt",)),
-    *(("signal", "SIGSEGV"), ("signal", "SIGTERM")),
+    *(("code", "3"), ("text",), ("signal", "SIGSEGV"), ("signal", "SIGTERM"), ("signal", "SIGKILL")),
 ]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.crew import all_gone, codes, texts
 from tests.e2e.places import script
-from tests.kit.cli import Env, phalanx, until
+from tests.kit.cli import Env, phalanx, stage, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab
 
@@ -84,7 +84,8 @@ def learnt(folder: Path) -> None:
 def undisturbed(epochs: int) -> list[dict[str, list[float]]]:
     """The parameters after each epoch."""
     with tempfile.TemporaryDirectory() as folder:
-        assert phalanx("run", "-g", "1", "--cpu", script("elastic.py"), folder, str(epochs)).code == 0
+        with stage() as env:
+            assert phalanx("run", "-g", "1", "--cpu", script("elastic.py"), folder, str(epochs), env=env).code == 0
         return [json.loads(Path(folder, f"result.{epoch}").read_text()) for epoch in range(1, epochs + 1)]
 
 

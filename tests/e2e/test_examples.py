@@ -10,14 +10,14 @@ import json
 import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phalanx.demo import digits
-from tests.kit.cli import Result, phalanx, python, start, terminal, warm
+from tests.kit import imported
+from tests.kit.cli import Result, phalanx, python, stage, start, terminal
 from tests.kit.torchrun import Torchrun
 
 pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all of them
@@ -33,18 +33,16 @@ places: dict[str, str] = {}  # of the warm zygote, as long as there is one
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
     """One import of torch for all of them, and what a training imports beside it."""
-    with tempfile.TemporaryDirectory(prefix="examples-") as root:
-        places.update(PHALANX_HOME=f"{root}/home", TMPDIR=f"{root}/tmp", OMP_NUM_THREADS="1")
-        os.mkdir(places["TMPDIR"])
-        with warm("--preload", "torch._dynamo", env=places):
-            yield
+    with stage() as env:
+        places.update({name: str(value) for name, value in env.items()})
+        yield
         places.clear()
 
 
 @pytest.fixture(scope="module")
 def torchrun() -> Iterator[Torchrun]:
-    with Torchrun() as imported:
-        yield imported
+    with Torchrun() as ready:
+        yield ready
 
 
 def docstring(name: str) -> str:
@@ -180,7 +178,8 @@ def test_torchrun_runs_them_too(name: str, torchrun: Torchrun) -> None:
 def told(kind: str, name: str, *options: str) -> list[str]:
     """What it prints: alone in a process, or what rank 0 or every rank says."""
     if kind == "plain":
-        result = python(str(EXAMPLES / f"{name}.py"), *options, env={"OMP_NUM_THREADS": "1"}, timeout=150)
+        plain = imported.python if imported.in_use() else python
+        result = plain(str(EXAMPLES / f"{name}.py"), *options, env={"OMP_NUM_THREADS": "1"}, timeout=150)
         assert (result.code, noise(result)) == (0, [])
         return result.out.splitlines()
     return [re.sub(r"^\[\d\] ", "", line) for line in example(name, *options).out.splitlines()]
@@ -193,6 +192,7 @@ def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
     return [float(match[1]) for match in found if match is not None]
 
 
+@pytest.mark.imported
 @pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
 @pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 4, 94), ("resnet", 3, 88)])
 def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
@@ -212,6 +212,7 @@ def test_gpt(kind: str) -> None:
     assert found[0] < 2.8
 
 
+@pytest.mark.imported
 def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: Torchrun) -> None:
     """One process, three ranks that share each batch of 32 unevenly, and torchrun."""
     text = tmp_path / "text"
@@ -367,7 +368,7 @@ def test_a_script_that_says_nothing_of_cpus(tmp_path: Path) -> None:
 
 
 def test_demo_in_a_terminal() -> None:
-    job = terminal("demo")
+    job = terminal("demo", env=places)
     assert job.wait(150) == 0, job.out
     assert re.search(r"━+─+  \d+/176  loss [\d.]+", job.out)  # a bar that grows
     percent = re.findall(r"epoch 8: ([\d.]+)% of 360 new digits are read right", job.out)

@@ -36,8 +36,8 @@ wait("end")
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
-    with stage() as env:
-        places.update({**env, "LC_ALL": "C.UTF-8"})
+    with stage(LC_ALL="C.UTF-8") as env:
+        places.update(env)
         yield
         places.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.kit import imported
 from tests.kit.cli import PYTHON, Env, Handle, free_port, start
 
 
@@ -17,9 +18,12 @@ def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env 
         **(env or {}),
     }
     own = each or [()] * count
-    return [
-        start(words=(*PYTHON, *words, *own[rank]), env={**base, "RANK": str(rank)}) for rank in reversed(range(count))
-    ][::-1]
+    return [plain(*words, *own[rank], env={**base, "RANK": str(rank)}) for rank in reversed(range(count))][::-1]
+
+
+def plain(*words: str, env: Env | None = None) -> Handle:
+    """`python WORDS`; with torch imported already, where the test is marked so."""
+    return imported.start(*words, env=env) if imported.in_use() else start(words=(*PYTHON, *words), env=env)
 
 
 def ended(jobs: Sequence[Handle], timeout: float = 120) -> str:

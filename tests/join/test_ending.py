@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.join.ranks import ended, ranks
-from tests.kit.cli import python, start, until
+from tests.kit.cli import start, until
+from tests.kit.imported import python
 
 ENDING = str(Path(__file__).parent / "scripts" / "ending.py")
 
 
-@pytest.mark.parametrize("way", ["wrapped", "uneven", "anew", "adopted", "destroyed", "fork"])
+# One is of an interpreter that has just begun, which takes seconds: that all others are like it, is not ours to show.
+WAYS = [pytest.param(way, marks=pytest.mark.imported) for way in ("uneven", "anew", "adopted", "destroyed", "fork")]
+
+
+@pytest.mark.parametrize("way", ["wrapped", *WAYS])
 def test_good_ends(way: str) -> None:
     jobs = ranks(2, ENDING, way)
     ended(jobs)
@@ -23,6 +28,7 @@ def test_good_ends(way: str) -> None:
         assert job.out.count("closed") == (way == "fork")  # the fork closes nothing
 
 
+@pytest.mark.imported
 def test_one_process_ends_like_many() -> None:
     text = "from phalanx.join.group import Group\nGroup.join(device='cpu').before_close(lambda: print('closed'))\n"
     result = python("-c", text)
@@ -57,6 +63,7 @@ for error in (None, *exits, ValueError(), KeyboardInterrupt()):
 """
 
 
+@pytest.mark.imported
 def test_what_counts_as_a_failure() -> None:
     """By `with`, and by `finally: group.close()`. In a process of its own, for a group that failed is kept."""
     result = python("-c", FAILURES)
@@ -72,6 +79,7 @@ def test_what_counts_as_a_failure() -> None:
     ]
 
 
+@pytest.mark.imported
 def test_what_cannot_be_closed_is_no_success() -> None:
     text = (
         "from phalanx.join.group import Group\n"
@@ -87,6 +95,7 @@ def test_what_cannot_be_closed_is_no_success() -> None:
     assert "OSError: no space left" in result.err
 
 
+@pytest.mark.imported
 @pytest.mark.parametrize(
     ("way", "code", "seen"),
     [
@@ -103,6 +112,7 @@ def test_one_leaves_and_the_others_know(way: str, code: int, seen: str) -> None:
     assert "destroy_process_group" not in jobs[0].err + jobs[1].err
 
 
+@pytest.mark.imported
 @pytest.mark.parametrize(("way", "code"), [("pending", 1), ("pending finally", 1), ("pending exit", 3)])
 def test_nobody_waits_for_what_will_not_come(way: str, code: int) -> None:
     jobs = ranks(2, ENDING, way)
@@ -110,6 +120,7 @@ def test_nobody_waits_for_what_will_not_come(way: str, code: int) -> None:
     assert ("ValueError: rank 1 has had enough" in jobs[1].err) == (code == 1)
 
 
+@pytest.mark.imported
 def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
     jobs = ranks(3, ENDING, "stuck")
     for job in jobs:
@@ -127,6 +138,7 @@ def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
     assert not any("destroy_process_group" in job.err for job in jobs)
 
 
+@pytest.mark.warmed
 def test_the_first_cause_under_phalanx_run() -> None:
     job = start("run", "--cpu", "-g", "2", ENDING, "exception")
     assert job.wait() == 1

@@ -19,8 +19,8 @@ from phalanx.join.identity import Identity
 from phalanx.join.membership import Membership
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence, topology
-from tests.join.ranks import ended, ranks
-from tests.kit.cli import PYTHON, free_port, phalanx, run, start, torchrun
+from tests.join.ranks import ended, plain, ranks
+from tests.kit.cli import PYTHON, free_port, phalanx, run, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EVERYTHING = str(SCRIPTS / "everything.py")
@@ -48,6 +48,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert text.count("printed once") == 1
 
 
+@pytest.mark.warmed
 def test_by_phalanx_run(tmp_path: Path) -> None:
     result = phalanx("run", "--cpu", "-g", "2", EVERYTHING, env={"JOIN_FOLDER": str(tmp_path)})
     assert result.code == 0, result.err
@@ -74,19 +75,22 @@ def test_by_accelerate(tmp_path: Path) -> None:
     assert "destroy_process_group" not in result.err
 
 
+@pytest.mark.imported
 def test_by_a_store_of_the_scripts_own() -> None:
     text = ended(ranks(2, EVERYTHING, json.dumps({"store_port": free_port()}), env={"MASTER_PORT": None}))
     assert lines(text) == expected(2, "hand-set variables")
 
 
+@pytest.mark.imported
 def test_by_tcp_and_arguments() -> None:
     port = free_port()
     each = [[json.dumps({"method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2})] for rank in range(2)]
     env = {"WORLD_SIZE": None, "RANK": None, "MASTER_PORT": None}
-    jobs = [start(words=(*PYTHON, EVERYTHING, *words), env=env) for words in each]
+    jobs = [plain(EVERYTHING, *words, env=env) for words in each]
     assert lines(ended(jobs)) == expected(2, "arguments")
 
 
+@pytest.mark.imported
 def test_by_a_file(tmp_path: Path) -> None:
     text = ended(ranks(2, EVERYTHING, json.dumps({"method": f"file://{tmp_path}/meet"})))
     assert lines(text) == expected(2, "hand-set variables")
@@ -142,8 +146,9 @@ def test_hooks_before_the_end() -> None:
     assert called == ["method", "function"]
 
 
+@pytest.mark.imported
 def test_a_group_of_one_where_it_is_asked_for() -> None:
-    result = start(words=(*PYTHON, EVERYTHING, json.dumps({"backend": "gloo"})))
+    result = plain(EVERYTHING, json.dumps({"backend": "gloo"}))
     assert result.wait() == 0, result.err
     assert lines(result.out) == expected(1, "nobody")
 
@@ -215,9 +220,10 @@ def test_the_first_one_fails() -> None:
 # -- who is missing
 
 
+@pytest.mark.imported
 def test_the_missing_rank_is_named() -> None:
     env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port()), "JOIN_TIMEOUT": "10"}
-    jobs = [start(words=(*PYTHON, ENDING, "nothing"), env={**env, "RANK": rank}) for rank in ("0", "2")]
+    jobs = [plain(ENDING, "nothing", env={**env, "RANK": rank}) for rank in ("0", "2")]
     for job in jobs:
         assert job.wait() == 1
         assert "JoinError: 1 of 3 ranks did not come in 10 s: rank 1" in job.err, job.err
@@ -227,9 +233,10 @@ def test_the_missing_rank_is_named() -> None:
     assert "phalanx: rank 0 waits for rank 1" in jobs[0].err
 
 
+@pytest.mark.imported
 def test_the_rank_that_keeps_the_store_dies_while_others_are_missing() -> None:
     env = {"WORLD_SIZE": "3", "MASTER_PORT": str(free_port())}
-    jobs = [start(words=(*PYTHON, MEETING), env={**env, "RANK": rank}) for rank in ("0", "1")]
+    jobs = [plain(MEETING, env={**env, "RANK": rank}) for rank in ("0", "1")]
     jobs[0].wait_for("rank 0 waits for rank 2 at 127.0.0.1 port")
     jobs[0].signal(signal.SIGKILL)
     assert jobs[1].wait() == 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
+from tests.kit import state
 from tests.kit.handle import Handle, Terminal, resize, take_terminal
 from tests.kit.proc import alive, command, descendants, every, until
 
@@ -37,6 +40,7 @@ __all__ = [
     "run",
     "stage",
     "start",
+    "strike",
     "terminal",
     "torchrun",
     "until",
@@ -164,16 +168,77 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def stage(*preload: str) -> Iterator[Env]:
-    """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there."""
-    with tempfile.TemporaryDirectory(prefix="kit-") as root:
+def stage(*preload: str, **variables: str) -> Iterator[Env]:
+    """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there.
+
+    Who asks later finds the same zygote, in places that are empty again; `strike` ends it.
+    """
+    alike = (frozenset(preload) - ALWAYS_IMPORTED, frozenset(variables.items()))
+    scene = next((one for one in _scenes if one.alike == alike and not one.used), None)
+    if scene is None:
+        scene = _Scene(alike)
+        _scenes.append(scene)
+    scene.used = True
+    try:
+        scene.warm()
+        state.beside.add(scene.zygote)
+        yield scene.env
+        scene.clear()
+    finally:
+        state.beside.discard(scene.zygote)
+        scene.used = False
+
+
+def strike() -> None:
+    """End what is warm: there are no more tests."""
+    while _scenes:
+        _scenes.pop().strike()
+
+
+# What `phalanx warm` imports by itself; and what is next to nothing once that is there, so that one zygote serves all.
+ALWAYS_IMPORTED = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}
+_ROOT = tempfile.gettempdir()  # of the process, and not of the test
+
+
+class _Scene:
+    def __init__(self, alike: tuple[frozenset[str], frozenset[tuple[str, str]]]) -> None:
+        self.alike = alike
+        self.used = False
+        self.zygote = 0
+        self._root = tempfile.mkdtemp(prefix="kit-", dir=_ROOT)
         # One thread, as the zygote itself has it: several ranks are told so anyway, one is not.
-        env = {"TMPDIR": f"{root}/tmp", "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
-        os.mkdir(env["TMPDIR"])
-        with warm(*(("--preload", ",".join(preload)) if preload else ()), env=env):
-            yield env
-        left = [name for name in os.listdir(env["TMPDIR"]) if not name.startswith("torchinductor_")]
+        self.env: Env = {
+            "TMPDIR": f"{self._root}/tmp",
+            "PHALANX_HOME": f"{self._root}/home",
+            "OMP_NUM_THREADS": "1",
+            **dict(alike[1]),
+        }
+        os.mkdir(f"{self._root}/tmp")
+
+    def warm(self) -> None:
+        """Once; and again when a test has killed it."""
+        if self.zygote and alive(self.zygote):
+            return
+        # It is not to be found by those tests that have nothing to do with it.
+        with state.orphans_left_alone():
+            made = phalanx("warm", "--preload", ",".join(self.alike[0] | ALWAYS_IMPORTED), env=self.env)
+        assert made.code == 0, made.out + made.err
+        self.zygote = int(made.out.split("(pid ")[1].split(")")[0])
+
+    def clear(self) -> None:
+        left = [name for name in os.listdir(f"{self._root}/tmp") if not name.startswith("torchinductor_")]
+        for folder, names in ((f"{self._root}/tmp", left), (f"{self._root}/home", os.listdir(f"{self._root}/home"))):
+            for path in (f"{folder}/{name}" for name in names if name != "warm"):
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
         assert not left, f"leaked temporary files: {left}"
+
+    def strike(self) -> None:
+        if self._root in command(self.zygote):  # and not another that has its number by now
+            os.kill(self.zygote, signal.SIGTERM)  # at once: xdist does not wait for long
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+_scenes: list[_Scene] = []
 
 
 def environment(changes: Env | None = None) -> dict[str, str]:

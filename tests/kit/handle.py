@@ -101,7 +101,7 @@ class Handle:
         """The exit code; minus the number of the signal that killed it."""
         if self.process.poll() is None:
             # Not Popen's own wait, which with a timeout looks only every 50 ms.
-            ending = os.pidfd_open(self.pid)
+            ending = self._ending()
             ended, _, _ = select.select([ending], [], [], timeout)
             os.close(ending)
             if not ended:
@@ -110,6 +110,10 @@ class Handle:
             self.ended = time.monotonic()
         self._drain(1)
         return self.process.wait()
+
+    def _ending(self) -> int:
+        """A descriptor that can be read once it has ended."""
+        return os.pidfd_open(self.pid)
 
     @property
     def open_streams(self) -> list[int]:

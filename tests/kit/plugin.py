@@ -4,12 +4,13 @@ A test that cannot but leave something says so, kind and name as patterns, and w
 
     @pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove its forkserver's directory")
 
-One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a file.
-They are best in one xdist_group.
+One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a process.
+`imported` is the same for plain Python, where the test starts it by tests.kit.imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.kit import cli, handle, leaks, state
+from tests.kit import cli, handle, imported, leaks, state
 from tests.kit.lab import fixtures
 
 # What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
@@ -83,6 +84,9 @@ _places = pytest.StashKey[Own]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
     config.addinivalue_line("markers", "warmed: what the test runs finds torch imported already")
+    config.addinivalue_line(
+        "markers", "imported: plain Python does, too, where the test starts it by tests.kit.imported"
+    )
     config.pluginmanager.register(fixtures, "lab")
     state.adopt_orphans()
     # A shell that runs us in the background ignores these, and every command of a test would inherit that.
@@ -93,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    cli.strike()
+    imported.strike()
     shutil.rmtree(config.stash[_places].root, ignore_errors=True)
 
 
@@ -112,7 +118,8 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.node.get_closest_marker("warmed"):
         warmth = request.getfixturevalue("_zygote")
         places = Warm(warmth)
-    with pytest.MonkeyPatch.context() as patch:
+    plain = imported.use() if request.node.get_closest_marker("imported") else contextlib.nullcontext()
+    with plain, pytest.MonkeyPatch.context() as patch:
         for name in os.environ:
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)

@@ -45,13 +45,13 @@ def every() -> Iterator[Process]:
             yield process
 
 
-def below(pid: int) -> list[Process]:
+def below(*pids: int) -> list[Process]:
     """All descendants, zombies too, parents before children."""
     children: dict[int, list[Process]] = {}
     for process in every():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
-    todo = [pid]
+    todo = [*pids]
     while todo:
         for child in children.get(todo.pop(), ()):
             found.append(child)
@@ -59,9 +59,9 @@ def below(pid: int) -> list[Process]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(*pids: int) -> list[int]:
     """The pids of the living descendants."""
-    return [process.pid for process in below(pid) if not process.dead]
+    return [process.pid for process in below(*pids) if not process.dead]
 
 
 def alive(pid: int) -> bool:

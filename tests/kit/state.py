@@ -15,12 +15,24 @@ from tests.kit import proc
 
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = [(number.name, number) for number in signal.Signals]
+# Processes that are not below this one, but have children for it: the warm zygotes that are just used.
+beside: set[int] = set()
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(yes: bool = True) -> None:
     """Make this process the parent of every orphan below it: without that, a daemon is lost to init."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+@contextlib.contextmanager
+def orphans_left_alone() -> Iterator[None]:
+    """For a daemon that is to outlive the test that starts it."""
+    adopt_orphans(False)
+    try:
+        yield
+    finally:
+        adopt_orphans()
 
 
 def has_children() -> bool:
@@ -34,9 +46,9 @@ def has_children() -> bool:
 
 def family() -> set[tuple[int, int]]:
     """The identities of the living descendants. Dead children are reaped on the way."""
-    if not has_children():
+    if not has_children() and not beside:
         return set()
-    found = proc.below(os.getpid())
+    found = proc.below(os.getpid(), *beside)
     for process in found:
         # One by one: waiting for just any child would take the exit code of one that is alive from its owner.
         if process.dead and process.parent == os.getpid():
@@ -73,7 +85,7 @@ def held_by_others(path: str) -> bool:
         file = os.stat(path)
     except FileNotFoundError:
         return True  # gone meanwhile
-    ours = {os.getpid(), *proc.descendants(os.getpid())}
+    ours = {os.getpid(), *proc.descendants(os.getpid(), *beside)}
     others = (process.pid for process in proc.every() if process.pid not in ours)
     return file.st_uid != os.getuid() or any(_holds(pid, file) for pid in others)
 

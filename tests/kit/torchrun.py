@@ -9,6 +9,7 @@ It is torchrun's own main function, in a process, a session and an environment o
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -95,6 +96,8 @@ def _serve(sock: socket.socket) -> dict[str, Any]:
 if __name__ == "__main__":
     del sys.path[0]  # this folder: torch must not find our modules where it looks for others
     importlib.import_module(RUN)
+    gc.collect()
+    gc.freeze()  # or the end of each fork would go through all that was ever imported
     _order = _serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
     os.environ.update(_order["env"])

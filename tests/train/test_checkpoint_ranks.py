@@ -1,18 +1,18 @@
-"""Checkpoints of several real ranks, and of savers that die: each script imports torch once and forks its ranks."""
+"""Checkpoints of several real ranks, and of savers that die: each script forks its ranks."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.cli import Result, python, run
+from tests.kit.cli import Result
+from tests.kit.imported import python
 
+pytestmark = pytest.mark.imported
 SCRIPTS = Path(__file__).parent / "scripts"
 STAGES = (2, 3, 1, 2, 3, 1)  # ranks
 
@@ -57,15 +57,24 @@ def test_ranks_agree(tmp_path: Path) -> None:
     assert done.out.split("\n")[:-1] == [f"{play} done" for play in plays]
 
 
+MOUNTED = """
+import ctypes, os, runpy, subprocess, sys
+CLONE_NEWNS = 0x20000
+size, script, folder = sys.argv[1:4]
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0, "no mounts of its own"
+subprocess.run(("mount", "--make-rprivate", "/"), check=True)
+subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder), check=True)
+sys.argv[:] = sys.argv[2:]
+sys.path[0] = os.path.dirname(script)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
 def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
     """Runs a script with its folder in memory: full when it is, and never slow."""
-    unshare = shutil.which("unshare")
-    assert unshare, "unshare is needed for a disk of the test's own"
     assert os.geteuid() == 0, "only root can mount one"
-    mount = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && exec "$@"'
     script, *rest = words
-    line = ("sh", "-c", mount, "sh", size, str(folder), sys.executable, str(SCRIPTS / script), str(folder), *rest)
-    return run((unshare, "-m", *line), timeout=150)
+    return python("-c", MOUNTED, size, str(SCRIPTS / script), str(folder), *rest, timeout=150)
 
 
 @pytest.mark.parametrize(("when", "least"), [("points", 40), ("moments", 20), ("ranks", 24)])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import Result, phalanx, python, start
+from tests.kit.cli import Result, phalanx, start
+from tests.kit.imported import python
 
 SCRIPT = """
 import resource, sys, time, torch, phalanx
@@ -47,6 +48,9 @@ phalanx.main(train)
 """
 
 
+pytestmark = pytest.mark.imported
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
@@ -76,6 +80,7 @@ def test_a_save_that_fails_does_not_end_the_training(script: str, tmp_path: Path
     assert names(tmp_path / "other") == ["step-000000000004", "step-000000000006"]
 
 
+@pytest.mark.warmed
 def test_two_runs_and_one_folder(script: str, tmp_path: Path) -> None:
     """The second is refused. The first is ended by SIGTERM in the middle of whatever it does, and taken up again; but
     not with another model."""

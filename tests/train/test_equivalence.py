@@ -13,6 +13,7 @@ import pytest
 from tests.kit.cli import phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "curves.py")
+pytestmark = pytest.mark.warmed
 CASES = ("plain", "accumulate", "clip", "both", "adamw", "uneven", "uneven windows")
 WAYS = [("ddp", 1), ("fsdp", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
 

@@ -620,6 +620,7 @@ def test_parts_that_can_tell_are_asked() -> None:
     assert sorted(flat(whole)) == sorted([*range(7), *range(8)])
 
 
+@pytest.mark.warmed
 def test_two_ranks_with_parts_of_their_own_end_together(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "shards.py")
     result = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path))

@@ -23,7 +23,7 @@ from phalanx.errors import CheckpointError, UsageError
 from tests.kit.cli import phalanx as command
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "loops.py")
-pytestmark = pytest.mark.xdist_group("loops")  # one launch serves them all
+pytestmark = [pytest.mark.xdist_group("loops"), pytest.mark.warmed]  # one launch serves them all
 
 
 @functools.cache

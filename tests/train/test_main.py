@@ -189,6 +189,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.warmed
 def test_phalanx_run_tells_the_first_cause(script: str) -> None:
     done = command("run", "-g", "2", "--cpu", script, "deep")
     assert done.code == 1
@@ -198,6 +199,7 @@ def test_phalanx_run_tells_the_first_cause(script: str) -> None:
     assert "[1] [rank1]: Traceback (most recent call last):" in done.err
 
 
+@pytest.mark.warmed
 def test_phalanx_run_tells_words(script: str) -> None:
     done = command("run", "-g", "1", "--cpu", script, "words")
     assert done.code == 2
@@ -207,6 +209,7 @@ def test_phalanx_run_tells_words(script: str) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.warmed
 @pytest.mark.parametrize(
     ("words", "code", "before"),
     [((*PYTHON,), -signal.SIGINT, ""), ((*PHALANX, "run", "-g", "2", "--cpu"), 130, r"\[0\](\x1b\[0m)? ")],
@@ -222,6 +225,7 @@ def test_ctrl_c_ends_a_training_and_its_bar(words: tuple[str, ...], code: int, b
     assert "KeyboardInterrupt" in job.out
 
 
+@pytest.mark.warmed
 def test_one_training_may_follow_another(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(

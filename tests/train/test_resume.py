@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.cli import Env, Result, phalanx, warm
+from tests.kit.cli import Env, Result, phalanx
+from tests.kit.cli import stage as warm_stage
 
+pytestmark = pytest.mark.xdist_group("resume")  # they share undisturbed runs
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
 LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
 PLAY: dict[str, Any] = {
@@ -67,10 +69,10 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="kit-") as root:  # a killed rank leaves what multiprocessing has made
-        env = {"TMPDIR": root, "PHALANX_HOME": f"{root}/home", "OMP_NUM_THREADS": "1"}
-        with warm(env=env):
-            yield Stage(env)
+    with warm_stage() as env:
+        yield Stage(env)
+        for left in Path(str(env["TMPDIR"])).glob("pymp-*"):  # a killed rank leaves what multiprocessing has made
+            shutil.rmtree(left)
 
 
 def finished(done: Result, folder: Path, name: str) -> dict[str, torch.Tensor]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import PYTHON, Result, phalanx, run, start, torchrun
+from tests.kit.cli import Result, phalanx, run, start, torchrun
+from tests.kit.imported import python
 
-pytestmark = pytest.mark.xdist_group("run")  # they share what an undisturbed training gives
+# They share what an undisturbed training gives.
+pytestmark = [pytest.mark.xdist_group("run"), pytest.mark.warmed]
 
 SCRIPT = """
 import os, sys, time, torch, phalanx
@@ -76,8 +78,9 @@ def whole(ranks: int, script: str, how: str = "ddp", dropout: str = "0") -> list
     return result(on(ranks, script, how, dropout, "0"))
 
 
+@pytest.mark.imported
 def test_as_many_ranks_as_one_likes(script: str) -> None:
-    alone = result(run((*PYTHON, script, "ddp", "0", "0")))
+    alone = result(python(script, "ddp", "0", "0"))
     assert alone[0] == 21
     for how, ranks in (("ddp", 2), ("ddp", 3), ("fsdp", 2)):
         assert whole(ranks, script, how) == pytest.approx(alone, rel=1e-4), (how, ranks)

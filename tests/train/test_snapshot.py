@@ -29,7 +29,8 @@ from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Snapshots
-from tests.kit.cli import Env, Result, descendants, free_port, phalanx, python, stage, start, until
+from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
+from tests.kit.imported import python
 from tests.launch.test_vault import visit
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
@@ -251,6 +252,7 @@ def test_each_node_gets_once_what_its_ranks_need() -> None:
 # -- real ranks
 
 
+@pytest.mark.imported
 def test_nodes_and_ranks_go_and_come() -> None:
     done = python(str(SCRIPTS / "snapshot_nodes.py"), timeout=150)
     assert done.code == 0, done.err

@@ -179,7 +179,8 @@ def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -
 
 def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> None:
     """By rank 0, which is new; nor is the learning rate, where the scheduler alone is made again."""
-    done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
+    words = ("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
+    done = phalanx(*words, env=places)
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 2)
     assert generation >= 1
@@ -189,7 +190,7 @@ def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> No
 def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) -> None:
     """The only survivor was between two updates of a step."""
     faults = json.dumps([[5, 1, "kill", "half"]])
-    done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), faults, "once", "halves")
+    done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), faults, "once", "halves", env=places)
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 2)
     assert end == undisturbed(2)

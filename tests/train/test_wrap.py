@@ -23,14 +23,14 @@ from phalanx.train.wrap import wrap
 from tests.kit.cli import phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "behaviours.py")
-pytestmark = pytest.mark.xdist_group("wrap")  # one launch serves them all
+pytestmark = [pytest.mark.xdist_group("wrap"), pytest.mark.warmed]  # one launch serves them all
 
 
 @functools.cache
 def seen() -> list[dict[str, Any]]:
     """By every rank, in one launch for all tests."""
     with tempfile.TemporaryDirectory() as folder:
-        done = phalanx("run", "-g", "2", "--cpu", SCRIPT, folder)
+        done = phalanx("run", "-g", "2", "--cpu", SCRIPT, folder, env={"TORCHINDUCTOR_CACHE_DIR": None})
         assert done.code == 0, done.out + done.err
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 

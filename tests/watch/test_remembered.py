@@ -205,6 +205,7 @@ def test_the_old_ones_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     assert [run.id for run in runfolder.all_runs(str(home()))] == ["young"]
 
 
+@pytest.mark.warmed
 def test_a_real_run_is_told_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One whose rank 1 was killed on its way."""
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
