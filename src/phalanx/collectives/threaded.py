@@ -15,8 +15,6 @@ ENDED = "the group was ended while something was under way in it"
 class Task:
     """Something under way (engine.Pending)."""
 
-    source = -1
-
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
         self._over = threading.Event()
@@ -34,6 +32,10 @@ class Task:
     def fail(self, error: BaseException) -> None:
         self._job, self._error = None, error
         self._over.set()
+
+    @property
+    def source(self) -> int:
+        return -1
 
     def done(self) -> bool:
         return self._over.is_set()
