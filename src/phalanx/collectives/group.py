@@ -150,7 +150,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         opts = _asked(c10d.ReduceScatterOptions, opts)
         for one, whole in zip(outputs, inputs, strict=True):
             self._whole("reduce_scatter", "input", whole, "output", one)
@@ -182,7 +184,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         opts = _asked(c10d.AllgatherOptions, opts)
         for whole, one in zip(outputs, inputs, strict=True):
             self._whole("all_gather", "output", whole, "input", one)
@@ -191,7 +195,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """`outputs`: of each rank, for each input."""
         opts = _asked(c10d.AllgatherOptions, opts)
         self._one_for_each("all_gather_coalesced", "output list", outputs)
@@ -306,7 +312,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, ANYONE, tag)
 
     def _message(
-        self, name: str, pending: Pending, tensors: Sequence[Tensor], data: Tensor, after: Callable[[], None] | None = None
+        self,
+        name: str,
+        pending: Pending,
+        tensors: Sequence[Tensor],
+        data: Tensor,
+        after: Callable[[], None] | None = None,
     ) -> Started:
         work = Started(name, [pending], tensors, _APART, after=after, keep=data)
         if self._batch is not None:
@@ -318,7 +329,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- how it is done
 
-    def _each(self, name: str, kind: Kind, calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], opts: Any) -> dist.Work:
+    def _each(
+        self, name: str, kind: Kind, calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], opts: Any
+    ) -> dist.Work:
         """One call after the other, and one Work for all of them."""
         limit = opts.timeout
         timeout = self._timeout if limit.days < 0 else limit.total_seconds()
