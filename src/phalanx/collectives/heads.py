@@ -57,7 +57,7 @@ def check(heads: dict[str, Head]) -> None:
 
 
 def travels(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= INLINE
+    return int(tensor.nbytes) <= INLINE
 
 
 def _words(call: Call) -> tuple[int, ...]:
