@@ -20,13 +20,17 @@ _noted = False
 
 
 def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> Group:
-    """`ranks`: their numbers in the world, where it is not the world."""
+    """`ranks`: what they are called in the world; none: as in the group."""
+    names = tuple(ranks) or tuple(range(size))
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     if len(known.machines) > 1:
-        engine = _across(store, rank, size, timeout, ranks, known)
+        from .nodes import Nodes
+
+        inner = _within(store, rank, known.here, names, timeout)
+        engine: Engine = Nodes(store, known, inner, timeout.total_seconds(), names)
     else:
-        engine = _within(store, rank, size, timeout, ranks)
-    return Group("shm", engine, store, timeout, ranks)
+        engine = _within(store, rank, range(size), names, timeout)
+    return Group("shm", engine, store, timeout, names)
 
 
 def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
@@ -37,28 +41,18 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
     return Group("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
-def _across(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    ranks: Sequence[int],
-    known: neighbours.Neighbours,
-) -> Engine:
-    from .nodes import Nodes
-
-    return Nodes(store, rank, size, timeout, ranks, known)
-
-
-def _within(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> Engine:
+def _within(store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta) -> Engine:
+    """`here`: the ranks of the group on this machine."""
+    names = [names[one] for one in here]
     try:
-        from .shared import Shared
+        from .shared import join
     except ImportError:
         from .plain import Plain
 
         _note(rank)
-        return Plain(store, rank, size, timeout, ranks)
-    return Shared(store, rank, size, timeout, ranks)
+        inside = dist.PrefixStore(f"machine of {here[0]}", store)
+        return Plain(inside, here.index(rank), len(here), timeout, names)
+    return join(store, rank, here, names, timeout.total_seconds())
 
 
 def _note(rank: int) -> None:
