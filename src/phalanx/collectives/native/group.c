@@ -1,6 +1,8 @@
 #define _GNU_SOURCE
 #include "group.h"
 
+#include "parcels.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -27,7 +29,9 @@ static size_t rounded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 static size_t before_slots(int ranks) { return rounded(sizeof(struct header) + (size_t)ranks * sizeof(struct seat), 4096); }
 
-size_t phx_memory(int ranks, size_t slot) { return before_slots(ranks) + (size_t)ranks * 2 * rounded(slot, 4096); }
+static size_t before_parcels(int ranks, size_t slot) { return before_slots(ranks) + (size_t)ranks * 2 * rounded(slot, 4096); }
+
+size_t phx_memory(int ranks, size_t slot) { return before_parcels(ranks, slot) + phx_parcels_memory(ranks); }
 
 /* -- an end that all of them see */
 
@@ -42,6 +46,7 @@ int phx_give_up(phx_group *g, int how) {
     atomic_compare_exchange_strong(&g->head->broken, &none, (uint32_t)how + 1);
     phx_futex(&g->head->met, FUTEX_WAKE, INT_MAX, NULL);
     phx_queue_wake(g);
+    phx_parcels_wake(g);
     return phx_broken(g);
 }
 
@@ -124,7 +129,7 @@ int phx_meet(phx_group *g) {
 
 /* -- the memory of others */
 
-static int read_peer(const phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
+int phx_read_peer(const phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     uint8_t *at = to;
     while (bytes) {
         struct iovec here = {at, bytes}, there = {(void *)(uintptr_t)from, bytes};
@@ -140,7 +145,7 @@ static int read_peer(const phx_group *g, int rank, void *to, uint64_t from, size
 
 int phx_read(phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     phx_fault(g);
-    if (!read_peer(g, rank, to, from, bytes)) return PHX_OK;
+    if (!phx_read_peer(g, rank, to, from, bytes)) return PHX_OK;
     /* Its memory goes a moment before its end is seen; and one that has given up may have freed it. */
     int gone = errno == ESRCH;
     for (int i = 0; !gone && i < 2 * LOOK_MS && phx_broken(g) == PHX_OK; i++, poll(NULL, 0, 1)) gone = phx_gone(g, rank);
@@ -158,7 +163,7 @@ static int try_direct(phx_group *g, int attempt) {
     if (result != PHX_OK) return result;
     for (int r = 0; r < g->ranks; r++) {
         uint64_t seen = 0;
-        if (r != g->rank && (read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)) {
+        if (r != g->rank && (phx_read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)) {
             atomic_fetch_add(&g->head->unreadable[attempt], 1);
             break;
         }
@@ -221,8 +226,8 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
         g->spins = ranks <= cores() ? 4000 : 100; /* with more ranks than cores, who spins keeps the others from coming */
-        result = find_way(g);
-        why = result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
+        result = phx_parcels_open(g, (uint8_t *)g->memory + before_parcels(ranks, slot)) ? PHX_FAILED : find_way(g);
+        why = result == PHX_FAILED ? ENOMEM : result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
     }
     if (result == PHX_OK) return g;
     phx_leave(g);
@@ -231,15 +236,17 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
 }
 
 void phx_depart(phx_group *g) {
+    atomic_store(&g->seats[g->rank].left, 1); /* before anyone of ours returns: who reads our memory looks after that */
     atomic_store(&g->departed, 1);
-    atomic_store(&g->seats[g->rank].left, 1);
     phx_futex(&g->head->met, FUTEX_WAKE, INT_MAX, NULL);
     phx_queue_wake(g);
+    phx_parcels_wake(g);
 }
 
 void phx_leave(phx_group *g) {
     if (g->head && phx_own(g)) phx_depart(g);
     phx_queue_close(g);
+    phx_parcels_close(g);
     for (int r = 0; g->peers && r < g->ranks; r++)
         if (g->peers[r].fd >= 0) close(g->peers[r].fd);
     if (g->memory) munmap(g->memory, g->size);
