@@ -35,23 +35,28 @@ def test_scene(scene: str, way: str) -> None:
     assert report()[f"{scene} {way}"] == ""
 
 
+def _built(program: Path, *flags: str) -> Path:
+    native = ROOT / "src/phalanx/collectives/native"
+    sources = [native / f"{name}.c" for name in ("group", "queue", "post", "parcels")]
+    test = Path(__file__).parent / "native/parcels_test.c"
+    common = ["-std=gnu11", "-g", "-O1", "-pthread", f"-I{native}", "-Wl,--wrap=mmap,--wrap=munmap"]
+    subprocess.run(["gcc", *common, *flags, test, *sources, "-o", program], check=True, timeout=100)
+    return program
+
+
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     """Ranks that are threads of one program, whose memory a sanitizer watches."""
-    native, program = ROOT / "src/phalanx/collectives/native", tmp_path / "parcels"
-    sources = [native / f"{name}.c" for name in ("group", "queue", "post", "parcels")]
-    flags = [
-        f"-fsanitize={sanitizer}",
-        "-fno-sanitize-recover=all",
-        "-std=gnu11",
-        "-g",
-        "-O1",
-        "-pthread",
-        f"-I{native}",
-    ]
-    test = Path(__file__).parent / "native/parcels_test.c"
-    command = ["gcc", *flags, "-Wl,--wrap=mmap,--wrap=munmap", test, *sources, "-o", program]
-    subprocess.run(command, check=True, timeout=100)
+    program = _built(tmp_path / "parcels", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     done = subprocess.run([program], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "ok\n" and done.returncode == 0, done.stderr[-4000:]
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
+def test_deaths(tmp_path: Path) -> None:
+    """A rank that dies before and after each thing it does for a message: the other learns it, or has the message."""
+    program = _built(tmp_path / "parcels", "-DPHX_FAULTS")
+    done = subprocess.run([program, "deaths"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split()[0]) > 50, done.stdout

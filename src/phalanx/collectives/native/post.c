@@ -63,6 +63,7 @@ void post_forget(struct phx_post *q, struct parcel *p) {
 void post_ring(struct phx_post *q, int rank, uint32_t whom) {
     struct bell *b = &q->bells[rank];
     int own = q->group->rank;
+    phx_fault(q->group);
     atomic_fetch_or(&b->mail[own / 32], 1u << own % 32);
     if (!(atomic_load(&b->wake) & whom)) return;
     uint32_t wake = atomic_fetch_and(&b->wake, ~whom) & whom; /* once is enough */
@@ -93,6 +94,7 @@ static int is_urgent(const struct record *r) {
 
 /* Into a ring, and ring. */
 static int write_to(struct phx_post *q, int rank, struct end *ring, const struct record *r, const void *data, size_t bytes) {
+    phx_fault(q->group);
     int done = put(ring, r, data, bytes);
     if (done >= 0) post_ring(q, rank, !done || is_urgent(r) ? BOTH : WAITER);
     return done > 0;
@@ -230,6 +232,7 @@ int post_read(struct phx_post *q, struct link *which) {
     p->moved += some, p->readers++;
     if (p->moved == p->bytes) unlink_it(&p->link);
     pthread_mutex_unlock(&q->lock);
+    phx_fault(q->group);
     int failed = phx_read_peer(q->group, rank, p->data + at, p->address + at, some), why = errno;
     pthread_mutex_lock(&q->lock);
     p->readers--;
