@@ -104,11 +104,9 @@ class Nodes(Threaded):
         try:
             way(call)
         except Exception as error:
-            if self._ended:
-                raise Aborted(ENDED) from error
             if self._leads:
                 self._wires.cut()  # so that the other leaders give up as well
-            cause = self._causes.of(error, call, self._leads)
+            cause = self._causes.of(Aborted(ENDED) if self._ended else error, call, self._leads or self._ended)
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
             raise cause from error
