@@ -111,8 +111,8 @@ def as_ours(error: Exception, what: str, timeout: float) -> Exception:
     if isinstance(error, tuple(_KINDS.values())):
         return error
     if "timed out" in str(error).lower():
-        return Late(f"{what} timed out: it waited {timeout:g} s for another rank")
-    return PeerLost(f"{what}: peer lost, a rank has ended or cannot be reached: {plainly(error)}")
+        return Late(f"{what} timed out after {timeout:g} s")
+    return PeerLost(f"{what}: peer lost, it has ended or cannot be reached: {plainly(error)}")
 
 
 def plainly(error: Exception) -> str:

@@ -1,8 +1,14 @@
-"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so."""
+"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
+
+    python everything.py shm 1      # and then rank 1 dies
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -164,4 +170,12 @@ messages()
 the_rest()
 dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
+if len(sys.argv) > 2 and rank == int(sys.argv[2]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if len(sys.argv) > 2:
+    begun = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1_000_000))
+    except dist.DistBackendError as error:
+        print(f"rank {rank} after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
 dist.destroy_process_group()
