@@ -45,12 +45,12 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def combine(parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
-    """In their order; the first has the result."""
-    first = parts[0]
-    for part in parts[1:]:
-        _COMBINE[op](first, part, out=first)
-    return first
+def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
+    """In their order; `out` may be one of them. The others are written to, too."""
+    total = parts[0]
+    for number, part in enumerate(parts[1:], 2):
+        total = _COMBINE[op](total, part, out=out if number == len(parts) else total)
+    return total
 
 
 def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) -> None:

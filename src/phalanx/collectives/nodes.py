@@ -26,7 +26,7 @@ from .threaded import ENDED, Threaded
 from .trouble import Aborted
 from .wires import Wires, within
 
-PIECE = 1 << 21  # bytes that are on the wires while others are reduced and handed out
+PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
 SMALL = 1 << 16  # up to here every leader sends all that it has to every other
 HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
 
@@ -155,7 +155,7 @@ class Nodes(Threaded):
             self._wait(*[self._recv(parts[other], other) for other in self._others])
             result = self._room.like("result", piece)
             if self._leads:
-                finish(result, combine(parts, how.op), how, self.size)
+                finish(result, combine(mine, parts, how.op), how, self.size)
             self._deal(
                 [result if rank == root else result[:0] for rank in self._here],
                 piece if self.rank == root else piece[:0],
@@ -275,7 +275,7 @@ class Nodes(Threaded):
         local: Sequence[torch.Tensor] = []
         if self._leads:
             result = self._room.get("result", box.numel(), out.dtype)
-            finish(result, combine(sums, how.op), how, self.size)
+            finish(result, combine(box, sums, how.op), how, self.size)
             local = result.chunk(len(self._here))
         self._within(Kind.SCATTER, local, [out])
         self._wait(*sends)
@@ -401,10 +401,8 @@ class Sum:
         if not nodes._leads:
             return
         nodes._wait(*self._works)
-        total = combine(self._parts, self._op)
         mine = self._chunks[nodes._mine] if self._chunks else self.mine
-        if total.data_ptr() != mine.data_ptr():
-            mine.copy_(total)
+        combine(mine, self._parts, self._op)
         if self._chunks:
             self._works = [nodes._recv(self._chunks[other], other) for other in nodes._others]
             self._works += [nodes._send(mine, other) for other in nodes._others]

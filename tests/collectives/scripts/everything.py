@@ -1,6 +1,6 @@
 """Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
 
-    python everything.py shm 1      # and then rank 1 dies
+python everything.py shm 1      # and then rank 1 dies
 """
 
 from __future__ import annotations
