@@ -77,7 +77,7 @@ def test_whoever_is_lost_late_or_elsewhere_is_named_on_every_machine() -> None:
 
 def test_everything_on_two_hosts_and_then_one_is_lost(lab: Lab) -> None:
     env = {"WORLD_SIZE": "3", "MASTER_ADDR": lab[0].address, "MASTER_PORT": "4000", "OMP_NUM_THREADS": "1"}
-    words = (sys.executable, "-W", "ignore", str(SCRIPTS / "everything.py"), "shm", "1")
+    words = (sys.executable, "-W", "ignore", str(SCRIPTS / "everything.py"), "shm", "1", "dies")
     jobs = [
         lab[host].start(words=words, env={**env, "RANK": str(rank), "PYTHONPATH": f"{ROOT}/src"})
         for rank, host in enumerate((0, 1, 0))

@@ -8,6 +8,7 @@ import torch
 
 from .engine import Op, Reduction
 
+ROOM = 1 << 26  # bytes
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.add,
@@ -65,16 +66,21 @@ def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) ->
 
 
 class Room:
-    """Memory that is used again: new pages cost more than what is written to them."""
+    """Memory that is used again, up to a limit: new pages cost more than what is written to them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
+        self._left = ROOM
 
     def get(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         size = count * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:
-            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8)
+            before = kept.numel() if kept is not None else 0
+            kept = torch.empty(size, dtype=torch.uint8)
+            if size - before <= self._left:
+                self._left -= size - before
+                self._kept[name] = kept
         return kept[:size].view(dtype)
 
     def bytes(self, name: str, count: int) -> torch.Tensor:

@@ -48,9 +48,10 @@ class Nodes(Threaded):
         self._leads = rank == self._here[0]
         self._others = [number for number in range(len(self._machines)) if number != self._mine]
         self._wires = Wires(dist.PrefixStore("wires", store), rank, size, timeout)
-        self._causes = Causes(dist.PrefixStore("causes", store), neighbours, self._named)
+        self._causes = Causes(dist.PrefixStore("causes", store), rank, neighbours, self._named)
         self._heads = [Head() for _ in self._machines] if self._leads else []
         self._count = 0
+        self._broken: Exception | None = None
         self._deadline = 0.0
         self._room = Room()
         self._ways = {
@@ -97,6 +98,8 @@ class Nodes(Threaded):
         self._inner.abort()
 
     def _do(self, call: Call) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(f"{call.kind.name.lower()}: this group has ended before: {self._broken}")
         self._deadline = time.monotonic() + call.timeout if call.timeout else 0.0
         self._count += 1
         own = call.ins if call.kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs
@@ -108,8 +111,10 @@ class Nodes(Threaded):
             if self._leads:
                 self._wires.cut()  # so that the other leaders give up as well
             cause = self._causes.of(Aborted(ENDED) if self._ended else error, call, self._leads or self._ended)
+            self._broken = cause
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
+                self._causes.heard()
             raise cause from error
 
     def _barrier(self, call: Call) -> None:
