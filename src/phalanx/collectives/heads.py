@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -49,10 +50,10 @@ class Head:
         return text
 
 
-def check(heads: dict[str, Head]) -> None:
-    """`heads`: by who says so. All leaders see the same, and say the same."""
+def check(named: Callable[[Iterable[int]], str], heads: dict[int, Head]) -> None:
+    """`heads`: by rank. All leaders see the same, and say the same."""
     if len({head.words for head in heads.values()}) > 1:
-        told = ", ".join(f"{who} {head}" for who, head in heads.items())
+        told = ", ".join(f"{named([rank])} {head}" for rank, head in heads.items())
         raise Mismatched(f"ranks called different things: {told}")
 
 

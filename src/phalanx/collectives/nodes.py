@@ -50,6 +50,8 @@ class Nodes(Threaded):
         self._wires = Wires(dist.PrefixStore("wires", store), rank, size, timeout)
         self._causes = Causes(dist.PrefixStore("causes", store), rank, neighbours, self._named)
         self._heads = [Head() for _ in self._machines] if self._leads else []
+        self._next_heads = [Head() for _ in self._heads]
+        self._coming: list[Any] = []
         self._count = 0
         self._broken: Exception | None = None
         self._deadline = 0.0
@@ -91,7 +93,8 @@ class Nodes(Threaded):
     def close(self) -> None:
         super().close()
         self._inner.close()
-        self._wires.close()
+        self._wires.close()  # and what it still expected is forgotten
+        self._coming = []
 
     def _interrupt(self) -> None:
         self._wires.cut()
@@ -324,12 +327,18 @@ class Nodes(Threaded):
         if not self._leads:
             return []
         along = along if along is not None and travels(along) else None
-        self._heads[self._mine].write(self._count, call, along)
-        works = [self._recv(self._heads[other].tensor, other, HEAD) for other in self._others]
-        works += [self._send(self._heads[self._mine].tensor, other, HEAD) for other in self._others]
-        self._wait(*works)
-        check({self._named([ranks[0]]): head for ranks, head in zip(self._machines, self._heads, strict=True)})
-        return [head.along(along) for head in self._heads] if along is not None else []
+        heads, self._heads, coming = self._heads, self._next_heads, self._coming
+        self._next_heads = heads
+        heads[self._mine].write(self._count, call, along)
+        works = [self._send(heads[self._mine].tensor, other, HEAD) for other in self._others]
+        coming = coming or self._await_heads(heads)
+        self._coming = self._await_heads(self._heads)  # of the next call: who is ready for it gets it at once
+        self._wait(*coming, *works)
+        check(self._named, {ranks[0]: head for ranks, head in zip(self._machines, heads, strict=True)})
+        return [head.along(along) for head in heads] if along is not None else []
+
+    def _await_heads(self, heads: Sequence[Head]) -> list[Any]:
+        return [self._recv(heads[other].tensor, other, HEAD) for other in self._others]
 
     def _send(self, tensor: torch.Tensor, machine: int, tag: int = DATA) -> Any:
         return self._wires.send(tensor, self._machines[machine][0], tag) if self._leads and tensor.numel() else None
