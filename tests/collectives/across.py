@@ -195,7 +195,10 @@ def _abort(engine: nodes.Nodes) -> None:
         return
     if engine.rank != 1:
         threading.Timer(0.3, engine.abort).start()
-    _all_reduce(engine)
+    if engine.rank == 2:
+        engine.recv(torch.empty(1), ANYONE, 0, LIMIT).wait()
+    else:
+        _all_reduce(engine)
 
 
 def _no_message(engine: nodes.Nodes) -> None:

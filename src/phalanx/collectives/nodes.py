@@ -23,11 +23,12 @@ from .heads import Head, check, travels
 from .neighbours import Neighbours, named
 from .plain import Message
 from .threaded import ENDED, Threaded
-from .trouble import Aborted
+from .trouble import Aborted, Late, PeerLost
 from .wires import Wires, within
 
 PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
 SMALL = 1 << 16  # up to here every leader sends all that it has to every other
+_LOOK = 0.02  # seconds
 HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
 
 
@@ -73,12 +74,13 @@ class Nodes(Threaded):
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Message:
         with self._trouble("send to", to, timeout):
             work = self._wires.send(tensor, to, _allowed(tag))
-        return Message(work, lambda: self._trouble("send to", to, timeout), timeout)
+        return Message(work, partial(self._trouble, "send to", to, timeout), timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Message:
         with self._trouble("recv from", source, timeout):
             work = self._wires.recv(tensor, source, _allowed(tag))
-        return Message(work, lambda: self._trouble("recv from", source, timeout), timeout)
+        trouble = partial(self._trouble, "recv from", source, timeout)
+        return OfAnyone(self, work, trouble, timeout) if source == ANYONE else Message(work, trouble, timeout)
 
     @contextlib.contextmanager
     def _trouble(self, what: str, peer: int, timeout: float) -> Iterator[None]:
@@ -117,7 +119,8 @@ class Nodes(Threaded):
             self._broken = cause
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
-                self._causes.heard()
+                if not isinstance(error, PeerLost | Late):  # which they have seen themselves
+                    self._causes.heard()
             raise cause from error
 
     def _barrier(self, call: Call) -> None:
@@ -388,6 +391,24 @@ class Nodes(Threaded):
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
+
+
+class OfAnyone(Message):
+    """gloo does not give up such a message when connections end: its wait is left to a thread, and to itself."""
+
+    def __init__(self, nodes: Nodes, work: Any, trouble: Any, timeout: float) -> None:
+        super().__init__(work, trouble, timeout)
+        self._nodes = nodes
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        begun = time.monotonic()
+        while not self.done():
+            if self._nodes._ended:
+                raise Aborted(ENDED)
+            if timeout and time.monotonic() - begun > timeout:
+                return False
+            self._over.wait(_LOOK)
+        return super().wait()
 
 
 class Sum:
