@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 from .bundles import Room, combine, finish, pack, pieces_of, unpack, wider
 from .causes import Causes, as_ours
-from .engine import ANYONE, Call, Engine, Kind, Op, Reduction, as_bytes, spread
+from .engine import ANYONE, Call, Engine, Kind, Reduction, as_bytes, spread
 from .heads import Head, check, travels
 from .neighbours import Neighbours, named
 from .plain import Message
+from .routes import chain, tree
+from .sums import Sum
 from .threaded import ENDED, Threaded
 from .trouble import Aborted, Late, PeerLost
-from .wires import Wires, within
+from .wires import OfAnyone, Wires, within
 
 PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
-SMALL = 1 << 16  # up to here every leader sends all that it has to every other
-_LOOK = 0.02  # seconds
 HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
 
 
@@ -80,7 +80,11 @@ class Nodes(Threaded):
         with self._trouble("recv from", source, timeout):
             work = self._wires.recv(tensor, source, _allowed(tag))
         trouble = partial(self._trouble, "recv from", source, timeout)
-        return OfAnyone(self, work, trouble, timeout) if source == ANYONE else Message(work, trouble, timeout)
+        return (
+            OfAnyone(work, trouble, timeout, lambda: self._ended)
+            if source == ANYONE
+            else Message(work, trouble, timeout)
+        )
 
     @contextlib.contextmanager
     def _trouble(self, what: str, peer: int, timeout: float) -> Iterator[None]:
@@ -176,9 +180,7 @@ class Nodes(Threaded):
     def _broadcast(self, call: Call) -> None:
         at, pieces = self._of[call.root], pieces_of(call.outs[0].view(-1), PIECE)
         giver, heirs = (
-            _chain(self._mine, at, len(self._machines))
-            if len(pieces) > 1
-            else _tree(self._mine, at, len(self._machines))
+            chain(self._mine, at, len(self._machines)) if len(pieces) > 1 else tree(self._mine, at, len(self._machines))
         )
         inner_root = self._here.index(call.root) if self._mine == at else 0
         sends = []
@@ -393,80 +395,8 @@ class Nodes(Threaded):
         return max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
 
 
-class OfAnyone(Message):
-    """gloo does not give up such a message when connections end: its wait is left to a thread, and to itself."""
-
-    def __init__(self, nodes: Nodes, work: Any, trouble: Any, timeout: float) -> None:
-        super().__init__(work, trouble, timeout)
-        self._nodes = nodes
-
-    def wait(self, timeout: float = 0.0) -> bool:
-        begun = time.monotonic()
-        while not self.done():
-            if self._nodes._ended:
-                raise Aborted(ENDED)
-            if timeout and time.monotonic() - begun > timeout:
-                return False
-            self._over.wait(_LOOK)
-        return super().wait()
-
-
-class Sum:
-    """What the leaders have of one piece, reduced: started here, and carried on by `reduce` and `end`."""
-
-    def __init__(self, nodes: Nodes, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]) -> None:
-        self._nodes = nodes
-        self.mine = mine  # the result in the end
-        self._op = op
-        self._works: list[Any] = []
-        self._parts = list(along)
-        self._chunks: Sequence[torch.Tensor] = ()
-        if along or not nodes._leads:
-            return
-        machines = range(len(nodes._machines))
-        if len(machines) > 2 and mine.nbytes > SMALL:  # each leader reduces a part, and then gives it to the others
-            self._chunks = mine.tensor_split(len(machines))
-            mine = self._chunks[nodes._mine]
-        self._parts = [mine if n == nodes._mine else nodes._room.like(f"sum {name} of {n}", mine) for n in machines]
-        self._works += [nodes._recv(self._parts[other], other) for other in nodes._others]
-        self._works += [nodes._send(self._chunks[other] if self._chunks else mine, other) for other in nodes._others]
-
-    def reduce(self) -> None:
-        nodes = self._nodes
-        if not nodes._leads:
-            return
-        nodes._wait(*self._works)
-        mine = self._chunks[nodes._mine] if self._chunks else self.mine
-        combine(mine, self._parts, self._op)
-        if self._chunks:
-            self._works = [nodes._recv(self._chunks[other], other) for other in nodes._others]
-            self._works += [nodes._send(mine, other) for other in nodes._others]
-
-    def end(self) -> None:
-        if self._chunks:
-            self._nodes._wait(*self._works)
-
-
 def _reduction(call: Call) -> Reduction:
     return call.reduction or Reduction()
-
-
-def _chain(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """From which machine, to which: each gives to the next, so that a long one crosses every wire once."""
-    place = (mine - root) % count
-    return None if place == 0 else (mine - 1) % count, [(mine + 1) % count] if place < count - 1 else []
-
-
-def _tree(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """The same in fewest steps."""
-    place = (mine - root) % count
-    step = 1 << place.bit_length()  # the steps before this one have brought it here
-    heirs = []
-    while place + step < count:
-        heirs.append((place + step + root) % count)
-        step *= 2
-    giver = place - (1 << (place.bit_length() - 1)) if place else None
-    return None if giver is None else (giver + root) % count, heirs
 
 
 def _allowed(tag: int) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch
 import torch.distributed as dist
 
 from .engine import ANYONE, as_bytes
+from .plain import Message
+from .threaded import ENDED
+from .trouble import Aborted
 
 MANY = 64  # ranks: from there on a connection is made when it is first used, and a rank that ended before is waited for
 EVER = timedelta(days=365)
+_LOOK = 0.02  # seconds
 _one_at_a_time = threading.Lock()
 
 
@@ -72,6 +78,24 @@ class Wires:
 
     def close(self) -> None:
         self._gloo = None
+
+
+class OfAnyone(Message):
+    """gloo does not give up such a message when connections end: its wait is left to a thread, and to itself."""
+
+    def __init__(self, work: Any, trouble: Callable[[], Any], timeout: float, ended: Callable[[], bool]) -> None:
+        super().__init__(work, trouble, timeout)
+        self._ended = ended
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        begun = time.monotonic()
+        while not self.done():
+            if self._ended():
+                raise Aborted(ENDED)
+            if timeout and time.monotonic() - begun > timeout:
+                return False
+            self._over.wait(_LOOK)
+        return super().wait()
 
 
 def within(timeout: float) -> timedelta:
