@@ -123,13 +123,13 @@ class Shared:
         if self._dropped:
             self._forget()
         ticket = _native.send(self._group, tensor.data_ptr(), tensor.nbytes, to, tag, _ms(timeout))
-        return Parcel(self, "send", ticket, tensor, to, tag, timeout)
+        return Parcel(self, "send", ticket, tensor, peer=to, tag=tag, timeout=timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Parcel:
         if self._dropped:
             self._forget()
         ticket = _native.recv(self._group, tensor.data_ptr(), tensor.nbytes, source, tag, _ms(timeout))
-        return Parcel(self, "recv", ticket, tensor, source, tag, timeout)
+        return Parcel(self, "recv", ticket, tensor, peer=source, tag=tag, timeout=timeout)
 
     def abort(self) -> None:
         if self._leave.alive:
@@ -176,7 +176,7 @@ class Shared:
         if result == _TIMEOUT and self.rank in culprits:
             return Late(f"{what}: this rank came too late, the others' wait for {who} timed out")
         if result == _TIMEOUT:
-            return Late(f"{what} timed out: it waited {timeout:g} s for {who}")
+            return Late(f"{what} timed out: it waited {timeout:g} s for {who}, and the timeout is over")
         return Aborted(f"{what}: the kernel does not let a rank read its peer's memory any more")
 
     def _named(self, ranks: Sequence[int]) -> str:
@@ -232,7 +232,7 @@ class Parcel:
     """A message under way."""
 
     def __init__(
-        self, engine: Shared, what: str, ticket: int, tensor: torch.Tensor, peer: int, tag: int, timeout: float
+        self, engine: Shared, what: str, ticket: int, tensor: torch.Tensor, *, peer: int, tag: int, timeout: float
     ) -> None:
         self.source = peer
         self._engine = engine
