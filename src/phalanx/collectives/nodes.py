@@ -18,16 +18,17 @@ import torch.distributed as dist
 
 from .bundles import Room, combine, finish, pack, pieces_of, unpack, wider
 from .causes import Causes, as_ours
-from .engine import Call, Engine, Kind, Op, Reduction, as_bytes, spread
+from .engine import ANYONE, Call, Engine, Kind, Reduction, as_bytes, spread
 from .heads import Head, check, travels
 from .neighbours import Neighbours, named
 from .plain import Message
+from .routes import chain, tree
+from .sums import Sum
 from .threaded import ENDED, Threaded
-from .trouble import Aborted
-from .wires import Wires, within
+from .trouble import Aborted, Late, PeerLost
+from .wires import OfAnyone, Wires, within
 
-PIECE = 1 << 21  # bytes that are on the wires while others are reduced and handed out
-SMALL = 1 << 16  # up to here every leader sends all that it has to every other
+PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
 HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
 
 
@@ -48,9 +49,12 @@ class Nodes(Threaded):
         self._leads = rank == self._here[0]
         self._others = [number for number in range(len(self._machines)) if number != self._mine]
         self._wires = Wires(dist.PrefixStore("wires", store), rank, size, timeout)
-        self._causes = Causes(dist.PrefixStore("causes", store), neighbours, self._named)
+        self._causes = Causes(dist.PrefixStore("causes", store), rank, neighbours, self._named)
         self._heads = [Head() for _ in self._machines] if self._leads else []
+        self._next_heads = [Head() for _ in self._heads]
+        self._coming: list[Any] = []
         self._count = 0
+        self._broken: Exception | None = None
         self._deadline = 0.0
         self._room = Room()
         self._ways = {
@@ -68,20 +72,26 @@ class Nodes(Threaded):
     # -- from rank to rank: all by wires, since gloo's and the inner engine's cannot both be asked for "anyone"
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Message:
-        with self._trouble("send", timeout):
+        with self._trouble("send to", to, timeout):
             work = self._wires.send(tensor, to, _allowed(tag))
-        return Message(work, lambda: self._trouble("send", timeout), timeout)
+        return Message(work, partial(self._trouble, "send to", to, timeout), timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Message:
-        with self._trouble("recv", timeout):
+        with self._trouble("recv from", source, timeout):
             work = self._wires.recv(tensor, source, _allowed(tag))
-        return Message(work, lambda: self._trouble("recv", timeout), timeout)
+        trouble = partial(self._trouble, "recv from", source, timeout)
+        return (
+            OfAnyone(work, trouble, timeout, lambda: self._ended)
+            if source == ANYONE
+            else Message(work, trouble, timeout)
+        )
 
     @contextlib.contextmanager
-    def _trouble(self, what: str, timeout: float) -> Iterator[None]:
+    def _trouble(self, what: str, peer: int, timeout: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            what = f"{what} {'any rank' if peer == ANYONE else self._named([peer])}"
             raise Aborted(ENDED) if self._ended else as_ours(error, what, timeout) from None
 
     # -- calls
@@ -89,13 +99,16 @@ class Nodes(Threaded):
     def close(self) -> None:
         super().close()
         self._inner.close()
-        self._wires.close()
+        self._wires.close()  # and what it still expected is forgotten
+        self._coming = []
 
     def _interrupt(self) -> None:
         self._wires.cut()
         self._inner.abort()
 
     def _do(self, call: Call) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(f"{call.kind.name.lower()}: this group has ended before: {self._broken}")
         self._deadline = time.monotonic() + call.timeout if call.timeout else 0.0
         self._count += 1
         own = call.ins if call.kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs
@@ -104,13 +117,14 @@ class Nodes(Threaded):
         try:
             way(call)
         except Exception as error:
-            if self._ended:
-                raise Aborted(ENDED) from error
             if self._leads:
                 self._wires.cut()  # so that the other leaders give up as well
-            cause = self._causes.of(error, call, self._leads)
+            cause = self._causes.of(Aborted(ENDED) if self._ended else error, call, self._leads or self._ended)
+            self._broken = cause
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
+                if not isinstance(error, PeerLost | Late):  # which they have seen themselves
+                    self._causes.heard()
             raise cause from error
 
     def _barrier(self, call: Call) -> None:
@@ -156,7 +170,7 @@ class Nodes(Threaded):
             self._wait(*[self._recv(parts[other], other) for other in self._others])
             result = self._room.like("result", piece)
             if self._leads:
-                finish(result, combine(parts, how.op), how, self.size)
+                finish(result, combine(mine, parts, how.op), how, self.size)
             self._deal(
                 [result if rank == root else result[:0] for rank in self._here],
                 piece if self.rank == root else piece[:0],
@@ -166,9 +180,7 @@ class Nodes(Threaded):
     def _broadcast(self, call: Call) -> None:
         at, pieces = self._of[call.root], pieces_of(call.outs[0].view(-1), PIECE)
         giver, heirs = (
-            _chain(self._mine, at, len(self._machines))
-            if len(pieces) > 1
-            else _tree(self._mine, at, len(self._machines))
+            chain(self._mine, at, len(self._machines)) if len(pieces) > 1 else tree(self._mine, at, len(self._machines))
         )
         inner_root = self._here.index(call.root) if self._mine == at else 0
         sends = []
@@ -276,7 +288,7 @@ class Nodes(Threaded):
         local: Sequence[torch.Tensor] = []
         if self._leads:
             result = self._room.get("result", box.numel(), out.dtype)
-            finish(result, combine(sums, how.op), how, self.size)
+            finish(result, combine(box, sums, how.op), how, self.size)
             local = result.chunk(len(self._here))
         self._within(Kind.SCATTER, local, [out])
         self._wait(*sends)
@@ -320,12 +332,18 @@ class Nodes(Threaded):
         if not self._leads:
             return []
         along = along if along is not None and travels(along) else None
-        self._heads[self._mine].write(self._count, call, along)
-        works = [self._recv(self._heads[other].tensor, other, HEAD) for other in self._others]
-        works += [self._send(self._heads[self._mine].tensor, other, HEAD) for other in self._others]
-        self._wait(*works)
-        check({self._named([ranks[0]]): head for ranks, head in zip(self._machines, self._heads, strict=True)})
-        return [head.along(along) for head in self._heads] if along is not None else []
+        heads, self._heads, coming = self._heads, self._next_heads, self._coming
+        self._next_heads = heads
+        heads[self._mine].write(self._count, call, along)
+        works = [self._send(heads[self._mine].tensor, other, HEAD) for other in self._others]
+        coming = coming or self._await_heads(heads)
+        self._coming = self._await_heads(self._heads)  # of the next call: who is ready for it gets it at once
+        self._wait(*coming, *works)
+        check(self._named, {ranks[0]: head for ranks, head in zip(self._machines, heads, strict=True)})
+        return [head.along(along) for head in heads] if along is not None else []
+
+    def _await_heads(self, heads: Sequence[Head]) -> list[Any]:
+        return [self._recv(heads[other].tensor, other, HEAD) for other in self._others]
 
     def _send(self, tensor: torch.Tensor, machine: int, tag: int = DATA) -> Any:
         return self._wires.send(tensor, self._machines[machine][0], tag) if self._leads and tensor.numel() else None
@@ -377,64 +395,8 @@ class Nodes(Threaded):
         return max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
 
 
-class Sum:
-    """What the leaders have of one piece, reduced: started here, and carried on by `reduce` and `end`."""
-
-    def __init__(self, nodes: Nodes, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]) -> None:
-        self._nodes = nodes
-        self.mine = mine  # the result in the end
-        self._op = op
-        self._works: list[Any] = []
-        self._parts = list(along)
-        self._chunks: Sequence[torch.Tensor] = ()
-        if along or not nodes._leads:
-            return
-        machines = range(len(nodes._machines))
-        if len(machines) > 2 and mine.nbytes > SMALL:  # each leader reduces a part, and then gives it to the others
-            self._chunks = mine.tensor_split(len(machines))
-            mine = self._chunks[nodes._mine]
-        self._parts = [mine if n == nodes._mine else nodes._room.like(f"sum {name} of {n}", mine) for n in machines]
-        self._works += [nodes._recv(self._parts[other], other) for other in nodes._others]
-        self._works += [nodes._send(self._chunks[other] if self._chunks else mine, other) for other in nodes._others]
-
-    def reduce(self) -> None:
-        nodes = self._nodes
-        if not nodes._leads:
-            return
-        nodes._wait(*self._works)
-        total = combine(self._parts, self._op)
-        mine = self._chunks[nodes._mine] if self._chunks else self.mine
-        if total.data_ptr() != mine.data_ptr():
-            mine.copy_(total)
-        if self._chunks:
-            self._works = [nodes._recv(self._chunks[other], other) for other in nodes._others]
-            self._works += [nodes._send(mine, other) for other in nodes._others]
-
-    def end(self) -> None:
-        if self._chunks:
-            self._nodes._wait(*self._works)
-
-
 def _reduction(call: Call) -> Reduction:
     return call.reduction or Reduction()
-
-
-def _chain(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """From which machine, to which: each gives to the next, so that a long one crosses every wire once."""
-    place = (mine - root) % count
-    return None if place == 0 else (mine - 1) % count, [(mine + 1) % count] if place < count - 1 else []
-
-
-def _tree(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """The same in fewest steps."""
-    place = (mine - root) % count
-    step = 1 << place.bit_length()  # the steps before this one have brought it here
-    heirs = []
-    while place + step < count:
-        heirs.append((place + step + root) % count)
-        step *= 2
-    giver = place - (1 << (place.bit_length() - 1)) if place else None
-    return None if giver is None else (giver + root) % count, heirs
 
 
 def _allowed(tag: int) -> int:

@@ -1,4 +1,4 @@
-"""Bytes between any two ranks of a group, wherever they are: gloo, each connection made when it is first used."""
+"""Bytes between any two ranks of a group, wherever they are, over gloo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +15,13 @@ import torch
 import torch.distributed as dist
 
 from .engine import ANYONE, as_bytes
+from .plain import Message
+from .threaded import ENDED
+from .trouble import Aborted
 
+MANY = 64  # ranks: from there on a connection is made when it is first used, and a rank that ended before is waited for
 EVER = timedelta(days=365)
+_LOOK = 0.02  # seconds
 _one_at_a_time = threading.Lock()
 
 
@@ -32,7 +39,7 @@ class Wires:
         options._timeout = within(timeout)
         with _one_at_a_time:
             before = _listening()
-            options._devices = [_device()]
+            options._devices = [_device(size >= MANY)]
             doors = [end for name, end in _listening().items() if name not in before]
         store.set(f"door of {rank}", " ".join(f"{host}|{port}" for host, port in doors))
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
@@ -73,16 +80,34 @@ class Wires:
         self._gloo = None
 
 
+class OfAnyone(Message):
+    """gloo does not give up such a message when connections end: its wait is left to a thread, and to itself."""
+
+    def __init__(self, work: Any, trouble: Callable[[], Any], timeout: float, ended: Callable[[], bool]) -> None:
+        super().__init__(work, trouble, timeout)
+        self._ended = ended
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        begun = time.monotonic()
+        while not self.done():
+            if self._ended():
+                raise Aborted(ENDED)
+            if timeout and time.monotonic() - begun > timeout:
+                return False
+            self._over.wait(_LOOK)
+        return super().wait()
+
+
 def within(timeout: float) -> timedelta:
     return timedelta(seconds=timeout) if timeout else EVER
 
 
-def _device() -> Any:
+def _device(lazy: bool) -> Any:
     # torch's own variable, which it reads itself only where it makes the device itself.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
+        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)
 
 
 def _listening() -> dict[str, tuple[str, int]]:

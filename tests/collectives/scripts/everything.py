@@ -1,8 +1,15 @@
-"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so."""
+"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
+
+python everything.py shm 1      # and then rank 1 dies
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,8 +37,8 @@ def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(count) * 3 + of * 5) % 4 + 1).to(dtype)
 
 
-def reductions(count: int) -> None:
-    for dtype in (*INTEGERS, *FLOATS):
+def reductions(count: int, *dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
         parts = torch.stack([values(of, count, dtype) for of in everyone])
         wide = parts.double() if dtype in FLOATS else parts.long()
         wants = {"SUM": wide.sum(0), "PRODUCT": wide.prod(0), "MIN": wide.amin(0), "MAX": wide.amax(0)}
@@ -39,12 +46,16 @@ def reductions(count: int) -> None:
         if dtype in INTEGERS:
             wants["BAND"], wants["BOR"], wants["BXOR"] = parts[0], parts[0], parts[0]
             for part in parts[1:]:
-                wants["BAND"], wants["BOR"], wants["BXOR"] = wants["BAND"] & part, wants["BOR"] | part, wants["BXOR"] ^ part
+                wants["BAND"], wants["BOR"], wants["BXOR"] = (
+                    wants["BAND"] & part,
+                    wants["BOR"] | part,
+                    wants["BXOR"] ^ part,
+                )
         for name, want in wants.items():
             tensor = parts[rank].clone()
             dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
             if name == "AVG" and dtype in FLOATS:
-                want = (wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size)
+                want = wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size
             same(f"all_reduce {name} {dtype}", tensor, want.to(dtype))
             tensor = parts[rank].clone()
             dist.reduce(tensor, size - 1, getattr(dist.ReduceOp, name))
@@ -60,8 +71,8 @@ def reductions(count: int) -> None:
     same("complex", tensor, torch.full((count,), complex(sum(everyone), size)))
 
 
-def moves(count: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.bool):
+def moves(count: int, *dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
         mine, alls = values(rank, count, dtype), [values(of, count, dtype) for of in everyone]
         for root in everyone:
             tensor = mine.clone()
@@ -105,9 +116,9 @@ def messages() -> None:
         for tag in (0, 1):
             same(f"tag {tag}", here[tag], torch.full((count,), float(of * 10 + tag)))
     here[0] = torch.empty(5)
-    for work in dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, torch.full((5,), float(rank)), to), dist.P2POp(dist.irecv, here[0], of)
-    ]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((5,), float(rank)), to), dist.P2POp(dist.irecv, here[0], of)]
+    ):
         work.wait()
     same("batched", here[0], torch.full((5,), float(of)))
     if rank:
@@ -153,11 +164,24 @@ def the_rest() -> None:
         torch.testing.assert_close(mine, whole.grad)
 
 
-for count in (0, 3, 20_000):
-    reductions(count)
-    moves(count)
+reductions(0, torch.float32)
+reductions(3, *INTEGERS, *FLOATS)
+reductions(20_000, torch.bfloat16)
+moves(0, torch.int64)
+moves(3, torch.bfloat16, torch.complex128, torch.bool)
+moves(20_000, torch.float32)
 messages()
 the_rest()
 dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
+if len(sys.argv) > 2:
+    last = dist.new_group(timeout=timedelta(seconds=120 if sys.argv[3] == "dies" else 2))
+    if rank == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[3] == "dies" else time.sleep(600)
+    for _ in range(2):
+        begun = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1_000_000), group=last)
+        except dist.DistBackendError as error:
+            print(f"rank {rank} after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
 dist.destroy_process_group()
