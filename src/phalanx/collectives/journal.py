@@ -24,7 +24,8 @@ _KEPT = 256  # calls of a group
 _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
 _ABOUT = ("peer", "tag", "reduction", "root")
-_WITNESS = "_phalanx_zygote.witness.witness"  # as a worker that phalanx has started knows it
+_WITNESS = "_phalanx_zygote.witness"  # as a worker that phalanx has started knows it
+_SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
 
 _numbers = itertools.count()
 _journals: weakref.WeakValueDictionary[int, Journal] = weakref.WeakValueDictionary()
@@ -116,7 +117,8 @@ class Journal:
         self._count = itertools.count(1)
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
         self._under: deque[Entry] = deque()  # started, and not seen to be over
-        self._watched = getattr(sys.modules.get(_WITNESS), "current", None) is not None
+        self._watched = _current("witness") is not None
+        self._checker = _current("checker")  # --check-collectives
         self.number = next(_numbers)
         _journals[self.number] = self
 
@@ -144,6 +146,8 @@ class Journal:
             self.enqueued = seq = next(self._count)
         if not self._watched:
             return _UNSEEN
+        if self._checker is not None and peer is None:
+            self._checker.called(self.name, op, (outs or ins) if op in _SHARED else (ins or outs), reduction, root)
         entry = Entry()
         entry.seq = seq
         entry.op = op
@@ -163,14 +167,12 @@ class Journal:
 
     def entries(self) -> list[Entry]:
         """The newest, the oldest of them first."""
-        while True:
-            try:
-                return list(self._entries)
-            except RuntimeError:  # one more just came
-                continue
+        return _copy(self._entries)
 
     def advance(self) -> int:
         """The newest collective that is over: they are done in the order of their calls."""
+        for entry in _copy(self._under):
+            entry.over()
         for entry in reversed(self.entries()):
             if entry.seq and entry.over():
                 self.completed = max(self.completed, entry.seq)
@@ -221,6 +223,18 @@ def entries() -> list[dict[str, Any]]:
                 }
             )
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
+
+
+def _copy(entries: deque[Entry]) -> list[Entry]:
+    while True:
+        try:
+            return list(entries)
+        except RuntimeError:  # one more just came
+            continue
+
+
+def _current(what: str) -> Any:
+    return getattr(sys.modules.get(f"{_WITNESS}.{what}"), "current", None)
 
 
 def _all() -> list[Journal]:

@@ -51,6 +51,7 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
      "collective", "a collective"),
     (r"torch/nn/parallel/distributed\.py$", r"_sync_\w+|_distributed_broadcast_coalesced|_verify_\w+",
      "collective", "a collective"),
+    (r"phalanx/collectives/work\.py$", r"wait\w*|result|synchronize", "work", "waiting for an operation under way"),
     (r"torch/distributed/elastic/.*store\.py$|torch/distributed/.*_?store\w*\.py$", r"get|wait|barrier|synchronize",
      "store", "waiting for a key of the store"),
     (r"torch/utils/data/dataloader\.py$", r"_try_get_data|_get_data|_shutdown_workers", "loader",
