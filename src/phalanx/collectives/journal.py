@@ -25,6 +25,7 @@ _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
 _ABOUT = ("peer", "tag", "reduction", "root")
 _WITNESS = "_phalanx_zygote.witness"  # as a worker that phalanx has started knows it
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
 
 _numbers = itertools.count()
@@ -147,7 +148,13 @@ class Journal:
         if not self._watched:
             return _UNSEEN
         if self._checker is not None and peer is None:
-            self._checker.called(self.name, op, (outs or ins) if op in _SHARED else (ins or outs), reduction, root)
+            self._checker.called(
+                self.name,
+                op,
+                (outs or ins) if op in _SHARED else (ins or outs),
+                reduction,
+                root if op in _ROOTED else None,
+            )
         entry = Entry()
         entry.seq = seq
         entry.op = op
@@ -214,15 +221,20 @@ def entries() -> list[dict[str, Any]]:
                     "is_p2p": not entry.seq,
                     "collective_seq_id": entry.seq,
                     "input_dtypes": dtypes,
-                    "input_sizes": [list(shape) for shape in entry.ins],
+                    "input_sizes": [list(shape) for shape in entry.ins or entry.outs],
                     "output_sizes": [list(shape) for shape in entry.outs],
                     "retired": entry.over(),
                     "time_created_ns": entry.at,
                     "frames": _frames(_whole(entry)),
-                    **dict(zip(_ABOUT, entry.about, strict=True)),
+                    **_about(entry),
                 }
             )
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
+
+
+def _about(entry: Entry) -> dict[str, Any]:
+    found = dict(zip(_ABOUT, entry.about, strict=True))
+    return found if entry.op in _ROOTED else {**found, "root": None}
 
 
 def _copy(entries: deque[Entry]) -> list[Entry]:
