@@ -683,7 +683,9 @@ class Attempt:
         also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
-        left = [one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time]
+        here = {one.seat.rank for one in self.workers.values()}
+        left = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
+        left = sorted(left | (here & cause.lost(death)))
         return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left)
 
     def _death(self, worker: Worker, kills: str) -> cause.Death:

@@ -19,6 +19,8 @@ _PEER_LOST = re.compile(
     r"|\b(PeerLost|Aborted): "  # collectives/trouble.py
 )
 
+_PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
+_OF_GROUP = re.compile(r" \(of this group: \d+\)")
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
 
 HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
@@ -82,7 +84,8 @@ _FRAME = re.compile(
 
 
 _TORCHS = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before each line of a traceback
-_IN_WORDS = "CollectiveMismatchError"  # its text has the places that matter
+_IN_WORDS = ("CollectiveMismatchError", "trouble.Mismatched")  # their text has the places that matter
+_UNNAMED = re.compile(r"^phalanx\.(\w+\.)*")
 
 
 def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
@@ -100,9 +103,9 @@ def read_traceback(lines: Sequence[str]) -> Report:
     told = trace.splitlines()
     for at, line in enumerate(told[1:], 1):
         if line and not line.startswith((" ", "\t")):
-            if _IN_WORDS in line.partition(":")[0]:
-                more = itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :])
-                return Report(exception="\n".join([line.removeprefix("phalanx."), *more]))
+            if line.partition(":")[0].endswith(_IN_WORDS):
+                more = list(itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :]))
+                return Report("\n".join([_UNNAMED.sub("", line), *more]), frames=() if more else _frames(trace))
             return Report(exception=line, frames=_frames(trace))
     return Report(frames=_frames(trace))
 
@@ -130,6 +133,12 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     report, death = min(candidates, key=order)
     # Stopped on its way out: it would have ended with what its exception ends with.
     return replace(death, code=report.code) if report.exception and _obeyed(death) else death
+
+
+def lost(death: Death) -> set[int]:
+    """The ranks that it says it has lost."""
+    named = _PEER_NAMED.search(_OF_GROUP.sub("", report_of(death).exception))
+    return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
 
 
 def follows(death: Death, since: float) -> bool:
@@ -197,7 +206,7 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left
         lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
     if left and _PEER_LOST.search(report.exception):
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
-        lines.append(f"  {who} had ended by then, with exit code 0: uneven data, or an early return or exit?")
+        lines.append(f"  {who} had ended by then, without an error: uneven data, or an early return or exit?")
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
     last = [*tail, *([] if report.exception else death.stderr[-10:])]  # else stderr is the traceback, told above
