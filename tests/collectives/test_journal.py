@@ -7,13 +7,15 @@ import sys
 import threading
 import types
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from phalanx.collectives import journal
-from phalanx.launch.zygote.witness import recorder
+from phalanx.collectives import journal, registration
+from phalanx.launch.zygote.witness import patience, recorder
 
 
 @pytest.fixture
@@ -184,3 +186,17 @@ def test_the_witness_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.Mo
         ["bfloat16"],
         "SUM",
     )
+
+
+def test_groups_are_patient_while_somebody_debugs() -> None:
+    registration.register()
+    store = dist.HashStore()
+    dist.init_process_group("shm", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        group: Any = dist.group.WORLD
+        patience.suspend()
+        assert group._timeout == patience.LONG.total_seconds()
+        patience.resume()
+        assert group._timeout == 7
+    finally:
+        dist.destroy_process_group()

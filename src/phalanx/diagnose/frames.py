@@ -186,6 +186,14 @@ def in_backward(frames: Sequence[Frame]) -> bool:
     return any(frame.function == "_engine_run_backward" for frame in frames)
 
 
+def in_work(frames: Sequence[Frame]) -> bool:
+    """It waits for what a group of ours does: also where torch's C++ waits for it, in a backward pass."""
+    return any(
+        frame.file.replace("\\", "/").endswith("phalanx/collectives/work.py") and frame.function == "wait"
+        for frame in frames
+    )
+
+
 def in_model(frames: Sequence[Frame]) -> bool:
     """In the forward of a DistributedDataParallel."""
     return any(

@@ -143,7 +143,7 @@ class Checker:
                 group.way = None
 
     def called(self, name: str, op: str, tensors: Any, reduction: str, root: int | None) -> None:
-        """By a group of ours, which no dispatcher sees."""
+        """By a group of ours, which no dispatcher sees. Whether its caller waits is not known: all are held back."""
         if self._off:
             return
         world = sys.modules["torch.distributed.distributed_c10d"]._world
@@ -151,7 +151,7 @@ class Checker:
         try:
             group = self._group(next(each for each, known in list(world.pg_names.items()) if known == name))
             if group is not None and group.way is not None:
-                self._judge(group, group.way, own_call(op, tensors, reduction, root), waits=False)
+                self._judge(group, group.way, own_call(op, tensors, reduction, root), waits=True)
         except mismatch.CollectiveMismatchError:
             raise
         except Exception:
