@@ -11,9 +11,10 @@ import linecache
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -39,14 +40,18 @@ def mismatch(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) 
 
 
 def _here() -> _Place | None:
-    """The innermost line of the user's own."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and _THEIRS.search(frame.f_code.co_filename):
-        frame = frame.f_back
+    """The innermost line of the user's own. In a thread of torch's or ours the main thread waits for what that does."""
+    frame = _own(sys._getframe(2)) or _own(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         return None
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     return file, line, linecache.getline(file, line, frame.f_globals).strip()[:100]
+
+
+def _own(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _THEIRS.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _exchange(own: _Place | None, store: dist.Store, rank: int, ranks: list[int]) -> dict[int, _Place]:

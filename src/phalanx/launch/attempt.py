@@ -684,8 +684,8 @@ class Attempt:
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
         here = {one.seat.rank for one in self.workers.values()}
-        left = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
-        left = sorted(left | (here & cause.lost(death)))
+        well = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
+        left = sorted(well | (here & cause.lost(death)))
         return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left)
 
     def _death(self, worker: Worker, kills: str) -> cause.Death:

@@ -189,8 +189,11 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left
     report = report_of(death)
     lines = [summary(death)]
     if report.exception:
+        more = report.exception.splitlines()[1:]
         if not report.frames:  # a refusal in words: what was seen, and what to type
-            lines.extend(report.exception.splitlines()[1:])
+            lines.extend(more)
+        elif "Mismatched: " in report.exception:  # with the line of each rank, before what C++ adds to it
+            lines.extend(itertools.takewhile(lambda line: line.startswith("  "), more))
         lines.append(f"  ended with {in_words(death.code)}")
     for file, number, name, code in report.frames:
         lines.append(f"  {file}:{number} in {name}")

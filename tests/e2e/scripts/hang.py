@@ -1,4 +1,4 @@
-"""Trains for some steps, then stands still: `hang.py KIND FOLDER [BACKEND]`. The line to be named has its kind's mark."""
+"""Trains for some steps, then stands still: hang.py KIND FOLDER [BACKEND]. The line to be named has its mark."""
 
 from __future__ import annotations
 
