@@ -35,21 +35,24 @@ FOUND = (
     ("bucket", "rank 0 called all_reduce(float32 [], SUM) where ranks 1, 2 called all_reduce(float32 [11], SUM)"),
 )
 
-# The same without being asked to, by groups of ours: what was called, and the lines.
+# The same without being asked to, by groups of ours: what was called, what that means, and the lines.
 NOTICED = (
     (
         "op",
         "ranks 0 and 2 all_reduce of 10 float32 (SUM), rank 1 broadcast of 10 float32 from rank 0",
+        r"rank 1 called broadcast at differ.py:\d+ in op where the other 2 called all_reduce at differ.py:\d+ in op",
         ["dist.all_reduce(x)", "dist.broadcast(x, 0)"],
     ),
     (
         "subgroup",
         "rank 0 reduce of 10 float32 (SUM) to rank 0, rank 2 (of this group: 1) reduce of 10 float32 (SUM) to rank 2",
+        r"roots differ in reduce #2 at differ.py:\d+ in subgroup: rank 2 has root 2, rank 0 has root 0",
         ["dist.reduce(x, rank, group=group)"],
     ),
     (
         "bucket",
         "rank 0 all_reduce of 1 float32 (SUM), ranks 1 and 2 all_reduce of 11 float32 (SUM)",
+        r"rank 0 called one more collective than the others, all_reduce #44 inside `if rank == 0` at differ.py:\d+",
         ["dist.all_reduce(loss.detach())", "loss.backward()"],
     ),
 )
@@ -87,8 +90,10 @@ def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
     assert "nobody has noticed" not in done.out
     told = TOLD.findall(done.err)
     assert len(told) == len(NOTICED), done.err
-    for (_, text), (_, expected, lines) in zip(told, NOTICED, strict=True):
-        assert f"ranks called different things: {expected}" in text.splitlines()[0]
+    for (_, text), (_, expected, means, lines) in zip(told, NOTICED, strict=True):
+        said, meant, *_ = text.splitlines()
+        assert f"ranks called different things: {expected}" in said
+        assert re.match(f"  {means}", meant), text
         assert re.findall(r"^ +ranks? [\d, ]+: \S+/differ.py:\d+\n      (.*)$", text, re.MULTILINE) == lines, text
 
 

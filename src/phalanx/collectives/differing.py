@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from phalanx.collectives.trouble import Mismatched
 
+_WITNESS = "_phalanx_zygote.witness.witness"  # of a worker that phalanx has started
 _PATIENCE = 2.0  # seconds for what the others have to say
 _THEIRS = re.compile(r"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/src/phalanx/(?!demo/|bench/scripts/)|^<frozen")
 
@@ -28,6 +29,8 @@ _Place = tuple[str, int, str]  # file, line, and its text
 
 def mismatch(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> Mismatched:
     """`text`: who called what. `names`: of the ranks that may say where, what they are called in the world."""
+    with contextlib.suppress(Exception):  # to the supervisor, before anybody ends
+        sys.modules[_WITNESS].current.differs()
     places: dict[int, _Place] = {}
     with contextlib.suppress(Exception):  # what the engine has said is enough
         places = _exchange(_here(), store, rank, list(names))

@@ -184,15 +184,29 @@ def place(death: Death) -> str:
     return "" if death.code == -signal.SIGKILL and not death.memory else in_words(death.code)
 
 
-def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left: Sequence[int] = ()) -> str:
-    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then."""
+def differs(death: Death) -> bool:
+    """Ranks called different things, and one of our own groups has noticed."""
+    return "Mismatched: " in report_of(death).exception
+
+
+def block(
+    death: Death,
+    *,
+    tail: Sequence[str],
+    folder: str,
+    also: int = 0,
+    left: Sequence[int] = (),
+    means: Sequence[str] = (),
+) -> str:
+    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then. `means`:
+    what can be said of it beside its own words."""
     report = report_of(death)
-    lines = [summary(death)]
+    lines = [summary(death), *(f"  {line}" for line in means)]
     if report.exception:
         more = report.exception.splitlines()[1:]
         if not report.frames:  # a refusal in words: what was seen, and what to type
             lines.extend(more)
-        elif "Mismatched: " in report.exception:  # with the line of each rank, before what C++ adds to it
+        elif differs(death):  # with the line of each rank, before what C++ adds to it
             lines.extend(itertools.takewhile(lambda line: line.startswith("  "), more))
         lines.append(f"  ended with {in_words(death.code)}")
     for file, number, name, code in report.frames:
