@@ -46,7 +46,7 @@ NOTICED = (
     (
         "subgroup",
         "rank 0 reduce of 10 float32 (SUM) to rank 0, rank 2 (of this group: 1) reduce of 10 float32 (SUM) to rank 2",
-        r"roots differ in reduce #2 at differ.py:\d+ in subgroup: rank 2 has root 2, rank 0 has root 0",
+        r"roots differ in reduce #2 at differ.py:\d+ in subgroup: rank 2 has root 2, the other one .rank 0. has root 0",
         ["dist.reduce(x, rank, group=group)"],
     ),
     (
