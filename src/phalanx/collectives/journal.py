@@ -10,11 +10,10 @@ import itertools
 import sys
 import time
 import weakref
-from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import CodeType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +22,6 @@ ANYONE = -1
 _KEPT = 256  # calls of a group
 _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
-_ABOUT = ("peer", "tag", "reduction", "root")
 _WITNESS = "_phalanx_zygote.witness"  # as a worker that phalanx has started knows it
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
@@ -43,16 +41,11 @@ class Pending(Protocol):
 class Entry:
     """One call. Who has made it says when it is over: `done`, or by `pending`, which is asked."""
 
-    __slots__ = ("_pending", "_under", "about", "at", "done", "dtype", "ins", "op", "outs", "seq", "site", "thread")
+    __slots__ = ("_pending", "_under", "at", "call", "done", "seq", "site")
 
     seq: int  # of the collectives of the group, from 1; 0: a message
-    op: str
-    ins: tuple[Sequence[int], ...]  # shapes
-    outs: tuple[Sequence[int], ...]
-    dtype: torch.dtype | None
-    about: tuple[Any, ...]  # _ABOUT
+    call: tuple[Any, ...]  # as _Call has it
     site: Sequence[Any]  # code and place in it, in turns, the innermost first
-    thread: int
     at: int  # nanoseconds of the epoch
     done: bool
     _under: deque[Entry]
@@ -90,6 +83,19 @@ class Entry:
         if over:
             self.done, self._pending = True, None
         return over
+
+
+class _Call(NamedTuple):
+    """Made when it is asked for: a plain tuple is faster."""
+
+    op: str
+    dtype: torch.dtype | None
+    ins: tuple[Sequence[int], ...]  # shapes
+    outs: tuple[Sequence[int], ...]
+    peer: int | None
+    tag: int | None
+    reduction: str
+    root: int | None
 
 
 class Unseen:
@@ -156,15 +162,23 @@ class Journal:
                 root if op in _ROOTED else None,
             )
         entry = Entry()
-        entry.seq = seq
-        entry.op = op
         first = ins or outs
-        entry.dtype = first[0].dtype if first else None
-        entry.ins = ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
-        entry.outs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
-        entry.about = (peer, tag, reduction, root)
-        entry.site = _near(_frame(2))
-        entry.thread = get_ident()
+        ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
+        theirs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
+        entry.call = (op, first[0].dtype if first else None, ours, theirs, peer, tag, reduction, root)
+        entry.seq = seq
+        a: Any = _frame(1)
+        try:  # the nearest frames, fast: every call comes here
+            a = a.f_back
+            b = a.f_back
+            c = b.f_back
+            d = c.f_back
+            e = d.f_back
+            entry.site = (
+                a.f_code, a.f_lasti, b.f_code, b.f_lasti, c.f_code, c.f_lasti, d.f_code, d.f_lasti, e.f_code, e.f_lasti
+            )  # fmt: skip
+        except AttributeError:  # there are not so many
+            entry.site = _site(a)
         entry.at = _clock()
         entry.done = False
         entry._under = self._under
@@ -212,29 +226,28 @@ def entries() -> list[dict[str, Any]]:
     for journal in _all():
         name = journal.name
         for entry in journal.entries():
-            dtypes = [str(entry.dtype).removeprefix("torch.")] if entry.dtype is not None else []
+            call = _Call(*entry.call)
+            dtypes = [str(call.dtype).removeprefix("torch.")] if call.dtype is not None else []
             found.append(
                 {
                     "pg_id": journal.number,
                     "process_group": [name, ""],
-                    "profiling_name": f"phalanx:{entry.op}",
+                    "profiling_name": f"phalanx:{call.op}",
                     "is_p2p": not entry.seq,
                     "collective_seq_id": entry.seq,
                     "input_dtypes": dtypes,
-                    "input_sizes": [list(shape) for shape in entry.ins or entry.outs],
-                    "output_sizes": [list(shape) for shape in entry.outs],
+                    "input_sizes": [list(shape) for shape in call.ins or call.outs],
+                    "output_sizes": [list(shape) for shape in call.outs],
                     "retired": entry.over(),
                     "time_created_ns": entry.at,
                     "frames": _frames(_whole(entry)),
-                    **_about(entry),
+                    "peer": call.peer,
+                    "tag": call.tag,
+                    "reduction": call.reduction,
+                    "root": call.root if call.op in _ROOTED else None,
                 }
             )
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
-
-
-def _about(entry: Entry) -> dict[str, Any]:
-    found = dict(zip(_ABOUT, entry.about, strict=True))
-    return found if entry.op in _ROOTED else {**found, "root": None}
 
 
 def _copy(entries: deque[Entry]) -> list[Entry]:
@@ -255,18 +268,6 @@ def _all() -> list[Journal]:
     return [journal for journal in found.values() if journal is not None]
 
 
-def _near(a: Any) -> tuple[Any, ...]:
-    """The nearest frames, fast: every call does it."""
-    try:
-        b = a.f_back
-        c = b.f_back
-        d = c.f_back
-        e = d.f_back
-        return a.f_code, a.f_lasti, b.f_code, b.f_lasti, c.f_code, c.f_lasti, d.f_code, d.f_lasti, e.f_code, e.f_lasti
-    except AttributeError:  # there are not so many
-        return _site(a)
-
-
 def _site(frame: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     while frame is not None and len(found) < 2 * _DEEP:
@@ -279,10 +280,18 @@ def _whole(entry: Entry) -> Sequence[Any]:
     """Whoever waits in it is still there, and all of its stack can be seen."""
     if entry.done or entry._pending is not None or not entry.site:
         return entry.site
-    frame = sys._current_frames().get(entry.thread)
-    while frame is not None and (frame.f_code is not entry.site[0] or frame.f_lasti != entry.site[1]):
+    near = entry.site[:4]
+    for thread in sys._current_frames().values():
+        for each in _outwards(thread):
+            if each.f_code is near[0] and each.f_lasti == near[1] and (whole := _site(each))[:4] == near:
+                return whole
+    return entry.site
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return _site(frame) if frame is not None else entry.site
 
 
 def _frames(site: Sequence[Any]) -> list[dict[str, Any]]:
