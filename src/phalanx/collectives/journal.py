@@ -34,55 +34,44 @@ _frame = sys._getframe
 
 
 class Pending(Protocol):
-    def done(self) -> bool:
-        """Asked by any thread: it waits for nothing."""
+    """`over`, where asking for `done` may take a lock or set something going: what is known without."""
+
+    def done(self) -> bool: ...
 
 
 class Entry:
     """One call. Who has made it says when it is over: `done`, or by `pending`, which is asked."""
 
-    __slots__ = ("_pending", "_under", "at", "call", "done", "seq", "site")
+    __slots__ = ("_pending", "at", "call", "done", "seq", "site")
 
     seq: int  # of the collectives of the group, from 1; 0: a message
     call: tuple[Any, ...]  # as _Call has it
     site: Sequence[Any]  # code and place in it, in turns, the innermost first
     at: int  # nanoseconds of the epoch
     done: bool
-    _under: deque[Entry]
-    _pending: Pending | None
+    _pending: Callable[[], Pending | None] | None
 
     @property
     def pending(self) -> Pending | None:
-        return self._pending
+        return self._pending() if self._pending is not None else None
 
     @pending.setter
-    def pending(self, pending: Pending | None) -> None:
-        """It goes on while who has started it may be anywhere: all of its site is kept."""
-        self._pending = pending
+    def pending(self, pending: Pending) -> None:
+        """It goes on while who has started it may be anywhere: all of its site is kept, and nothing else of it."""
+        self._pending = weakref.ref(pending)
         if self.site:
             self.site = _site(_frame(2))
-        under = self._under
-        under.append(self)
-        while under and under[0].over():  # what is over holds tensors no longer
-            try:
-                under.popleft()
-            except IndexError:  # another thread has
-                break
 
     def over(self) -> bool:
-        if self.done:
-            self._pending = None
-            return True
-        pending = self._pending
-        if pending is None:
-            return False
+        if self.done or self._pending is None:
+            return self.done
+        pending = self._pending()
         try:
-            over = pending.done()
+            known = getattr(pending, "over", None)
+            self.done = pending is None or bool(pending.done() if known is None else known)
         except Exception:  # of a group that has ended: nobody waits for it any more
-            over = True
-        if over:
-            self.done, self._pending = True, None
-        return over
+            self.done = True
+        return self.done
 
 
 class _Call(NamedTuple):
@@ -123,7 +112,6 @@ class Journal:
         self._name = name
         self._count = itertools.count(1)
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
-        self._under: deque[Entry] = deque()  # started, and not seen to be over
         self._watched = _current("witness") is not None
         self._checker = _current("checker")  # --check-collectives
         self.number = next(_numbers)
@@ -181,19 +169,20 @@ class Journal:
             entry.site = _site(a)
         entry.at = _clock()
         entry.done = False
-        entry._under = self._under
         entry._pending = None
         self._entries.append(entry)
         return entry
 
     def entries(self) -> list[Entry]:
         """The newest, the oldest of them first."""
-        return _copy(self._entries)
+        while True:
+            try:
+                return list(self._entries)
+            except RuntimeError:  # one more just came
+                continue
 
     def advance(self) -> int:
         """The newest collective that is over: they are done in the order of their calls."""
-        for entry in _copy(self._under):
-            entry.over()
         for entry in reversed(self.entries()):
             if entry.seq and entry.over():
                 self.completed = max(self.completed, entry.seq)
@@ -204,7 +193,6 @@ class Journal:
         """The group is no more: nothing of it is pending."""
         _journals.pop(self.number, None)
         self._entries.clear()
-        self._under.clear()
 
 
 def status() -> dict[str, dict[str, Any]]:
@@ -248,14 +236,6 @@ def entries() -> list[dict[str, Any]]:
                 }
             )
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
-
-
-def _copy(entries: deque[Entry]) -> list[Entry]:
-    while True:
-        try:
-            return list(entries)
-        except RuntimeError:  # one more just came
-            continue
 
 
 def _current(what: str) -> Any:
