@@ -68,12 +68,12 @@ class Shared:
         slot: int = segment.SLOT,
         direct: bool = True,  # read the memory of others, where the kernel lets all ranks
     ) -> None:
+        self.differing: Callable[[str], Mismatched] = Mismatched  # what is said where ranks called different things
         self.rank = rank
         self.size = len(pids)
         self._ranks = ranks
         self._alive: deque[tuple[int, Call]] = deque()  # what the group's thread still reads and writes
         self._first: dist.DistBackendError | None = None
-        self.differing: Callable[[str], Mismatched] = Mismatched  # what is said where ranks called different things
         self._dropped: list[tuple[int, torch.Tensor]] = []  # messages under way that nobody will wait for
         try:
             self._group = _native.join(fd, rank, self.size, slot, pids, direct, _ms(timeout))

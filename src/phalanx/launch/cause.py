@@ -16,7 +16,7 @@ _PEER_LOST = re.compile(
     r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
-    r"|\b(PeerLost|Aborted): "  # collectives/trouble.py
+    r"|\b(PeerLost|Late|Aborted): "  # of our own groups
 )
 
 _PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
