@@ -285,7 +285,7 @@ class Attempt:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's witness says unasked."""
-        if message.get("is") == "differs":
+        if message.get("is") == "differs" and name in self.workers:
             self.workers[name].differs = message
         elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
