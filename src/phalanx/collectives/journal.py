@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-ANYONE = -1
-
 _KEPT = 256  # calls of a group
 _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
@@ -135,7 +133,7 @@ class Journal:
         reduction: str = "",
         root: int | None = None,
     ) -> Entry | Unseen:
-        """Before a call. `peer`: of a message, the other rank of the group, or ANYONE. `root`: a rank of the group."""
+        """Before a call. `peer`: of a message, the other rank of the group; -1: any. `root`: a rank of the group."""
         seq = 0
         if peer is None:
             self.enqueued = seq = next(self._count)
