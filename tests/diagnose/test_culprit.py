@@ -12,7 +12,9 @@ from tests.diagnose.scene import (
     ITEM,
     LIB,
     STD,
+    WORK,
     Case,
+    backward,
     behind,
     beside,
     call,
@@ -244,6 +246,18 @@ KEPT: dict[str, Case] = {
         "leaving",
         (0,),
         ["rank 0 is in destroy_process_group at train.py:99, and does not end"],
+    ),
+    "waits for a group of ours, and spins": (
+        evidence(
+            *(
+                rank(number, [frame(WORK, 50, "wait"), *backward()], [call("all_reduce", 214, 10)], proc=process("R"))
+                for number in (0, 2, 3)
+            ),
+            behind(1, [HERE], proc=process(wchan="hrtimer_nanosleep")),
+        ),
+        "sleep",
+        (1,),
+        ["rank 1 is sleeping at train.py:33 in flush; the other 3 wait for it in all_reduce #214 (DDP, 40 B)"],
     ),
     "crashed": (
         beside(behind(1, [], ended=1)),

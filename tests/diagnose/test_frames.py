@@ -7,7 +7,7 @@ import pytest
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.source import annotate
-from tests.diagnose.scene import C10D, LIB, STD, collective, frame, process, workers
+from tests.diagnose.scene import C10D, LIB, STD, WORK, backward, collective, frame, process, workers
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,8 @@ def test_whose(file: str, mine: bool) -> None:
         (collective("destroy_process_group"), "", "leaving", True),
         (collective("new_group"), "", "new group", True),
         ([frame(LIB + "torch/distributed/rendezvous.py", 1, "x"), *collective("init_process_group")], "", "join", True),
+        ([frame(WORK, 50, "wait"), frame("a.py", 1)], "futex_do_wait", "work", True),
+        ([frame(WORK, 50, "wait"), *backward()], "futex_do_wait", "backward", True),
         (workers(), "poll_schedule_timeout", "loader", True),
         ([frame(STD + "queue.py", 171, "get"), frame("a.py", 1)], "", "lock", True),
         ([frame("a.py", 1, source="time.sleep(3)")], "", "sleep", True),

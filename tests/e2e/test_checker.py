@@ -16,19 +16,45 @@ from tests.kit.lab import Lab
 
 pytestmark = pytest.mark.xdist_group("checker")  # they share what is warm
 CHECK = ("--cpu", "--check-collectives")
+TOLD = re.compile(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", re.MULTILINE)
 SURVIVE = str(Path(__file__).parents[1] / "train" / "scripts" / "survive.py")
 
-# Who is named for what, of ranks 0 to 2, in the order of scripts/differ.py; None: it failed of something else.
+# Who is named for what, of ranks 0 to 2, as scripts/differ.py calls it; None: it failed of something else.
 FOUND = (
-    "rank 1 called broadcast where ranks 0, 2 called all_reduce (collective 41 of all ranks)",
-    "rank 2 called all_reduce(float32 [12], SUM) where ranks 0, 1 called all_reduce(float32 [10], SUM)",
-    None,
-    "rank 0 called all_reduce(int32 [10], SUM) where ranks 1, 2 called all_reduce(float32 [10], SUM)",
-    "rank 1 called barrier where ranks 0, 2 called all_reduce",
-    None,
-    "rank 2 called reduce(float32 [10], SUM, root 2) where rank 0 called reduce(float32 [10], SUM, root 0) "
-    "(collective 2 of group 1, ranks 0, 2)",
-    "rank 0 called all_reduce(float32 [], SUM) where ranks 1, 2 called all_reduce(float32 [11], SUM)",
+    ("op", "rank 1 called broadcast where ranks 0, 2 called all_reduce (collective 41 of all ranks)"),
+    ("shape", "rank 2 called all_reduce(float32 [12], SUM) where ranks 0, 1 called all_reduce(float32 [10], SUM)"),
+    ("other", None),
+    ("dtype", "rank 0 called all_reduce(int32 [10], SUM) where ranks 1, 2 called all_reduce(float32 [10], SUM)"),
+    ("skipped", "rank 1 called barrier where ranks 0, 2 called all_reduce"),
+    ("other", None),
+    (
+        "subgroup",
+        "rank 2 called reduce(float32 [10], SUM, root 2) where rank 0 called reduce(float32 [10], SUM, root 0) "
+        "(collective 2 of group 1, ranks 0, 2)",
+    ),
+    ("bucket", "rank 0 called all_reduce(float32 [], SUM) where ranks 1, 2 called all_reduce(float32 [11], SUM)"),
+)
+
+# The same without being asked to, by groups of ours: what was called, what that means, and the lines.
+NOTICED = (
+    (
+        "op",
+        "ranks 0 and 2 all_reduce of 10 float32 (SUM), rank 1 broadcast of 10 float32 from rank 0",
+        r"rank 1 called broadcast at differ.py:\d+ in op where the other 2 called all_reduce at differ.py:\d+ in op",
+        ["dist.all_reduce(x)", "dist.broadcast(x, 0)"],
+    ),
+    (
+        "subgroup",
+        "rank 0 reduce of 10 float32 (SUM) to rank 0, rank 2 (of this group: 1) reduce of 10 float32 (SUM) to rank 2",
+        r"roots differ in reduce #2 at differ.py:\d+ in subgroup: rank 2 has root 2, the other one .rank 0. has root 0",
+        ["dist.reduce(x, rank, group=group)"],
+    ),
+    (
+        "bucket",
+        "rank 0 all_reduce of 1 float32 (SUM), ranks 1 and 2 all_reduce of 11 float32 (SUM)",
+        r"rank 0 called one more collective than the others, all_reduce #44 inside `if rank == 0` at differ.py:\d+",
+        ["dist.all_reduce(loss.detach())", "loss.backward()"],
+    ),
 )
 
 
@@ -40,12 +66,13 @@ def warm() -> Iterator[dict[str, str | None]]:
 
 def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]) -> None:
     times = ("--max-restarts", str(len(FOUND) - 1))
-    done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), env=warm, timeout=120)
+    kinds = ",".join(kind for kind, _ in FOUND)
+    done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), kinds, "gloo,shm", env=warm, timeout=120)
     assert done.code == 1
     assert "nobody has noticed" not in done.out
-    told = re.findall(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", done.err, re.MULTILINE)
+    told = TOLD.findall(done.err)
     assert len(told) == len(FOUND), done.err
-    for (_, text), expected in zip(told, FOUND, strict=True):
+    for (_, text), (_, expected) in zip(told, FOUND, strict=True):
         assert text.startswith(f"CollectiveMismatchError: {expected}" if expected else "ValueError"), text
     # Told by the one that is wrong, with the lines of both.
     rank, text = told[0]
@@ -54,6 +81,20 @@ def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]
     both += r"  ranks 0, 2: all_reduce\(float32 \[10\], SUM\) at \S+/differ.py:\d+\n      dist.all_reduce\(x\)\n"
     assert re.search(both, text), text
     assert "loss.backward()" in told[7][1]  # what DDP calls in C++
+
+
+def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
+    words = ("--max-restarts", str(len(NOTICED) - 1), script("differ.py"), ",".join(kind for kind, *_ in NOTICED))
+    done = phalanx("run", "-g", "3", "--cpu", *words, "shm", env=warm, timeout=120)
+    assert done.code == 1
+    assert "nobody has noticed" not in done.out
+    told = TOLD.findall(done.err)
+    assert len(told) == len(NOTICED), done.err
+    for (_, text), (_, expected, means, lines) in zip(told, NOTICED, strict=True):
+        said, meant, *_ = text.splitlines()
+        assert f"ranks called different things: {expected}" in said
+        assert re.match(f"  {means}", meant), text
+        assert re.findall(r"^ +ranks? [\d, ]+: \S+/differ.py:\d+\n      (.*)$", text, re.MULTILINE) == lines, text
 
 
 def test_healthy_ranks_get_the_same_from_every_collective(warm: dict[str, str | None], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from phalanx.launch.cause import Death, block, first_cause, in_words, read_error_file, read_traceback, report_of
+from phalanx.launch.cause import Death, block, first_cause, in_words, lost, read_error_file, read_traceback, report_of
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
 
@@ -49,9 +49,37 @@ def test_first_cause(deaths: list[Death], rank: int) -> None:
 
 def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
     lost = Death(0, 1, 9.9, error=error(LOST, 9.9))
-    assert "rank 2 had ended by then, with exit code 0" in block(lost, tail=(), folder="x", left=[2])
+    assert "rank 2 had ended by then, without an error" in block(lost, tail=(), folder="x", left=[2])
     assert "had ended" not in block(lost, tail=(), folder="x")
     assert "had ended" not in block(Death(0, 1, 9.9, error=error("ValueError: x", 9.9)), tail=(), folder="x", left=[2])
+
+
+OURS = "PeerLost: all_reduce: peer lost, {} ended"
+
+
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [("rank 2 has", {2}), ("ranks 1, 2 and 13 have", {1, 2, 13}), ("rank 6 (of this group: 2) has", {6})],
+)
+def test_whom_our_own_groups_have_lost(who: str, ranks: set[int]) -> None:
+    death = Death(0, 1, 9.9, error=error(OURS.format(who), 9.9))
+    assert lost(death) == ranks
+    found = first_cause([death, Death(6, -9, 10.0)])
+    assert found is not None
+    assert found.rank == 6
+
+
+def test_ranks_that_differ_are_told_with_their_lines() -> None:
+    text = "ranks called different things: rank 0 all_reduce of 4 float32 (SUM), rank 1 barrier"
+    trace = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 3, in <module>',
+        f"phalanx.collectives.trouble.Mismatched: {text}",
+    ]
+    assert read_traceback(trace).frames
+    placed = read_traceback([*trace, "  rank 0: x.py:3", "      dist.all_reduce(x)", "[rank0]: more"])
+    assert placed.exception == f"Mismatched: {text}\n  rank 0: x.py:3\n      dist.all_reduce(x)"
+    assert not placed.frames
 
 
 def test_sizes_that_do_not_fit() -> None:

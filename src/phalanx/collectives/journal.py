@@ -10,21 +10,19 @@ import itertools
 import sys
 import time
 import weakref
-from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import CodeType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
-
-ANYONE = -1
 
 _KEPT = 256  # calls of a group
 _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
-_ABOUT = ("peer", "tag", "reduction", "root")
-_WITNESS = "_phalanx_zygote.witness.witness"  # as a worker that phalanx has started knows it
+_WITNESS = "_phalanx_zygote.witness"  # as a worker that phalanx has started knows it
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+_SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
 
 _numbers = itertools.count()
 _journals: weakref.WeakValueDictionary[int, Journal] = weakref.WeakValueDictionary()
@@ -34,60 +32,57 @@ _frame = sys._getframe
 
 
 class Pending(Protocol):
-    def done(self) -> bool:
-        """Asked by any thread: it waits for nothing."""
+    """`over`, where asking for `done` may take a lock or set something going: what is known without."""
+
+    def done(self) -> bool: ...
 
 
 class Entry:
     """One call. Who has made it says when it is over: `done`, or by `pending`, which is asked."""
 
-    __slots__ = ("_pending", "_under", "about", "at", "done", "dtype", "ins", "op", "outs", "seq", "site", "thread")
+    __slots__ = ("_pending", "at", "call", "done", "seq", "site")
 
     seq: int  # of the collectives of the group, from 1; 0: a message
-    op: str
-    ins: tuple[Sequence[int], ...]  # shapes
-    outs: tuple[Sequence[int], ...]
-    dtype: torch.dtype | None
-    about: tuple[Any, ...]  # _ABOUT
+    call: tuple[Any, ...]  # as _Call has it
     site: Sequence[Any]  # code and place in it, in turns, the innermost first
-    thread: int
     at: int  # nanoseconds of the epoch
     done: bool
-    _under: deque[Entry]
-    _pending: Pending | None
+    _pending: Callable[[], Pending | None] | None
 
     @property
     def pending(self) -> Pending | None:
-        return self._pending
+        return self._pending() if self._pending is not None else None
 
     @pending.setter
-    def pending(self, pending: Pending | None) -> None:
-        """It goes on while who has started it may be anywhere: all of its site is kept."""
-        self._pending = pending
+    def pending(self, pending: Pending) -> None:
+        """It goes on while who has started it may be anywhere: all of its site is kept, and nothing else of it."""
+        self._pending = weakref.ref(pending)
         if self.site:
             self.site = _site(_frame(2))
-        under = self._under
-        under.append(self)
-        while under and under[0].over():  # what is over holds tensors no longer
-            try:
-                under.popleft()
-            except IndexError:  # another thread has
-                break
 
     def over(self) -> bool:
-        if self.done:
-            self._pending = None
-            return True
-        pending = self._pending
-        if pending is None:
-            return False
+        if self.done or self._pending is None:
+            return self.done
+        pending = self._pending()
         try:
-            over = pending.done()
+            known = getattr(pending, "over", None)
+            self.done = pending is None or bool(pending.done() if known is None else known)
         except Exception:  # of a group that has ended: nobody waits for it any more
-            over = True
-        if over:
-            self.done, self._pending = True, None
-        return over
+            self.done = True
+        return self.done
+
+
+class _Call(NamedTuple):
+    """Made when it is asked for: a plain tuple is faster."""
+
+    op: str
+    dtype: torch.dtype | None
+    ins: tuple[Sequence[int], ...]  # shapes
+    outs: tuple[Sequence[int], ...]
+    peer: int | None
+    tag: int | None
+    reduction: str
+    root: int | None
 
 
 class Unseen:
@@ -115,8 +110,8 @@ class Journal:
         self._name = name
         self._count = itertools.count(1)
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
-        self._under: deque[Entry] = deque()  # started, and not seen to be over
-        self._watched = getattr(sys.modules.get(_WITNESS), "current", None) is not None
+        self._watched = _current("witness") is not None
+        self._checker = _current("checker")  # --check-collectives
         self.number = next(_numbers)
         _journals[self.number] = self
 
@@ -138,25 +133,40 @@ class Journal:
         reduction: str = "",
         root: int | None = None,
     ) -> Entry | Unseen:
-        """Before a call. `peer`: of a message, the other rank of the group, or ANYONE. `root`: a rank of the group."""
+        """Before a call. `peer`: of a message, the other rank of the group; -1: any. `root`: a rank of the group."""
         seq = 0
         if peer is None:
             self.enqueued = seq = next(self._count)
         if not self._watched:
             return _UNSEEN
+        if self._checker is not None and peer is None:
+            self._checker.called(
+                self.name,
+                op,
+                (outs or ins) if op in _SHARED else (ins or outs),
+                reduction,
+                root if op in _ROOTED else None,
+            )
         entry = Entry()
-        entry.seq = seq
-        entry.op = op
         first = ins or outs
-        entry.dtype = first[0].dtype if first else None
-        entry.ins = ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
-        entry.outs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
-        entry.about = (peer, tag, reduction, root)
-        entry.site = _near(_frame(2))
-        entry.thread = get_ident()
+        ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
+        theirs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
+        entry.call = (op, first[0].dtype if first else None, ours, theirs, peer, tag, reduction, root)
+        entry.seq = seq
+        a: Any = _frame(1)
+        try:  # the nearest frames, fast: every call comes here
+            a = a.f_back
+            b = a.f_back
+            c = b.f_back
+            d = c.f_back
+            e = d.f_back
+            entry.site = (
+                a.f_code, a.f_lasti, b.f_code, b.f_lasti, c.f_code, c.f_lasti, d.f_code, d.f_lasti, e.f_code, e.f_lasti
+            )  # fmt: skip
+        except AttributeError:  # there are not so many
+            entry.site = _site(a)
         entry.at = _clock()
         entry.done = False
-        entry._under = self._under
         entry._pending = None
         self._entries.append(entry)
         return entry
@@ -181,7 +191,6 @@ class Journal:
         """The group is no more: nothing of it is pending."""
         _journals.pop(self.number, None)
         self._entries.clear()
-        self._under.clear()
 
 
 def status() -> dict[str, dict[str, Any]]:
@@ -203,42 +212,38 @@ def entries() -> list[dict[str, Any]]:
     for journal in _all():
         name = journal.name
         for entry in journal.entries():
-            dtypes = [str(entry.dtype).removeprefix("torch.")] if entry.dtype is not None else []
+            call = _Call(*entry.call)
+            dtypes = [str(call.dtype).removeprefix("torch.")] if call.dtype is not None else []
             found.append(
                 {
                     "pg_id": journal.number,
                     "process_group": [name, ""],
-                    "profiling_name": f"phalanx:{entry.op}",
+                    "profiling_name": f"phalanx:{call.op}",
                     "is_p2p": not entry.seq,
                     "collective_seq_id": entry.seq,
                     "input_dtypes": dtypes,
-                    "input_sizes": [list(shape) for shape in entry.ins],
-                    "output_sizes": [list(shape) for shape in entry.outs],
+                    "input_sizes": [list(shape) for shape in call.ins or call.outs],
+                    "output_sizes": [list(shape) for shape in call.outs],
                     "retired": entry.over(),
                     "time_created_ns": entry.at,
                     "frames": _frames(_whole(entry)),
-                    **dict(zip(_ABOUT, entry.about, strict=True)),
+                    "peer": call.peer,
+                    "tag": call.tag,
+                    "reduction": call.reduction,
+                    "root": call.root if call.op in _ROOTED else None,
                 }
             )
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
+
+
+def _current(what: str) -> Any:
+    return getattr(sys.modules.get(f"{_WITNESS}.{what}"), "current", None)
 
 
 def _all() -> list[Journal]:
     """Those that nobody has let go of, as they were made."""
     found = {number: _journals.get(number) for number in sorted(_journals.keys())}
     return [journal for journal in found.values() if journal is not None]
-
-
-def _near(a: Any) -> tuple[Any, ...]:
-    """The nearest frames, fast: every call does it."""
-    try:
-        b = a.f_back
-        c = b.f_back
-        d = c.f_back
-        e = d.f_back
-        return a.f_code, a.f_lasti, b.f_code, b.f_lasti, c.f_code, c.f_lasti, d.f_code, d.f_lasti, e.f_code, e.f_lasti
-    except AttributeError:  # there are not so many
-        return _site(a)
 
 
 def _site(frame: Any) -> tuple[Any, ...]:
@@ -253,10 +258,18 @@ def _whole(entry: Entry) -> Sequence[Any]:
     """Whoever waits in it is still there, and all of its stack can be seen."""
     if entry.done or entry._pending is not None or not entry.site:
         return entry.site
-    frame = sys._current_frames().get(entry.thread)
-    while frame is not None and (frame.f_code is not entry.site[0] or frame.f_lasti != entry.site[1]):
+    near = entry.site[:4]
+    for thread in sys._current_frames().values():
+        for each in _outwards(thread):
+            if each.f_code is near[0] and each.f_lasti == near[1] and (whole := _site(each))[:4] == near:
+                return whole
+    return entry.site
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return _site(frame) if frame is not None else entry.site
 
 
 def _frames(site: Sequence[Any]) -> list[dict[str, Any]]:

@@ -262,6 +262,11 @@ class Parcel:
         self._timeout = timeout
         self._looking = threading.Lock()
 
+    @property
+    def over(self) -> bool:
+        """As far as is known: for who looks on, and must not wait (journal.py)."""
+        return self._tensor is None
+
     def done(self) -> bool:
         with self._looking:
             if self._tensor is not None:

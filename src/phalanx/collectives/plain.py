@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from . import differing
 from .engine import ANYONE, Call, Kind, Op, Reduction, as_bytes, spread
 from .threaded import Task, Threaded
-from .trouble import Aborted, Late, Mismatched, PeerLost
+from .trouble import Aborted, Late, PeerLost
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FOREVER = 366 * 86400.0  # gloo knows no "for ever"
@@ -27,6 +28,7 @@ class Plain(Threaded):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self._ranks = tuple(ranks) or tuple(range(size))
+        self._store = store
         self._gloo: Any = c10d.ProcessGroupGloo(dist.PrefixStore("plain/", store), rank, size, timeout=timeout)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Task:
@@ -117,7 +119,8 @@ class Plain(Threaded):
         rows = [row.tolist() for row in heard]
         if not _agreed(rows, self.size):
             told = [f"rank {self._ranks[rank]} {_called(row)}" for rank, row in enumerate(rows)]
-            raise Mismatched(f"ranks called different things: {', '.join(told)}")
+            text = f"ranks called different things: {', '.join(told)}"
+            raise differing.mismatch(text, self._store, self.rank, dict(enumerate(self._ranks)))
 
     def _swap(self, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], timeout: float) -> None:
         """To each rank its own, from each rank what it has for us."""

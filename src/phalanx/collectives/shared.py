@@ -6,12 +6,12 @@ import errno
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import _native, segment
+from phalanx.collectives import _native, differing, segment
 from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
 from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
 
@@ -46,9 +46,12 @@ def join(store: dist.Store, rank: int, here: Sequence[int], ranks: Sequence[int]
     """`rank` of a group, `here` those of it on this machine, `ranks` what the latter are called in the world."""
     fd, pids = segment.make(store, rank, here, timeout)
     try:
-        return Shared(fd, here.index(rank), pids, ranks, timeout)
+        engine = Shared(fd, here.index(rank), pids, ranks, timeout)
     finally:
         os.close(fd)
+    names = dict(zip(here, ranks, strict=True))
+    engine.differing = lambda text: differing.mismatch(text, store, rank, names)
+    return engine
 
 
 class Shared:
@@ -65,6 +68,7 @@ class Shared:
         slot: int = segment.SLOT,
         direct: bool = True,  # read the memory of others, where the kernel lets all ranks
     ) -> None:
+        self.differing: Callable[[str], Mismatched] = Mismatched  # what is said where ranks called different things
         self.rank = rank
         self.size = len(pids)
         self._ranks = ranks
@@ -166,7 +170,7 @@ class Shared:
 
     def _explained(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
         if result == _MISMATCH:
-            return Mismatched(self._differences())
+            return self.differing(self._differences())
         if result == _ABORTED:
             return Aborted(f"{what}: the process group was aborted")
         culprits = _native.culprits(self._group)

@@ -51,6 +51,8 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
      "collective", "a collective"),
     (r"torch/nn/parallel/distributed\.py$", r"_sync_\w+|_distributed_broadcast_coalesced|_verify_\w+",
      "collective", "a collective"),
+    (r"phalanx/collectives/(work|threaded)\.py$", r"wait|result|synchronize|settle|_work", "work",
+     "waiting for an operation under way"),
     (r"torch/distributed/elastic/.*store\.py$|torch/distributed/.*_?store\w*\.py$", r"get|wait|barrier|synchronize",
      "store", "waiting for a key of the store"),
     (r"torch/utils/data/dataloader\.py$", r"_try_get_data|_get_data|_shutdown_workers", "loader",
@@ -183,6 +185,14 @@ def in_data(frames: Sequence[Frame]) -> bool:
 
 def in_backward(frames: Sequence[Frame]) -> bool:
     return any(frame.function == "_engine_run_backward" for frame in frames)
+
+
+def in_work(frames: Sequence[Frame]) -> bool:
+    """It waits for what a group of ours does: also where torch's C++ waits for it, in a backward pass."""
+    return any(
+        frame.file.replace("\\", "/").endswith("phalanx/collectives/work.py") and frame.function == "wait"
+        for frame in frames
+    )
 
 
 def in_model(frames: Sequence[Frame]) -> bool:

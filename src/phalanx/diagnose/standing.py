@@ -159,6 +159,8 @@ def _waits_in(standing: Standing) -> Call | None:
         return wanted[-1] if wanted else _seen(rank, act)
     if not undone:
         return None
+    if frames.in_work(stack):  # however it waits: MPI spins
+        return undone[-1]
     if act.shown and act.what not in ("backward", "cuda"):
         return None
     if "nccl" in backend(rank, undone[-1].group):

@@ -16,7 +16,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
-from phalanx.launch import cause, zygotes
+from phalanx.launch import cause, differing, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.line import Line
@@ -58,6 +58,7 @@ class Worker:
     samples: int = -1  # of its own, as far as it has told
     sampled: float = 0.0  # when it did
     witness: Witness | None = None
+    differs: wire.Message | None = None  # what it has called, told when others called something else
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,9 @@ class Attempt:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's witness says unasked."""
-        if self._stage.witnessed is not None:
+        if message.get("is") == "differs" and name in self.workers:
+            self.workers[name].differs = message
+        elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
         else:
             for fd in fds:
@@ -683,8 +686,12 @@ class Attempt:
         also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
-        left = [one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time]
-        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left)
+        here = {one.seat.rank for one in self.workers.values()}
+        well = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
+        left = sorted(well | (here & cause.lost(death)))
+        told = {one.seat.rank: one.differs for one in self.workers.values() if one.differs is not None}
+        means = differing.words(told) if cause.differs(death) else ()
+        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left, means=means)
 
     def _death(self, worker: Worker, kills: str) -> cause.Death:
         error = ""

@@ -16,8 +16,11 @@ _PEER_LOST = re.compile(
     r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
+    r"|\b(PeerLost|Late|Aborted): "  # of our own groups
 )
 
+_PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
+_OF_GROUP = re.compile(r" \(of this group: \d+\)")
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
 
 HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
@@ -81,7 +84,8 @@ _FRAME = re.compile(
 
 
 _TORCHS = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before each line of a traceback
-_IN_WORDS = "CollectiveMismatchError"  # its text has the places that matter
+_IN_WORDS = ("CollectiveMismatchError", "trouble.Mismatched")  # their text has the places that matter
+_UNNAMED = re.compile(r"^phalanx\.(\w+\.)*")
 
 
 def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
@@ -99,9 +103,9 @@ def read_traceback(lines: Sequence[str]) -> Report:
     told = trace.splitlines()
     for at, line in enumerate(told[1:], 1):
         if line and not line.startswith((" ", "\t")):
-            if _IN_WORDS in line.partition(":")[0]:
-                more = itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :])
-                return Report(exception="\n".join([line.removeprefix("phalanx."), *more]))
+            if line.partition(":")[0].endswith(_IN_WORDS):
+                more = list(itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :]))
+                return Report("\n".join([_UNNAMED.sub("", line), *more]), frames=() if more else _frames(trace))
             return Report(exception=line, frames=_frames(trace))
     return Report(frames=_frames(trace))
 
@@ -129,6 +133,12 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     report, death = min(candidates, key=order)
     # Stopped on its way out: it would have ended with what its exception ends with.
     return replace(death, code=report.code) if report.exception and _obeyed(death) else death
+
+
+def lost(death: Death) -> set[int]:
+    """The ranks that it says it has lost."""
+    named = _PEER_NAMED.search(_OF_GROUP.sub("", report_of(death).exception))
+    return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
 
 
 def follows(death: Death, since: float) -> bool:
@@ -174,13 +184,30 @@ def place(death: Death) -> str:
     return "" if death.code == -signal.SIGKILL and not death.memory else in_words(death.code)
 
 
-def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left: Sequence[int] = ()) -> str:
-    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then."""
+def differs(death: Death) -> bool:
+    """Ranks called different things, and one of our own groups has noticed."""
+    return "Mismatched: " in report_of(death).exception
+
+
+def block(
+    death: Death,
+    *,
+    tail: Sequence[str],
+    folder: str,
+    also: int = 0,
+    left: Sequence[int] = (),
+    means: Sequence[str] = (),
+) -> str:
+    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then. `means`:
+    what can be said of it beside its own words."""
     report = report_of(death)
-    lines = [summary(death)]
+    lines = [summary(death), *(f"  {line}" for line in means)]
     if report.exception:
+        more = report.exception.splitlines()[1:]
         if not report.frames:  # a refusal in words: what was seen, and what to type
-            lines.extend(report.exception.splitlines()[1:])
+            lines.extend(more)
+        elif differs(death):  # with the line of each rank, before what C++ adds to it
+            lines.extend(itertools.takewhile(lambda line: line.startswith("  "), more))
         lines.append(f"  ended with {in_words(death.code)}")
     for file, number, name, code in report.frames:
         lines.append(f"  {file}:{number} in {name}")
@@ -196,7 +223,7 @@ def block(death: Death, *, tail: Sequence[str], folder: str, also: int = 0, left
         lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
     if left and _PEER_LOST.search(report.exception):
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
-        lines.append(f"  {who} had ended by then, with exit code 0: uneven data, or an early return or exit?")
+        lines.append(f"  {who} had ended by then, without an error: uneven data, or an early return or exit?")
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
     last = [*tail, *([] if report.exception else death.stderr[-10:])]  # else stderr is the traceback, told above

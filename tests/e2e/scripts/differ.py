@@ -1,4 +1,4 @@
-"""Each attempt, or the one that is named, goes wrong in another way."""
+"""Each attempt goes wrong in another way: differ.py [KINDS [BACKENDS]], with commas between them, used in turns."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.collectives import registration
 
 
 def op(x):
@@ -51,12 +53,14 @@ def other(x):
     raise ValueError("something else")
 
 
-kinds = (op, shape, other, dtype, skipped, other, subgroup, bucket)
-dist.init_process_group("gloo")
+registration.register()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+kinds, backends = (words.split(",") for words in (*sys.argv[1:], "op", "gloo")[:2])
+dist.init_process_group(backends[attempt % len(backends)])
 rank = dist.get_rank()
 for _ in range(40):  # more than are remembered
     dist.all_reduce(torch.ones(10))
-kind = globals()[sys.argv[1]] if len(sys.argv) > 1 else kinds[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+kind = globals()[kinds[attempt % len(kinds)]]
 print(f"this is {kind.__name__}", flush=True)
 kind(torch.ones(10))
 print("nobody has noticed", flush=True)

@@ -1,4 +1,4 @@
-"""Trains for some steps, then stands still: `hang.py KIND FOLDER`. The line to be named has the mark of its kind."""
+"""Trains for some steps, then stands still: hang.py KIND FOLDER [BACKEND]. The line to be named has its mark."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from phalanx.collectives import registration
+
 STEPS = 6
 LONG = 4.0  # seconds that a healthy one takes
 kind = sys.argv[1]
 folder = tempfile.tempdir = sys.argv[2]  # a killed rank cannot remove what multiprocessing has made
+backend = sys.argv[3] if len(sys.argv) > 3 else "gloo"
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 last = rank == size - 1
 locked = threading.Lock()
@@ -272,7 +275,9 @@ def once() -> None:
 def main() -> None:
     if kind == "absent" and last:
         return
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    if backend == "shm":
+        registration.register()
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
     if kind in ("data", "loader"):
         from_loader()
     elif kind in ("uneven", "evaluate", "loop", "healthy", "once"):

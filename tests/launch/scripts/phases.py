@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from phalanx.collectives import registration
+
 FOLDER = pathlib.Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
 WITNESS = sys.modules["_phalanx_zygote.witness.witness"].current
@@ -88,6 +90,23 @@ with stay("bucket", "collective", "all_reduce"):
 with stay("work", "collective", "broadcast"):
     late("work")
     dist.broadcast(tensor, 1, async_op=True).wait()
+
+# The same with a group of ours, which torch does not record.
+registration.register()
+shm = dist.new_group(backend="shm")
+dist.all_reduce(tensor, group=shm)
+with stay("shm reduced", "collective", "all_reduce"):
+    late("shm reduced")
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=shm)
+with stay("shm work", "collective", "broadcast"):
+    late("shm work")
+    dist.broadcast(tensor, 1, group=shm, async_op=True).wait()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), process_group=shm)
+for _ in range(2):  # in the second DDP lays out its buckets anew
+    model(tensor).sum().backward()
+with stay("shm bucket", "collective", "all_reduce"):
+    late("shm bucket")
+    model(tensor).sum().backward()
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -8,6 +8,7 @@ import time
 import traceback
 from typing import Any
 
+_GROUPS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "collectives", "")
 _THEIRS = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
 
 
@@ -18,6 +19,8 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         if os.path.exists(path) and os.path.getsize(path):
             return  # torch's own @record has been here
         frames = traceback.extract_tb(trace)
+        while frames and frames[-1].filename.startswith(_GROUPS):  # where a wait was given up is of no interest
+            frames.pop()
         text = f"{kind.__name__}: {value}"
         story = "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is of no interest

@@ -20,16 +20,18 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from . import mismatch
-from .fingerprint import CALLS, Call, Reader, describe, fingerprint
+from .fingerprint import CALLS, Call, Reader, describe, fingerprint, own_call
 from .ledger import Ledger
 from .ways import WAIT, Afar, Nearby, Way
 
 _MOST = 4096  # of what is remembered
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("join", "launch", "train"))
+_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("collectives", "join", "launch", "train"))
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _kept: list[Any] = []
+
+current: Checker | None = None  # of this process
 
 
 def begin(ledger: Ledger, slot: int) -> None:
@@ -74,7 +76,8 @@ def _lay(ledger: Ledger, slot: int) -> None:
     torch: Any = sys.modules["torch"]
     if not torch.distributed.is_available():
         return
-    checker = Checker(ledger, slot)
+    global current
+    checker = current = Checker(ledger, slot)
     library = torch.library.Library("c10d", "IMPL")
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     for name in CALLS:
@@ -139,8 +142,26 @@ class Checker:
             if group is not None:
                 group.way = None
 
+    def called(self, name: str, op: str, tensors: Any, reduction: str, root: int | None) -> None:
+        """By a group of ours, which no dispatcher sees. Whether its caller waits is not known: all are held back."""
+        if self._off:
+            return
+        world = sys.modules["torch.distributed.distributed_c10d"]._world
+        group = None
+        try:
+            group = self._group(next(each for each, known in list(world.pg_names.items()) if known == name))
+            if group is not None and group.way is not None:
+                self._judge(group, group.way, own_call(op, tensors, reduction, root), waits=True)
+        except mismatch.CollectiveMismatchError:
+            raise
+        except Exception:
+            if group is not None:
+                group.way = None
+
     def _compare(self, group: Group, way: Way, reader: Reader, args: tuple[Any, ...]) -> None:
-        call = reader.call(args)
+        self._judge(group, way, reader.call(args), waits=reader.waits(args))
+
+    def _judge(self, group: Group, way: Way, call: Call, *, waits: bool) -> None:
         if call.root >= 0:
             call = call._replace(root=group.ranks[call.root])  # as everybody knows it
         known = self._calls.get(call)
@@ -150,7 +171,7 @@ class Checker:
             known = self._calls[call] = (fingerprint(call), describe(call).encode())
         mark, text = known
         group.number += 1
-        sides = way.compare(group.number, mark, text[:200] + b"\0" + self._site(), waits=reader.waits(args))
+        sides = way.compare(group.number, mark, text[:200] + b"\0" + self._site(), waits=waits)
         if sides:
             loud = mismatch.loud(sides)
             if loud == group.own or not way.hold(loud):
@@ -158,7 +179,7 @@ class Checker:
 
     def _site(self) -> bytes:
         """File, line and text of the user's own line."""
-        frame: Any = sys._getframe(3)
+        frame: Any = sys._getframe(4)
         bottom: Any = None  # the last of all
         outer: Any = None  # the last of torch
         while frame is not None and self._is_foreign(frame.f_code.co_filename):

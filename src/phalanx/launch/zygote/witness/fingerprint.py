@@ -72,6 +72,17 @@ class Reader:
         )
 
 
+def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> Call:
+    """Of a group of ours."""
+    return Call(
+        op,
+        tensors[0].dtype if tensors else None,
+        tuple([tensor.shape for tensor in tensors]),
+        _REDUCTIONS.index(reduction) if reduction in _REDUCTIONS else -1,
+        -1 if root is None else root,
+    )
+
+
 def fingerprint(call: Call) -> int:
     """The same in every process. Not of the shapes: ten numbers are ten numbers, however they are laid out."""
     sizes = [_product(shape) for shape in call.shapes] if call.op not in _SIZES_DIFFER else []

@@ -44,6 +44,8 @@ def _patient() -> list[Any]:
 
 
 def _time(one: Any) -> timedelta:
+    if isinstance(seconds := getattr(one, "_timeout", None), float):  # a group of ours
+        return timedelta(seconds=seconds)
     found: timedelta = one.options._timeout if hasattr(one, "_set_default_timeout") else one.timeout
     return found
 

@@ -62,6 +62,8 @@ _OURS = (
     ("train/snapshot/", "checkpoint"),
     ("join/group.py", "collective"),
     ("join/", "join"),
+    ("collectives/group.py", "collective"),
+    ("collectives/work.py", "collective"),
 )
 
 _FUNCTION = 1  # inspect.CO_OPTIMIZED: neither a module's lines nor a class's
@@ -96,7 +98,8 @@ def kind(code: CodeType) -> Kind:
     if file.startswith(_PHALANX):
         path = file[len(_PHALANX) :]
         own = path.startswith(("demo/", "bench/scripts/"))
-        return Kind("" if own else _first(_OURS, path), own, False, False, name == "<module>")
+        joins = path.startswith("collectives/") and name == "__init__"  # torch's own frame says so
+        return Kind("" if own or joins else _first(_OURS, path), own, False, False, name == "<module>")
     for folder in _INSTALLED:
         _, found, path = file.rpartition(folder)
         if found:

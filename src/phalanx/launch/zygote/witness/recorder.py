@@ -1,7 +1,8 @@
 """What torch knows of this process: how far each group is, the newest collectives, what the main thread waits in.
 
 From torch's flight recorders, one for NCCL and one for all others. They have a lock of their own that is never held by
-one who waits for Python's, so that they can be asked while a collective hangs.
+one who waits for Python's, so that they can be asked while a collective hangs. Groups of ours they do not see: those
+have a journal, which has no lock at all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _DEEP = 24  # frames of a call
 _C10D = "torch._C._distributed_c10d"
 _WORLD = "torch.distributed.distributed_c10d"
 _FILE = "torch/distributed/distributed_c10d.py"
-_RECORDERS = ("fr", "nccl")
+_JOURNAL = "phalanx.collectives.journal"
+_RECORDERS = ("fr", "nccl", "phalanx")
 _QUIET = 0.25  # seconds: NCCL's watchdog looks ten times a second
 _SELDOM = 400  # times as long as it took, before all that is recorded is read again for the names of groups
 
@@ -72,9 +74,11 @@ def groups() -> list[dict[str, Any]]:
     found = []
     for recorder in _RECORDERS:
         status = _ask(recorder, collectives=False).get("pg_status", {})
-        for number in status:
+        for number, one in status.items():
+            if "name" in one:
+                _known[recorder, number] = str(one["name"])
             # What was recorded by others than NCCL can be read at any time.
-            if recorder != "nccl" and (recorder, number) not in _known:
+            elif recorder != "nccl" and (recorder, number) not in _known:
                 _meet(recorder, number)
         for number, one in _present_day(recorder, status).items():
             found.append(
@@ -141,7 +145,8 @@ def _tell(found: dict[str, Any], still: float) -> None:
             name = _known.get((recorder, number), "")
             told = int(one.get("last_enqueued_collective", -1)), int(one.get("last_completed_collective", -1))
             status[name] = max(told, status.get(name, told))
-        entries = [entry for entry in answer.get("entries", []) if str(entry["pg_id"]) not in known.keys() - today]
+        past = known.keys() - today
+        entries = [each for each in answer.get("entries", []) if str(each["pg_id"]) not in past and not _inner(each)]
         calls += [(int(entry["time_created_ns"]), _call(entry, now)) for entry in _newest(entries)]
     calls.sort(key=lambda one: one[0])
     found["groups"] = _groups(status)
@@ -162,11 +167,11 @@ def present(frame: FrameType | None) -> dict[str, Any]:
 
 def pending() -> dict[str, Any]:
     """The newest collective that is not over, of those that anybody but NCCL does; empty: none."""
-    entries = _ask("fr", collectives=True).get("entries", [])
-    entry = next((entry for entry in reversed(entries) if not entry.get("retired")), None)
-    if entry is None:
+    entries = [each for recorder in ("fr", "phalanx") for each in _ask(recorder, collectives=True).get("entries", [])]
+    waiting = [entry for entry in entries if not entry.get("retired") and not _inner(entry)]
+    if not waiting:
         return {}
-    call = _call(entry, time.time_ns())
+    call = _call(max(waiting, key=lambda entry: int(entry["time_created_ns"])), time.time_ns())
     return {name: call[name] for name in ("op", "group", "seq", "dtypes", "shapes", "peer", "tag", "reduction")}
 
 
@@ -181,6 +186,8 @@ def _begun() -> bool:
 
 
 def _ask(recorder: str, *, collectives: bool) -> dict[str, Any]:
+    if recorder == "phalanx":
+        return _journal(collectives=collectives)
     dump = getattr(sys.modules.get(_C10D), f"_dump_{recorder}_trace_json", None)
     if dump is None:
         return {}
@@ -188,8 +195,18 @@ def _ask(recorder: str, *, collectives: bool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _journal(*, collectives: bool) -> dict[str, Any]:
+    """Of groups that phalanx makes: without a copy, and with sites."""
+    journal: Any = sys.modules.get(_JOURNAL)
+    if not hasattr(journal, "entries"):  # not there, or about to be imported
+        return {}
+    return {"pg_status": journal.status(), "entries": journal.entries() if collectives else []}
+
+
 def _entries(recorder: str) -> dict[str, Any]:
     """Calls with their sites: a pickle of what this very process has recorded, made and read in it."""
+    if recorder == "phalanx":
+        return _journal(collectives=True)
     dump = getattr(sys.modules.get(_C10D), f"_dump_{recorder}_trace", None)
     if dump is None:
         return {}
@@ -258,6 +275,11 @@ class _Plain(pickle.Unpickler):
 # -- what they say, in our words
 
 
+def _inner(entry: dict[str, Any]) -> bool:
+    """What a group of ours does its work with has no name, and is not what the script has called."""
+    return not entry["process_group"][0] and _JOURNAL in sys.modules
+
+
 def _learn(recorder: str, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         _known[recorder, str(entry["pg_id"])] = str(entry["process_group"][0])
@@ -276,8 +298,10 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _call(entry: dict[str, Any], now: int) -> dict[str, Any]:
     op, _, ends = entry["profiling_name"].rpartition(":")[2].partition(" ")  # "nccl:send 0->1"
     group = str(entry["process_group"][0])
-    peer = None
-    if entry.get("is_p2p") and ends:
+    peer, root = entry.get("peer"), entry.get("root")
+    if peer is not None:
+        peer = _global(group, peer) if peer >= 0 else None  # from anyone
+    elif entry.get("is_p2p") and ends:
         numbers = ends.replace("<-", "->").split("->")
         peer = _global(group, int(numbers[1])) if len(numbers) == 2 and numbers[1].isdigit() else None
     site = [[one["filename"], one["line"], one["name"]] for one in entry.get("frames", [])[:_DEEP]]
@@ -292,8 +316,9 @@ def _call(entry: dict[str, Any], now: int) -> dict[str, Any]:
         "age": round(max(0, now - int(entry["time_created_ns"])) / 1e9, 3),
         "site": site,
         "peer": peer,
-        "tag": None,
-        "reduction": "",
+        "tag": entry.get("tag"),
+        "reduction": entry.get("reduction", ""),
+        "root": None if root is None else _global(group, root),
     }
 
 

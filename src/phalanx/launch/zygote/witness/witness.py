@@ -150,6 +150,10 @@ class Witness:
             debugger.untrace()  # what it is made of goes away piece by piece
             self._sampler.end()
 
+    def differs(self) -> None:
+        """A group of ours has found that ranks call different things, and is about to say so."""
+        self.say({"is": "differs", **recorder.everything()})
+
     # -- in a thread of its own
 
     def _run(self) -> None:
