@@ -1,0 +1,95 @@
+"""Measures every link: from each rank to each other one, how soon something is there and how much goes over it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.bench.comm import everybody
+from phalanx.bench.comm.calls import Party
+from phalanx.bench.comm.cells import Link
+from phalanx.doctor.pairs import rounds
+
+_PINGS = 20
+_AGAIN = 3  # the best counts: a machine that is busy for a moment is no bad cable
+_MOST = 64  # chunks
+
+
+def measure(party: Party, nodes: Sequence[Sequence[int]], seconds: float) -> list[Link]:
+    """Every rank must call it; all get the same."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunk = (32 << 20) if party.device.type == "cuda" else (4 << 20)
+    tools = _Tools(party, chunk)
+    best: dict[int, tuple[float, float]] = {}
+    for turn in range(1 + _AGAIN):
+        for pairs in rounds(ranks):
+            for back in (False, True):
+                mine = next((pair[::-1] if back else pair for pair in pairs if rank in pair), None)
+                dist.barrier()
+                if mine is None:
+                    continue
+                source, target = mine
+                if rank == source:
+                    latency, speed = tools.ask(target, seconds)
+                    if turn:  # the first only opens the way
+                        before = best.get(target, (latency, speed))
+                        best[target] = min(before[0], latency), max(before[1], speed)
+                else:
+                    tools.answer(source)
+    where = {one: node for node, ones in enumerate(nodes) for one in ones}
+    found: list[list[tuple[int, float, float]]] = everybody.told(
+        [(target, *numbers) for target, numbers in sorted(best.items())], list[tuple[int, float, float]]
+    )
+    return [
+        Link(ranks, party.name, source, target, latency, speed, where[source] == where[target])
+        for source, links in enumerate(found)
+        for target, latency, speed in links
+    ]
+
+
+class _Tools:
+    def __init__(self, party: Party, chunk: int) -> None:
+        self._party = party
+        self._note = torch.zeros(1, dtype=torch.int32, device=party.device)
+        self._chunk = torch.zeros(chunk, dtype=torch.uint8, device=party.device)
+
+    def ask(self, target: int, seconds: float) -> tuple[float, float]:
+        """Seconds one way, bytes a second."""
+        party = self._party
+        trips = [self._trip(target, self._note) for _ in range(_PINGS)]
+        trip = statistics.quantiles(trips, n=10)[0]
+        once = self._trip(target, self._chunk)
+        chunks = min(_MOST, max(1, int(seconds / once)))
+        party.send(torch.full_like(self._note, chunks), target)
+        begin = time.perf_counter()
+        for _ in range(chunks):
+            party.send(self._chunk, target)
+        party.recv(self._note, target)
+        party.settle()
+        took = time.perf_counter() - begin
+        return trip / 2, chunks * self._chunk.numel() / max(took - trip / 2, took / 2)
+
+    def answer(self, source: int) -> None:
+        party = self._party
+        for tensor in [*[self._note] * _PINGS, self._chunk]:
+            party.recv(tensor, source)
+            party.send(self._note, source)
+        count: Any = torch.zeros_like(self._note)
+        party.recv(count, source)
+        for _ in range(int(count.item())):
+            party.recv(self._chunk, source)
+        party.send(self._note, source)
+        party.settle()
+
+    def _trip(self, target: int, tensor: torch.Tensor) -> float:
+        """There, and a note back."""
+        begin = time.perf_counter()
+        self._party.send(tensor, target)
+        self._party.recv(self._note, target)
+        self._party.settle()
+        return time.perf_counter() - begin

@@ -1,0 +1,160 @@
+"""What was measured, on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.bench.comm import links, promises
+from phalanx.bench.comm.cells import Cell, Hello, Results
+from phalanx.bench.comm.comparison import Change
+from phalanx.bench.comm.traffic import COPY, write_size
+from phalanx.bench.report import verdict
+from phalanx.bench.results import Target
+
+_WIDTH = 150  # where there is no terminal
+
+
+def show(results: Results, judged: Sequence[Target], changes: Sequence[Change], *, details: bool) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    for hello in results.hellos:
+        cells = [cell for cell in results.cells if cell.ranks == hello.ranks and cell.operation != COPY]
+        if cells:
+            console.print(
+                _each(results, hello, cells) if details or len(hello.backends) < 2 else _beside(results, hello)
+            )
+            _limit(console, results, hello)
+        for backend in hello.backends:
+            of = [link for link in results.links if (link.ranks, link.backend) == (hello.ranks, backend)]
+            if len(of) > 2 or (of and len(hello.nodes) > 1):
+                console.print(links.table(of))
+    if results.steps:
+        console.print(_steps(results))
+    if changes:
+        console.print(_changes(changes))
+    _words(console, results, judged)
+
+
+def _new(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _title(hello: Hello) -> str:
+    nodes = f" on {len(hello.nodes)} nodes" if len(hello.nodes) > 1 else ""
+    devices = ", ".join(dict.fromkeys(hello.devices))
+    return f"{hello.ranks} rank{'s' if hello.ranks > 1 else ''}{nodes}, {devices}"
+
+
+def _each(results: Results, hello: Hello, cells: Sequence[Cell]) -> Table:
+    """As nccl-tests do it: a line for every cell."""
+    left = ("operation", "place", "type", "size", "backend")
+    table = _new(_title(hello), left, ("µs", "p50", "p99", "GB/s", "bus GB/s", "of limit", "wrong"))
+    for cell in cells:
+        names = (cell.operation, cell.place, cell.dtype, write_size(cell.size), cell.backend)
+        if not cell.rounds:
+            table.add_row(*names, cell.failure[:30], *[""] * 6)
+            continue
+        times = map(_time, (cell.seconds, cell.p50, cell.p99))
+        table.add_row(*names, *times, _speed(cell.algorithm), _speed(cell.bus), _share(results, cell), str(cell.wrong))
+    return table
+
+
+def _beside(results: Results, hello: Hello) -> Table:
+    """A line for every operation and size, backends beside each other."""
+    first, *others = hello.backends
+    columns = [f"{name} µs" for name in hello.backends] + [f"{first} by {name}" for name in others]
+    columns += [f"{first}: p50", "p99", "bus GB/s", "of limit"]
+    table = _new(f"{_title(hello)}: how many times as fast, and more of {first}", ("operation", "size"), columns)
+    by_key: dict[tuple[object, ...], dict[str, Cell]] = {}
+    for cell in results.cells:
+        if cell.ranks == hello.ranks and cell.operation != COPY:
+            by_key.setdefault(cell.key, {})[cell.backend] = cell
+    for cells in by_key.values():
+        some = next(iter(cells.values()))
+        own = cells.get(first)
+        times = [_time(cells[name].seconds) if name in cells and cells[name].rounds else "-" for name in hello.backends]
+        ratios = []
+        for name in others:
+            other = cells.get(name)
+            good = own is not None and other is not None and own.rounds and other.rounds
+            ratios.append(f"{1 / promises.ratio(own, other)[0]:.2f}x" if good and own and other else "")
+        rest = [""] * 4
+        if own is not None and own.rounds:
+            rest = [_time(own.p50), _time(own.p99), _speed(own.bus), _share(results, own)]
+        place = " in place" if some.place == "in" and some.operation.endswith("_tensor") else ""
+        kind = "" if some.dtype in ("float32", "uint8") else f" {some.dtype}"
+        table.add_row(f"{some.operation}{place}{kind}", write_size(some.size), *times, *ratios, *rest)
+    return table
+
+
+def _limit(console: Console, results: Results, hello: Hello) -> None:
+    copies = [cell for cell in results.cells if (cell.ranks, cell.operation) == (hello.ranks, COPY) and cell.rounds]
+    if not copies:
+        return
+    speeds = ", ".join(
+        f"{write_size(cell.size)} {_speed(cell.algorithm)} ({_time(cell.seconds)} µs)" for cell in copies
+    )
+    console.print(f"memory, every rank copying at once, GB/s of each: {speeds}", highlight=False, soft_wrap=True)
+
+
+def _steps(results: Results) -> Table:
+    title = "DDP, 8 × Linear(1024), batch 8: a training step"
+    table = _new(title, ("ranks", "backend"), ("ms", "steps/s"))
+    for one in results.steps:
+        numbers = (f"{one.seconds * 1e3:.2f}", f"{1 / one.seconds:.1f}") if one.rounds else (one.failure[:60], "")
+        table.add_row(str(one.ranks), one.backend, *numbers)
+    return table
+
+
+def _changes(changes: Sequence[Change]) -> Table:
+    title = "beside the earlier run: time now by time then"
+    table = _new(title, ("ranks", "operation", "type", "size", "backend"), ("µs then", "µs now", "ratio", "noise", ""))
+    for one in changes:
+        cell = one.cell
+        style = {"slower": "red", "faster": "green"}.get(one.word, "")
+        names = (str(cell.ranks), cell.operation, cell.dtype, write_size(cell.size), cell.backend)
+        times = (_time(one.before), _time(cell.seconds), f"{one.ratio:.2f}", f"± {one.noise:.2f}", one.word)
+        table.add_row(*names, *times, style=style)
+    return table
+
+
+def _words(console: Console, results: Results, judged: Sequence[Target]) -> None:
+    def line(head: str, text: str) -> None:
+        console.print(f"{head:<14}{text}", markup=False, highlight=False, soft_wrap=True)
+
+    for target in judged:
+        line(verdict(target), f"{target.what}: {target.evidence}")
+    for one in links.slow(results.links):
+        line("slow", one.text(next((hello for hello in results.hellos if hello.ranks == one.link.ranks), None)))
+    for cell in results.cells:
+        where = f"{cell.operation} {write_size(cell.size)}, {cell.backend}, {cell.ranks} ranks"
+        if cell.wrong:
+            line("WRONG", f"{where}: {cell.wrong} elements are not what they should be")
+        if cell.failure:
+            line("failed", f"{where}: {cell.failure}")
+    for note in results.notes:
+        line("note", f"{note.ranks} ranks: {note.text}")
+
+
+def _time(seconds: float) -> str:
+    micro = seconds * 1e6
+    return f"{micro:.1f}" if micro < 1000 else f"{micro:,.0f}"
+
+
+def _speed(bytes_: float) -> str:
+    speed = bytes_ / 1e9
+    return f"{speed:.2f}" if speed < 100 else f"{speed:.0f}"
+
+
+def _share(results: Results, cell: Cell) -> str:
+    share = results.share(cell)
+    return "" if share is None else f"{share:.0%}"
