@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from phalanx.bench.comm import patterns, traffic
 from phalanx.bench.comm.cells import device_of
 from phalanx.bench.comm.patterns import Tile
+from phalanx.collectives import registration
 
 Call = Callable[[], object]
 ROOT = 0
@@ -250,8 +249,7 @@ def _party(name: str, device: torch.device, limit: float) -> Party:
         from phalanx.bench.comm.direct import Direct
 
         return Direct()
-    with contextlib.suppress(ImportError):
-        importlib.import_module("phalanx.collectives.registration")  # names shm and mpi for torch
+    registration.register()
     where = device if device_of(name) == "cuda" else torch.device("cpu")
     if where.type != device_of(name):
         raise ValueError(f"{name} works between GPUs, and there is none")

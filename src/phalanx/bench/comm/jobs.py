@@ -115,8 +115,7 @@ def usual(gpus: int) -> list[str]:
     """Backends that can be measured here."""
     if gpus:
         return ["nccl"]
-    shm = importlib.util.find_spec("phalanx.collectives.registration") is not None
-    return [*(["shm"] if shm else []), "gloo", *(["mpi"] if shm and not mpi_missing() else [])]
+    return ["shm", "gloo", *([] if mpi_missing() else ["mpi"])]
 
 
 def mpi_missing() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.bench.comm import everybody
+from phalanx.bench.comm import calls, everybody
 from phalanx.bench.comm.calls import Party
 from phalanx.bench.comm.cells import Link
 from phalanx.doctor.pairs import rounds
@@ -18,38 +18,43 @@ from phalanx.doctor.pairs import rounds
 _PINGS = 20
 _AGAIN = 3  # the best counts: a machine that is busy for a moment is no bad cable
 _MOST = 64  # chunks
+_Told = tuple[list[tuple[int, float, float]], str]
 
 
-def measure(party: Party, nodes: Sequence[Sequence[int]], seconds: float) -> list[Link]:
-    """Every rank must call it; all get the same."""
+def measure(party: Party, nodes: Sequence[Sequence[int]], seconds: float) -> tuple[list[Link], str]:
+    """Every rank must call it; all get the same. And why it could not be, or nothing."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunk = (32 << 20) if party.device.type == "cuda" else (4 << 20)
     tools = _Tools(party, chunk)
     best: dict[int, tuple[float, float]] = {}
+    failure = ""
     for turn in range(1 + _AGAIN):
         for pairs in rounds(ranks):
             for back in (False, True):
                 mine = next((pair[::-1] if back else pair for pair in pairs if rank in pair), None)
                 dist.barrier()
-                if mine is None:
+                if mine is None or failure:
                     continue
                 source, target = mine
-                if rank == source:
-                    latency, speed = tools.ask(target, seconds)
-                    if turn:  # the first only opens the way
-                        before = best.get(target, (latency, speed))
-                        best[target] = min(before[0], latency), max(before[1], speed)
-                else:
-                    tools.answer(source)
+                try:
+                    if rank == source:
+                        latency, speed = tools.ask(target, seconds)
+                        if turn:  # the first only opens the way
+                            before = best.get(target, (latency, speed))
+                            best[target] = min(before[0], latency), max(before[1], speed)
+                    else:
+                        tools.answer(source)
+                except Exception as error:  # the others go on, and wait for all at every turn
+                    failure = calls.first_line(error)
     where = {one: node for node, ones in enumerate(nodes) for one in ones}
-    found: list[list[tuple[int, float, float]]] = everybody.told(
-        [(target, *numbers) for target, numbers in sorted(best.items())], list[tuple[int, float, float]]
-    )
-    return [
+    mine_all = [(target, *numbers) for target, numbers in sorted(best.items())]
+    found: list[_Told] = everybody.told((mine_all, failure), _Told)
+    links = [
         Link(ranks, party.name, source, target, latency, speed, where[source] == where[target])
-        for source, links in enumerate(found)
-        for target, latency, speed in links
+        for source, (of_rank, _) in enumerate(found)
+        for target, latency, speed in of_rank
     ]
+    return links, next((why for _, why in found if why), "")
 
 
 class _Tools:

@@ -58,6 +58,9 @@ def finish(results: Results, options: argparse.Namespace, measured: tuple[Machin
         changes = comparison.compare(results.cells, before)
         _differs(where, asdict(measured[0]))
     tables.show(results, judged, changes, details=options.details)
+    load, cores = measured[0].load_before[0], measured[0].cores
+    if load > 0.5 * cores:
+        sys.stderr.write(f"{cores} cores had a load of {load:.1f} before: others' work is in these numbers\n")
     if options.json:
         data = _data(results, measured)
         data["targets"] = [asdict(target) for target in judged]

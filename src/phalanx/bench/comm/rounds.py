@@ -81,11 +81,12 @@ class Rounds:
 
     def _round(self, turn: _Turns) -> None:
         party, call = turn.party, turn.call
-        failure, once = "", 0.0
+        failure, once, met = "", 0.0, False
         if not turn.means or turn.buffers.bytes <= _SMALL:
             try:
                 calls.fill(turn.task, turn.buffers)
                 party.meet()
+                met = True
                 once = _once(party, call)
                 turn.wrong += calls.wrong(turn.task, turn.buffers)
                 if not turn.means and once < _SLOW:
@@ -93,6 +94,8 @@ class Rounds:
                     once = min(_once(party, call) for _ in range(_WARM))
             except Exception as error:
                 failure = calls.first_line(error)
+                if not met:  # of no use any more
+                    self.broken[party.name] = failure
             if not turn.means:
                 self._agree(turn, once, failure)
             elif failure:

@@ -135,12 +135,15 @@ def _words(console: Console, results: Results, judged: Sequence[Target]) -> None
         line(verdict(target), f"{target.what}: {target.evidence}")
     for one in links.slow(results.links):
         line("slow", one.text(next((hello for hello in results.hellos if hello.ranks == one.link.ranks), None)))
+    failures: dict[str, list[str]] = {}
     for cell in results.cells:
         where = f"{cell.operation} {write_size(cell.size)}, {cell.backend}, {cell.ranks} ranks"
         if cell.wrong:
             line("WRONG", f"{where}: {cell.wrong} elements are not what they should be")
         if cell.failure:
-            line("failed", f"{where}: {cell.failure}")
+            failures.setdefault(cell.failure, []).append(where)
+    for failure, (first, *others) in failures.items():
+        line("failed", f"{first}{f' and {len(others)} more' if others else ''}: {failure}")
     for note in results.notes:
         line("note", f"{note.ranks} ranks: {note.text}")
 

@@ -51,20 +51,26 @@ def measure(wanted: Settings, group: Group, say: Say) -> None:
     )
     for name, why in refused.items():
         say(note(f"{name} is not measured: {why}"))
+    broken: set[str] = set()
     if "calls" in wanted.parts and parties:
-        _calls(wanted, parties, group, say)
+        broken |= _calls(wanted, parties, group, say)
     if "pairs" in wanted.parts and ranks > 1:
-        for party in parties:
-            for link in matrix.measure(party, nodes, wanted.seconds):
+        for party in (party for party in parties if party.name not in broken):
+            links, failure = matrix.measure(party, nodes, wanted.seconds)
+            for link in links:
                 say(link)
+            if failure:
+                broken.add(party.name)
+                say(note(f"{party.name}: links are not measured: {failure}"))
     if "ddp" in wanted.parts and ranks > 1:
-        groups = {party.name: as_group(party) for party in parties if party.name in ("shm", "gloo")}
+        groups = {party.name: as_group(party) for party in parties if party.name in {"shm", "gloo"} - broken}
         if len(groups) == 2:
             for steps in ddp.measure(groups, 3 * wanted.rounds, 3 * wanted.seconds):
                 say(steps)
 
 
-def _calls(wanted: Settings, parties: list[Party], group: Group, say: Say) -> None:
+def _calls(wanted: Settings, parties: list[Party], group: Group, say: Say) -> set[str]:
+    """Backends that are of no use any more."""
     rank, ranks = group.rank, group.world_size
     rounds = Rounds(parties, Pace(wanted.rounds, wanted.seconds))
     devices = {party.device.type: party.device for party in parties}
@@ -92,6 +98,7 @@ def _calls(wanted: Settings, parties: list[Party], group: Group, say: Say) -> No
                     say(cell)
     for name, why in rounds.broken.items():
         say(Note(ranks, f"{name} was given up: {why}"))
+    return set(rounds.broken)
 
 
 def _fits(size: int, local: int, devices: dict[str, torch.device]) -> bool:
