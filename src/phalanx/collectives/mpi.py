@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -23,8 +24,8 @@ from .threaded import ENDED, Threaded
 from .trouble import Aborted, Late, Mismatched, PeerLost, Refused
 
 PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
-EAGER = 0.02  # seconds during which every look is followed by the next
-_REST_MOST = 0.001
+_EAGER = 100  # looks that follow each other, with a turn for whoever else wants this core
+_SHORT, _LONG = 0.00002, 0.001  # seconds between later ones
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
 _TYPES = {
@@ -166,7 +167,7 @@ class Mpi(Threaded):
         whole = call.ins[0] if len(call.ins) == 1 else torch.cat([part.view(-1) for part in call.ins])
         part = _prepared(whole.view(-1), how, keep=True)
         result = out if part.dtype == out.dtype else torch.empty_like(out, dtype=part.dtype)
-        memory, op = self._numbers(part), self._op(out.dtype, how.op)
+        memory, op = self._numbers(part, out.numel()), self._op(out.dtype, how.op)
         self._wait(what, call.timeout, self._begin("Ireduce_scatter_block", memory, self._numbers(result), op))
         _finish(out, result, how, self.size)
 
@@ -198,23 +199,19 @@ class Mpi(Threaded):
             return getattr(self._comm, name)(*words)
 
     def _wait(self, what: str, timeout: float, *requests: Any) -> None:
-        """Until all are over. Looks are what MPI moves anything by, so they come often while there is hope."""
-        begun = time.monotonic()
-        rest = 0.0
+        """Until all are over."""
+        pace = Pace()
         while not self._over(requests):
             if self._ended:
                 _give_up(self._held, requests)
                 raise Aborted(ENDED)
-            waited = time.monotonic() - begun
-            if timeout and waited > timeout:
-                _give_up()
+            if timeout and pace.waited > timeout:
+                _give_up(self._held, requests)
                 self._end()
                 raise Late(
                     f"{what} timed out: it waited {timeout:g} s for other ranks, and MPI does not tell for which"
                 )
-            if waited > EAGER:
-                rest = min(_REST_MOST, waited / 100)
-            time.sleep(rest)  # 0: whoever else wants this core, or Python, has a turn
+            pace.rest()
 
     def _over(self, requests: Sequence[Any]) -> bool:
         with self._turn:
@@ -225,9 +222,9 @@ class Mpi(Threaded):
         self._held.append(tensor)
         return self._spec(tensor, count)
 
-    def _numbers(self, tensor: torch.Tensor) -> list[Any]:
+    def _numbers(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
         self._held.append(tensor)
-        return [*self._spec(tensor)[:2], self._types[tensor.dtype]]
+        return [*self._spec(tensor, count)[:2], self._types[tensor.dtype]]
 
     def _spec(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
         memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
@@ -235,6 +232,25 @@ class Mpi(Threaded):
 
     def _op(self, dtype: torch.dtype, op: Op) -> Any:
         return self._ops[_OF_TRUTH.get(op, op) if dtype == torch.bool else op]
+
+
+class Pace:
+    """Looks are what MPI moves anything by: they come often while there is hope, and then leave the core to others."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._looks = 0
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._begun
+
+    def rest(self) -> None:
+        self._looks += 1
+        if self._looks <= _EAGER:
+            os.sched_yield()
+        else:
+            time.sleep(min(_LONG, max(_SHORT, self.waited / 100)))
 
 
 class Parcel:
@@ -247,7 +263,6 @@ class Parcel:
         self._tensor: torch.Tensor | None = tensor  # which has to stay while MPI reads or writes it
         self._status = engine._mpi.Status()
         self._timeout = timeout
-        self._begun = time.monotonic()
         self._looking = threading.Lock()
 
     def done(self) -> bool:
@@ -259,20 +274,17 @@ class Parcel:
             return self._tensor is None
 
     def wait(self, timeout: float = 0.0) -> bool:
-        begun, rest = time.monotonic(), 0.0
+        pace = Pace()
         while not self.done():
-            now = time.monotonic()
             if self._engine._ended:
                 _give_up(self._tensor, self._request)
                 raise Aborted(ENDED)
-            if timeout and now - begun > timeout:
+            if timeout and pace.waited > timeout:
                 return False
-            if self._timeout and now - max(begun, self._begun) > self._timeout:
+            if self._timeout and pace.waited > self._timeout:
                 _give_up(self._tensor, self._request)
                 raise Late(f"{self._what} timed out: it waited {self._timeout:g} s for another rank")
-            if now - begun > EAGER:
-                rest = min(_REST_MOST, (now - begun) / 100)
-            time.sleep(rest)
+            pace.rest()
         return True
 
     @property
