@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from phalanx.bench.comm import calls, cells, comparison, jobs, links, main, patterns, plots, promises, traffic
+from phalanx.bench.comm import calls, cells, comparison, jobs, links, main, patterns, promises, traffic
 from phalanx.bench.comm.calls import Buffers, Task
 from phalanx.bench.comm.cells import Cell, Hello, Link, Note, Results, Steps
 from phalanx.bench.comm.jobs import Job
@@ -311,9 +310,3 @@ def test_wrong_results_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(Job, "run", run)
     assert main(["--backends", "gloo", "-g", "2"], {}) == 1
     assert "3 elements are not what they should be" in capfd.readouterr().out
-
-
-def test_a_picture_of_links_alone(tmp_path: Path) -> None:
-    all_links = [Link(3, "nccl", one, (one + 1) % 3, 1e-6, math.pi * 1e9, near=True) for one in range(3)]
-    written = plots.draw(Results(links=all_links), str(tmp_path / "links.png"))
-    assert [Path(path).name for path in written] == ["links.png"]

@@ -99,6 +99,7 @@ def _listen(line: Sequence[str], environ: Mapping[str, str], hear: Callable[[Wor
                     hear(word)
                 elif text.strip():
                     said.append(text.strip())
+                    sys.stderr.write(f"{text}\n")
         code = process.wait()
         return f"exit code {code}: {' / '.join(said) or 'nothing said'}" if code else ""
     finally:
