@@ -124,6 +124,24 @@ static int sleep_until_met(phx_group *g) {
     return result;
 }
 
+/* As long as it pays: ranks that share a core with others, or with each other, come only once this one lets go of it. Now
+   and then the whole time is tried again. */
+static int spin_until_met(phx_group *g) {
+    word *met = &g->head->met;
+    int most = g->asks ? g->spins : g->spins_beside, tries = ++g->waits % 64 && g->tries < most ? g->tries : most;
+    for (int i = 0; i < tries; i++, relax())
+        if (reached(atomic_load_explicit(met, memory_order_acquire), g->round)) {
+            g->tries = tries < most / 2 ? tries * 2 : most;
+            return 1;
+        }
+    g->tries = tries / 2 > g->spins_least ? tries / 2 : g->spins_least;
+    for (int i = 0; i < 2; i++) {
+        sched_yield();
+        if (reached(atomic_load_explicit(met, memory_order_acquire), g->round)) return 1;
+    }
+    return 0;
+}
+
 int phx_meet(phx_group *g) {
     struct header *h = g->head;
     int result = phx_broken(g);
@@ -139,15 +157,7 @@ int phx_meet(phx_group *g) {
         if (atomic_load(&h->sleepers)) phx_futex(&h->met, FUTEX_WAKE, INT_MAX, NULL);
         return PHX_OK;
     }
-    for (int i = 0; i < g->spins; i++) {
-        if (reached(atomic_load_explicit(&h->met, memory_order_acquire), round)) return PHX_OK;
-        relax();
-    }
-    for (int i = 0; i < 2; i++) {
-        sched_yield();
-        if (reached(atomic_load_explicit(&h->met, memory_order_acquire), round)) return PHX_OK;
-    }
-    return sleep_until_met(g);
+    return spin_until_met(g) ? PHX_OK : sleep_until_met(g);
 }
 
 /* -- the memory of others */
@@ -271,7 +281,10 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
         g->shares = (struct share *)(g->seats + ranks);
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
-        g->spins = spins(ranks <= cores() ? SPIN_NS : SPIN_NS / 20); /* with more ranks than cores, who spins keeps the others from coming */
+        long all = cores(); /* with more threads than cores, who spins keeps the others from coming */
+        g->spins_least = spins(SPIN_NS / 50);
+        g->spins = ranks <= all ? spins(SPIN_NS) : g->spins_least;
+        g->spins_beside = 2 * ranks <= all ? g->spins : g->spins_least; /* the others still compute meanwhile */
         result = find_way(g, direct);
         why = result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
     }

@@ -57,7 +57,9 @@ struct phx_group {
     size_t slot, size, piece;
     uint32_t round; /* meetings */
     uint32_t turn;  /* times that slots were filled: each is followed by a meeting before the next but one */
-    int spins, direct;
+    int spins, spins_beside, spins_least; /* how often one looks before it sleeps: at most in a caller's thread, in the own */
+    int tries, waits;
+    int direct;
     int64_t patience, until; /* of the call under way: how long it may wait, and from its first wait on until when */
     int asks;         /* whether it runs in a thread of the caller's, who may be interrupted */
     int (*interrupted)(void);
