@@ -116,7 +116,7 @@ def usual(gpus: int) -> list[str]:
     """Backends that can be measured here."""
     if gpus:
         return ["nccl"]
-    return ["shm", "gloo", *([] if mpi_missing() else ["mpi"])]
+    return ["shm", "gloo", *([] if mpi_missing() else MPI)]
 
 
 def mpi_missing() -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SLOW = 0.5  # of the median of its kind
+_KIND = 3  # links that are enough to say what is usual
 _FEW = 16  # ranks up to which every link is a number; of more, a shade
 _SHADES = "░▒▓█"
 
@@ -39,6 +40,8 @@ def slow(links: Sequence[Link]) -> list[Slow]:
         kinds.setdefault((link.ranks, link.backend, link.near), []).append(link)
     found = []
     for of_kind in kinds.values():
+        if len(of_kind) < _KIND:
+            continue
         usual = statistics.median(link.speed for link in of_kind)
         found += [Slow(link, usual) for link in of_kind if link.speed < SLOW * usual]
     return found

@@ -16,11 +16,15 @@ from phalanx.bench.comm.traffic import COPY, write_size
 from phalanx.bench.report import verdict
 from phalanx.bench.results import Target
 
-_WIDTH = 150  # where there is no terminal
+_WIDTH = 150  # where there is no terminal, or one that cannot show numbers side by side
+_LEAST = 100
+_MOST = 12  # lines on where a backend is behind another
 
 
 def show(results: Results, judged: Sequence[Target], changes: Sequence[Change], *, details: bool) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = Console()
+    if not sys.stdout.isatty() or console.width < _LEAST:
+        console = Console(width=_WIDTH)
     for hello in results.hellos:
         cells = [cell for cell in results.cells if cell.ranks == hello.ranks and cell.operation != COPY]
         if cells:
@@ -133,6 +137,11 @@ def _words(console: Console, results: Results, judged: Sequence[Target]) -> None
 
     for target in judged:
         line(verdict(target), f"{target.what}: {target.evidence}")
+    behind = promises.laggards(results, "shm", ("gloo", "mpi"))
+    for text in behind[:_MOST]:
+        line("behind", text)
+    if len(behind) > _MOST:
+        line("behind", f"and {len(behind) - _MOST} more")
     for one in links.slow(results.links):
         line("slow", one.text(next((hello for hello in results.hellos if hello.ranks == one.link.ranks), None)))
     failures: dict[str, list[str]] = {}

@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help=f"ranks, one run for each ({RANKS}; GPUs: all); with --hosts: of each",
     )
-    settings.add(parser, "shm, gloo and mpi as far as they are there; with GPUs nccl")
+    settings.add(
+        parser, "shm, gloo, mpi, and mpi4py, which is MPI without torch, as far as they are there; with GPUs nccl"
+    )
     report.add(parser)
     return parser
 
