@@ -1,7 +1,7 @@
 """What `phalanx bench comm` says of NCCL, as a plain script for a machine with a GPU: python tests/bench/gpu_comm.py
 
 One rank, so that nothing but the device's own memory is the limit: every operation has to be measured and right, in
-three types, and twice beside itself. Then two ranks that share the GPU, by gloo.
+three types, and beside an earlier run. Then two ranks of the CPU by gloo.
 """
 
 from __future__ import annotations

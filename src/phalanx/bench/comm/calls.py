@@ -156,7 +156,7 @@ class Group:
                 return lambda: dist.scatter(b.part, scattered, ROOT, group=g)
             case "barrier":
                 return lambda: dist.barrier(group=g)
-            case "sendrecv":
+            case "sendrecv" if last:
                 return self._ring(b)
             case "pingpong" if last:
                 return _pingpong(self, b)
@@ -164,8 +164,6 @@ class Group:
 
     def _ring(self, b: Buffers) -> Call:
         after, before = (b.rank + 1) % b.ranks, (b.rank - 1) % b.ranks
-        if b.ranks == 1 and self.device.type == "cpu":
-            return lambda: b.other.copy_(b.whole)
         both = [dist.P2POp(dist.isend, b.whole, after, self.group), dist.P2POp(dist.irecv, b.other, before, self.group)]
 
         def ring() -> None:

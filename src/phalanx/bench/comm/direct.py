@@ -65,7 +65,7 @@ class Direct:
             case "barrier":
                 barrier: Call = world.Barrier
                 return barrier
-            case "sendrecv":
+            case "sendrecv" if b.ranks > 1:
                 after, before = (b.rank + 1) % b.ranks, (b.rank - 1) % b.ranks
                 return lambda: world.Sendrecv(whole, after, recvbuf=other, source=before)
             case "pingpong" if b.ranks > 1:
