@@ -171,9 +171,8 @@ static void taken_back(phx_group *g) {
 static void *rank(void *arg) {
     int32_t pids[RANKS];
     for (int r = 0; r < RANKS; r++) pids[r] = getpid();
-    phx_group *g = phx_join(memory_fd, (int)(intptr_t)arg, RANKS, SLOT, pids, 60000, NULL);
+    phx_group *g = phx_join(memory_fd, (int)(intptr_t)arg, RANKS, SLOT, pids, !staged, 60000, NULL);
     EXPECT(g != NULL);
-    if (staged) g->direct = 0;
     struct phx_call barrier = {.kind = PHX_BARRIER, .before = 1.0};
     crossing(g, 12);
     any_source(g);
