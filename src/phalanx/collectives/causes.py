@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 import torch.distributed as dist
 
-from .engine import Call
+from .engine import Call, Kind
 from .neighbours import Neighbours
 from .trouble import Aborted, Late, Mismatched, PeerLost
 
@@ -16,6 +17,7 @@ _PATIENCE = 1.0  # seconds for the leaders of other machines to say what they kn
 _LONGER = 3.0  # for the leader of this machine, who waits for those
 _LOOK = 0.01
 _KINDS: dict[str, type[dist.DistBackendError]] = {kind.__name__: kind for kind in (PeerLost, Late, Mismatched, Aborted)}
+_PARTS = [kind.name.lower() for kind in Kind]
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -35,16 +37,15 @@ class Causes:
     def of(self, error: Exception, call: Call, leads: bool) -> Exception:
         """What to raise instead of it."""
         try:
-            return self._lead(error, call) if leads else self._follow(error)
+            return self._lead(error, call) if leads else self._follow(error, call)
         except (RuntimeError, ValueError):  # the store is gone, too
-            return _own(error) or PeerLost(f"{_name(call)}: {error}")
+            return _own(error, call) or PeerLost(f"{_name(call)}: peer lost: {error}")
 
     def _lead(self, error: Exception, call: Call) -> Exception:
-        known = _own(error)
-        word = Word(type(known).__name__, str(known)) if known else Word()
-        self._store.set(f"seen by {self._mine}", msgspec.json.encode(word))
+        known = _own(error, call)
+        self._tell("seen by", known)
         cause = known or self._asked(error, call)
-        self._store.set(f"cause at {self._mine}", msgspec.json.encode(Word(type(cause).__name__, str(cause))))
+        self._tell("cause at", cause)
         return cause
 
     def _asked(self, error: Exception, call: Call) -> Exception:
@@ -62,23 +63,32 @@ class Causes:
         ranks = [rank for number in others for rank in self._machines[number]]
         late = "timed out" in str(error).lower()
         if not ranks:
-            return (Late if late else PeerLost)(f"{_name(call)}: a connection between machines was lost: {error}")
+            return as_ours(error, _name(call), call.timeout)
         where = "on another machine" if len(others) == 1 else "on other machines"
         if late:
             return Late(f"{_name(call)} waited {call.timeout:g} s for {self._named(ranks)} {where}")
         have = "have" if len(ranks) > 1 else "has"
-        return PeerLost(f"{_name(call)}: {self._named(ranks)} {where} {have} ended, or cannot be reached: {error}")
+        return PeerLost(
+            f"{_name(call)}: {self._named(ranks)} {where} {have} ended, or cannot be reached: {plainly(error)}"
+        )
 
-    def _follow(self, error: Exception) -> Exception:
-        if not isinstance(error, Aborted):
-            return error
+    def _follow(self, error: Exception, call: Call) -> Exception:
+        known = _own(error, call) or error
+        if isinstance(known, PeerLost):  # it may be the leader of this machine, who then tells nobody
+            self._tell("seen by", known)
+        if not isinstance(known, Aborted | Late):
+            return known
         until = time.monotonic() + _LONGER
         while time.monotonic() < until:
             if self._store.check([f"cause at {self._mine}"]):
                 word = msgspec.json.decode(self._store.get(f"cause at {self._mine}"), type=Word)
                 return _again(word)
             time.sleep(_LOOK)
-        return error
+        return known
+
+    def _tell(self, how: str, error: Exception | None) -> None:
+        word = Word(type(error).__name__, str(error)) if error else Word()
+        self._store.set(f"{how} {self._mine}", msgspec.json.encode(word))
 
 
 def _again(word: Word) -> Exception:
@@ -86,19 +96,28 @@ def _again(word: Word) -> Exception:
     return error
 
 
-def _own(error: Exception) -> Exception | None:
-    """What an engine says itself, and not gloo."""
-    return error if isinstance(error, tuple(_KINDS.values())) else None
+def _own(error: Exception, call: Call) -> Exception | None:
+    """What an engine says itself, and not gloo. The one within speaks of a part of the call, as if it were all."""
+    if not isinstance(error, tuple(_KINDS.values())):
+        return None
+    text = re.sub(r" \(of this group: \d+\)", "", str(error))  # its own numbers
+    text = re.sub(r"waited [\d.]+ s", f"waited {call.timeout:g} s", text)
+    part = next((name for name in _PARTS if text.startswith((f"{name} ", f"{name}:"))), "")
+    return _again(Word(type(error).__name__, f"{_name(call)}{text.removeprefix(part)}" if part else text))
 
 
 def as_ours(error: Exception, what: str, timeout: float) -> Exception:
     """What gloo says, in our words."""
-    if known := _own(error):
-        return known
-    text = str(error).splitlines()[0]
-    if "timed out" in text.lower():
-        return Late(f"{what} timed out: it waited {timeout:g} s for another rank")
-    return PeerLost(f"{what}: peer lost, a rank has ended or cannot be reached: {text}")
+    if isinstance(error, tuple(_KINDS.values())):
+        return error
+    if "timed out" in str(error).lower():
+        return Late(f"{what} timed out after {timeout:g} s")
+    return PeerLost(f"{what}: peer lost, it has ended or cannot be reached: {plainly(error)}")
+
+
+def plainly(error: Exception) -> str:
+    """What gloo says, without where in its source, and without its advice."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).splitlines()[0].partition(". This ")[0]
 
 
 def _name(call: Call) -> str:

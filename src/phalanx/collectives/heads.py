@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from .engine import Call, Kind, Op
+from .engine import Call, Kind, Op, Reduction
 from .trouble import Mismatched
 
 INLINE = 1 << 12  # bytes that travel along, so that a small reduction is one trip
@@ -61,11 +61,11 @@ def travels(tensor: torch.Tensor) -> bool:
 
 
 def _words(call: Call) -> tuple[int, ...]:
-    kind, how = call.kind, call.reduction
+    kind, how = call.kind, call.reduction or Reduction()
     tensor = next(iter(call.ins if kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs), None)
     if kind in (Kind.BARRIER, Kind.ALL_TO_ALL) or tensor is None:
         return kind, 0, 0, 0, 0, 0, 0
     size, root = tensor.numel() * tensor.element_size(), call.root if kind in _ROOTED else 0
-    if kind not in _REDUCING or how is None:
+    if kind not in _REDUCING:
         return kind, 0, size, 0, 0, 0, root
     return kind, _TYPES.index(tensor.dtype), size, how.op, how.average, how.before != 1.0, root

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .bundles import Room, combine, finish, pack, pieces_of, unpack, wider
 from .causes import Causes, as_ours
-from .engine import Call, Engine, Kind, Op, Reduction, as_bytes, spread
+from .engine import ANYONE, Call, Engine, Kind, Op, Reduction, as_bytes, spread
 from .heads import Head, check, travels
 from .neighbours import Neighbours, named
 from .plain import Message
@@ -68,20 +68,21 @@ class Nodes(Threaded):
     # -- from rank to rank: all by wires, since gloo's and the inner engine's cannot both be asked for "anyone"
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Message:
-        with self._trouble("send", timeout):
+        with self._trouble("send to", to, timeout):
             work = self._wires.send(tensor, to, _allowed(tag))
-        return Message(work, lambda: self._trouble("send", timeout), timeout)
+        return Message(work, lambda: self._trouble("send to", to, timeout), timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Message:
-        with self._trouble("recv", timeout):
+        with self._trouble("recv from", source, timeout):
             work = self._wires.recv(tensor, source, _allowed(tag))
-        return Message(work, lambda: self._trouble("recv", timeout), timeout)
+        return Message(work, lambda: self._trouble("recv from", source, timeout), timeout)
 
     @contextlib.contextmanager
-    def _trouble(self, what: str, timeout: float) -> Iterator[None]:
+    def _trouble(self, what: str, peer: int, timeout: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
+            what = f"{what} {'any rank' if peer == ANYONE else self._named([peer])}"
             raise Aborted(ENDED) if self._ended else as_ours(error, what, timeout) from None
 
     # -- calls
@@ -104,11 +105,9 @@ class Nodes(Threaded):
         try:
             way(call)
         except Exception as error:
-            if self._ended:
-                raise Aborted(ENDED) from error
             if self._leads:
                 self._wires.cut()  # so that the other leaders give up as well
-            cause = self._causes.of(error, call, self._leads)
+            cause = self._causes.of(Aborted(ENDED) if self._ended else error, call, self._leads or self._ended)
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
             raise cause from error

@@ -1,4 +1,4 @@
-"""Bytes between any two ranks of a group, wherever they are: gloo, each connection made when it is first used."""
+"""Bytes between any two ranks of a group, wherever they are, over gloo."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .engine import ANYONE, as_bytes
 
+MANY = 64  # ranks: from there on a connection is made when it is first used, and a rank that ended before is waited for
 EVER = timedelta(days=365)
 _one_at_a_time = threading.Lock()
 
@@ -32,7 +33,7 @@ class Wires:
         options._timeout = within(timeout)
         with _one_at_a_time:
             before = _listening()
-            options._devices = [_device()]
+            options._devices = [_device(size >= MANY)]
             doors = [end for name, end in _listening().items() if name not in before]
         store.set(f"door of {rank}", " ".join(f"{host}|{port}" for host, port in doors))
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
@@ -77,12 +78,12 @@ def within(timeout: float) -> timedelta:
     return timedelta(seconds=timeout) if timeout else EVER
 
 
-def _device() -> Any:
+def _device(lazy: bool) -> Any:
     # torch's own variable, which it reads itself only where it makes the device itself.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
+        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)
 
 
 def _listening() -> dict[str, tuple[str, int]]:

@@ -1,8 +1,14 @@
-"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so."""
+"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
+
+    python everything.py shm 1      # and then rank 1 dies
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -39,12 +45,16 @@ def reductions(count: int) -> None:
         if dtype in INTEGERS:
             wants["BAND"], wants["BOR"], wants["BXOR"] = parts[0], parts[0], parts[0]
             for part in parts[1:]:
-                wants["BAND"], wants["BOR"], wants["BXOR"] = wants["BAND"] & part, wants["BOR"] | part, wants["BXOR"] ^ part
+                wants["BAND"], wants["BOR"], wants["BXOR"] = (
+                    wants["BAND"] & part,
+                    wants["BOR"] | part,
+                    wants["BXOR"] ^ part,
+                )
         for name, want in wants.items():
             tensor = parts[rank].clone()
             dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
             if name == "AVG" and dtype in FLOATS:
-                want = (wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size)
+                want = wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size
             same(f"all_reduce {name} {dtype}", tensor, want.to(dtype))
             tensor = parts[rank].clone()
             dist.reduce(tensor, size - 1, getattr(dist.ReduceOp, name))
@@ -105,9 +115,9 @@ def messages() -> None:
         for tag in (0, 1):
             same(f"tag {tag}", here[tag], torch.full((count,), float(of * 10 + tag)))
     here[0] = torch.empty(5)
-    for work in dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, torch.full((5,), float(rank)), to), dist.P2POp(dist.irecv, here[0], of)
-    ]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((5,), float(rank)), to), dist.P2POp(dist.irecv, here[0], of)]
+    ):
         work.wait()
     same("batched", here[0], torch.full((5,), float(of)))
     if rank:
@@ -160,4 +170,12 @@ messages()
 the_rest()
 dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
+if len(sys.argv) > 2 and rank == int(sys.argv[2]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if len(sys.argv) > 2:
+    begun = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1_000_000))
+    except dist.DistBackendError as error:
+        print(f"rank {rank} after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
 dist.destroy_process_group()
