@@ -13,48 +13,72 @@ import torch.distributed as dist
 from phalanx.bench.comm import calls, everybody
 from phalanx.bench.comm.calls import Party
 from phalanx.bench.comm.cells import Link
+from phalanx.bench.comm.links import slow
 from phalanx.doctor.pairs import rounds
 
 _PINGS = 20
-_AGAIN = 3  # the best counts: a machine that is busy for a moment is no bad cable
+_TIMES = 3
+_AGAIN = 3  # where a link looks slow
+_MOST_AGAIN = 16  # links; where more look slow it is no chance
 _MOST = 64  # chunks
 _Told = tuple[list[tuple[int, float, float]], str]
 
 
 def measure(party: Party, nodes: Sequence[Sequence[int]], seconds: float) -> tuple[list[Link], str]:
-    """Every rank must call it; all get the same. And why it could not be, or nothing."""
+    """Every rank must call it; all get the same. And why it could not be, or nothing.
+
+    What looks slow is measured again, and the best counts: a machine that is busy for a moment is no bad cable.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    chunk = (32 << 20) if party.device.type == "cuda" else (4 << 20)
-    tools = _Tools(party, chunk)
-    best: dict[int, tuple[float, float]] = {}
-    failure = ""
-    for turn in range(1 + _AGAIN):
-        for pairs in rounds(ranks):
-            for back in (False, True):
-                mine = next((pair[::-1] if back else pair for pair in pairs if rank in pair), None)
-                dist.barrier()
-                if mine is None or failure:
-                    continue
-                source, target = mine
-                try:
-                    if rank == source:
-                        latency, speed = tools.ask(target, seconds)
-                        if turn:  # the first only opens the way
-                            before = best.get(target, (latency, speed))
-                            best[target] = min(before[0], latency), max(before[1], speed)
-                    else:
-                        tools.answer(source)
-                except Exception as error:  # the others go on, and wait for all at every turn
-                    failure = calls.first_line(error)
+    tools = _Tools(party, (32 << 20) if party.device.type == "cuda" else (4 << 20))
     where = {one: node for node, ones in enumerate(nodes) for one in ones}
-    mine_all = [(target, *numbers) for target, numbers in sorted(best.items())]
-    found: list[_Told] = everybody.told((mine_all, failure), _Told)
-    links = [
-        Link(ranks, party.name, source, target, latency, speed, where[source] == where[target])
-        for source, (of_rank, _) in enumerate(found)
-        for target, latency, speed in of_rank
-    ]
-    return links, next((why for _, why in found if why), "")
+    both = [[*pairs, *((other, one) for one, other in pairs)] for pairs in rounds(ranks)]
+    turns = [[pair for pair in pairs if (pair[0] < pair[1]) is there] for pairs in both for there in (True, False)]
+    best: dict[int, tuple[float, float]] = {}
+    found: list[Link] = []
+    failure = _measure(tools, rank, turns, 0.0, {})  # which only opens the ways
+    for again in range(_TIMES + _AGAIN):
+        failure = failure or _measure(tools, rank, turns, seconds, best)
+        mine = [(target, *numbers) for target, numbers in sorted(best.items())]
+        told: list[_Told] = everybody.told((mine, failure), _Told)
+        failure = next((why for _, why in told if why), "")
+        found = [
+            Link(ranks, party.name, source, target, latency, speed, where[source] == where[target])
+            for source, (of_rank, _) in enumerate(told)
+            for target, latency, speed in of_rank
+        ]
+        if again >= _TIMES - 1:
+            turns = [[(one.link.source, one.link.target)] for one in slow(found)]
+        if failure or not turns or (again >= _TIMES - 1 and len(turns) > _MOST_AGAIN):
+            break
+    return found, failure
+
+
+def _measure(
+    tools: _Tools,
+    rank: int,
+    turns: Sequence[Sequence[tuple[int, int]]],
+    seconds: float,
+    best: dict[int, tuple[float, float]],
+) -> str:
+    """From the first of each pair to the second, those of a turn at the same time. What went wrong."""
+    failure = ""
+    for pairs in turns:
+        dist.barrier()
+        mine = next((pair for pair in pairs if rank in pair), None)
+        if mine is None or failure:
+            continue
+        source, target = mine
+        try:
+            if rank == source:
+                latency, speed = tools.ask(target, seconds)
+                before = best.get(target, (latency, speed))
+                best[target] = min(before[0], latency), max(before[1], speed)
+            else:
+                tools.answer(source)
+        except Exception as error:  # the others go on, and wait for all at every turn
+            failure = calls.first_line(error)
+    return failure
 
 
 class _Tools:

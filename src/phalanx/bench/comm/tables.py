@@ -28,19 +28,25 @@ def show(results: Results, judged: Sequence[Target], changes: Sequence[Change], 
     for hello in results.hellos:
         cells = [cell for cell in results.cells if cell.ranks == hello.ranks and cell.operation != COPY]
         if cells:
-            console.print(
-                _each(results, hello, cells) if details or len(hello.backends) < 2 else _beside(results, hello)
-            )
+            alone = details or len(hello.backends) < 2
+            _put(console, _each(results, hello, cells) if alone else _beside(results, hello))
             _limit(console, results, hello)
         for backend in hello.backends:
             of = [link for link in results.links if (link.ranks, link.backend) == (hello.ranks, backend)]
             if len(of) > 2 or (of and len(hello.nodes) > 1):
-                console.print(links.table(of))
+                _put(console, links.table(of))
     if results.steps:
-        console.print(_steps(results))
+        _put(console, _steps(results))
     if changes:
-        console.print(_changes(changes))
+        _put(console, _changes(changes))
     _words(console, results, judged)
+
+
+def _put(console: Console, table: Table) -> None:
+    """Its title on one line, however narrow it is."""
+    title, table.title = table.title, None
+    console.print(title, highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def _new(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
