@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from phalanx.collectives import registration
 
 Call = Callable[[], object]
 ROOT = 0
+REGIONS = "regions"
 
 # Newer names, where they are: the older ones warn at every call then, and that takes time.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,6 +85,9 @@ class Party(Protocol):
     name: str
     device: torch.device
 
+    def place(self, task: Task, buffers: Buffers) -> Buffers:
+        """The tensors, where this backend wants them; every rank must call it."""
+
     def call(self, task: Task, buffers: Buffers) -> Call | None:
         """None: there is no such operation."""
 
@@ -119,6 +124,9 @@ class Group:
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
         dist.recv(tensor, source, group=self.group)
+
+    def place(self, task: Task, buffers: Buffers) -> Buffers:  # noqa: ARG002
+        return buffers
 
     def call(self, task: Task, b: Buffers) -> Call | None:
         g, root = self.group, b.rank == ROOT
@@ -173,6 +181,28 @@ class Group:
         return ring
 
 
+class Regions(Group):
+    """shm, with tensors in memory that all ranks have mapped: so run.wrap lays out the buckets of DDP."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__("shm", torch.device("cpu"), limit)
+        self.name = REGIONS
+        self._regions: Any = importlib.import_module("phalanx.collectives.regions")
+        self._engine = self._regions.lender(self.group)
+        if self._engine is None:
+            raise ValueError("the ranks share no memory")
+
+    def place(self, task: Task, buffers: Buffers) -> Buffers:
+        if task.operation != "all_reduce":
+            return buffers
+        region = self._regions.Region.made(buffers.bytes)
+        self._regions.show(self._engine, [region])
+        return replace(buffers, whole=torch.frombuffer(region, dtype=buffers.whole.dtype))
+
+    def call(self, task: Task, b: Buffers) -> Call | None:
+        return super().call(task, b) if task.operation == "all_reduce" else None
+
+
 class Copying:
     """What memory can do: every rank copies, all at once."""
 
@@ -193,6 +223,9 @@ class Copying:
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
         raise NotImplementedError
+
+    def place(self, task: Task, buffers: Buffers) -> Buffers:  # noqa: ARG002
+        return buffers
 
     def call(self, task: Task, b: Buffers) -> Call | None:
         if task.operation != traffic.COPY:
@@ -248,6 +281,8 @@ def _party(name: str, device: torch.device, limit: float) -> Party:
 
         return Direct()
     registration.register()
+    if name == REGIONS:
+        return Regions(limit)
     where = device if device_of(name) == "cuda" else torch.device("cpu")
     if where.type != device_of(name):
         raise ValueError(f"{name} works between GPUs, and there is none")

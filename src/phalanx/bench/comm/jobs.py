@@ -116,7 +116,8 @@ def usual(gpus: int) -> list[str]:
     """Backends that can be measured here."""
     if gpus:
         return ["nccl"]
-    return ["shm", "gloo", *([] if mpi_missing() else MPI)]
+    regions = importlib.util.find_spec("phalanx.collectives.regions") is not None
+    return ["shm", *(["regions"] if regions else []), "gloo", *([] if mpi_missing() else MPI)]
 
 
 def mpi_missing() -> str:

@@ -64,7 +64,7 @@ class Rounds:
             of = Task(traffic.COPY, task.dtype, "out", task.size) if isinstance(party, Copying) else task
             if party.name in self.broken:
                 continue
-            own = buffers(party.device).cut(of.operation, of.size, of.dtype)
+            own = party.place(of, buffers(party.device).cut(of.operation, of.size, of.dtype))
             call = party.call(of, own)
             if call is not None:
                 turns.append(_Turns(party, of, own, call))

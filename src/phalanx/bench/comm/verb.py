@@ -87,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"ranks, one run for each ({RANKS}; GPUs: all); with --hosts: of each",
     )
     settings.add(
-        parser, "shm, gloo, mpi, and mpi4py, which is MPI without torch, as far as they are there; with GPUs nccl"
+        parser,
+        "shm, regions: shm with tensors in memory that all have mapped, gloo, mpi, mpi4py: MPI without torch; as far as they are there; with GPUs nccl",
     )
     report.add(parser)
     return parser

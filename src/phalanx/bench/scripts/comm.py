@@ -55,7 +55,7 @@ def measure(wanted: Settings, group: Group, say: Say) -> None:
     if "calls" in wanted.parts and parties:
         broken |= _calls(wanted, parties, group, say)
     if "pairs" in wanted.parts and ranks > 1:
-        for party in (party for party in parties if party.name not in broken):
+        for party in (party for party in parties if party.name not in {*broken, calls.REGIONS}):
             links, failure = matrix.measure(party, nodes, wanted.seconds)
             for link in links:
                 say(link)
