@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ def measure(groups: Mapping[str, Any], rounds: int, seconds: float) -> list[Step
     failures: dict[str, str] = {}
     for name, group in groups.items():
         try:
-            made[name] = _training(group)
+            made[name] = _training(group, shared=name == calls.REGIONS)
             made[name]()
         except Exception as error:
             failures[name] = calls.first_line(error)
@@ -53,10 +54,13 @@ def measure(groups: Mapping[str, Any], rounds: int, seconds: float) -> list[Step
     ]
 
 
-def _training(group: Any) -> Step:
+def _training(group: Any, *, shared: bool) -> Step:
+    """`shared`: its buckets lie in memory that all ranks have mapped, as run.wrap has it."""
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = DistributedDataParallel(plain, process_group=group, gradient_as_bucket_view=True)
+    if shared:
+        importlib.import_module("phalanx.train.flat").share(model)
     parameters = list(plain.parameters())
     x = torch.randn(BATCH, WIDTH)
 

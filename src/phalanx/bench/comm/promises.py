@@ -99,16 +99,23 @@ def _of_memory(what: str, results: Results, cell: Cell) -> list[Target]:
 
 
 def _trained(results: Results, ranks: int) -> list[Target]:
+    """As DDP is by itself, and as run.wrap lays it out."""
     steps = {one.backend: one for one in results.steps if one.ranks == ranks}
-    if "shm" not in steps:
-        return []
-    what = f"DDP of 8 × Linear(1024), {ranks} ranks: at least 1.5 times the steps of gloo"
-    shm, gloo = steps["shm"], steps.get("gloo")
-    if gloo is None or not shm.rounds or not gloo.rounds:
-        return [Target(what, shm.failure or (gloo.failure if gloo else "") or "gloo was not part of this run", None)]
-    times = statistics.median(theirs / ours for ours, theirs in zip(shm.rounds, gloo.rounds, strict=False))
-    evidence = f"{1 / shm.seconds:.1f} by {1 / gloo.seconds:.1f} steps/s, {times:.2f}x"
-    return [Target(what, evidence, times >= DDP)]
+    gloo = steps.get("gloo")
+    found = []
+    for name, where in (("shm", ""), ("regions", " of run.wrap")):
+        own = steps.get(name)
+        if own is None:
+            continue
+        what = f"DDP{where}, 8 × Linear(1024), {ranks} ranks: at least 1.5 times the steps of gloo"
+        if gloo is None or not own.rounds or not gloo.rounds:
+            why = own.failure or (gloo.failure if gloo else "") or "gloo was not part of this run"
+            found.append(Target(what, why, None))
+            continue
+        times = statistics.median(theirs / ours for ours, theirs in zip(own.rounds, gloo.rounds, strict=False))
+        evidence = f"{1 / own.seconds:.1f} by {1 / gloo.seconds:.1f} steps/s, {times:.2f}x"
+        found.append(Target(what, evidence, times >= DDP))
+    return found
 
 
 def laggards(results: Results, backend: str, others: Sequence[str]) -> list[str]:

@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     settings.add(
         parser,
-        "shm, regions: shm with tensors in memory that all have mapped, gloo, mpi, mpi4py: MPI without torch; as far as they are there; with GPUs nccl",
+        "shm, regions: shm with tensors in memory that all have mapped, gloo, mpi, mpi4py: MPI without torch; "
+        "as far as they are there; with GPUs nccl",
     )
     report.add(parser)
     return parser

@@ -63,8 +63,9 @@ def measure(wanted: Settings, group: Group, say: Say) -> None:
                 broken.add(party.name)
                 say(note(f"{party.name}: links are not measured: {failure}"))
     if "ddp" in wanted.parts and ranks > 1:
-        groups = {party.name: as_group(party) for party in parties if party.name in {"shm", "gloo"} - broken}
-        if len(groups) == 2:
+        names = {"shm", calls.REGIONS, "gloo"} - broken
+        groups = {party.name: as_group(party) for party in parties if party.name in names}
+        if len(groups) > 1:
             for steps in ddp.measure(groups, 3 * wanted.rounds, 3 * wanted.seconds):
                 say(steps)
 
