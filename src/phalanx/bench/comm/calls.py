@@ -187,6 +187,7 @@ class Regions(Group):
     def __init__(self, limit: float) -> None:
         super().__init__("shm", torch.device("cpu"), limit)
         self.name = REGIONS
+        self._limit = limit
         self._regions: Any = importlib.import_module("phalanx.collectives.regions")
         self._engine = self._regions.lender(self.group)
         if self._engine is None:
@@ -196,7 +197,7 @@ class Regions(Group):
         if task.operation != "all_reduce":
             return buffers
         region = self._regions.Region.made(buffers.bytes)
-        self._regions.show(self._engine, [region])
+        self._regions.show(self._engine, [region], self._limit)
         return replace(buffers, whole=torch.frombuffer(region, dtype=buffers.whole.dtype))
 
     def call(self, task: Task, b: Buffers) -> Call | None:
