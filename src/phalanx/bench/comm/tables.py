@@ -52,7 +52,7 @@ def _put(console: Console, table: Table) -> None:
 def _new(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for name in left:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True, overflow="fold")
     for name in right:
         table.add_column(name, justify="right")
     return table
@@ -80,10 +80,12 @@ def _each(results: Results, hello: Hello, cells: Sequence[Cell]) -> Table:
 
 def _beside(results: Results, hello: Hello) -> Table:
     """A line for every operation and size, backends beside each other."""
-    first, *others = hello.backends
-    columns = [f"{name} µs" for name in hello.backends] + [f"{first} by {name}" for name in others]
-    columns += [f"{first}: p50", "p99", "bus GB/s", "of limit"]
-    table = _new(f"{_title(hello)}: how many times as fast, and more of {first}", ("operation", "size"), columns)
+    first, *rest_ = hello.backends
+    others = [name for name in rest_ if name != "regions"]  # which is the same, with tensors elsewhere
+    columns = [f"{name} µs" for name in hello.backends] + [f"by {name}" for name in others]
+    columns += ["p50", "p99", "bus GB/s", "of limit"]
+    title = f"{_title(hello)}. By …: {first} is so many times as fast as that; the last columns are {first}'s too"
+    table = _new(title, ("operation", "size"), columns)
     by_key: dict[tuple[object, ...], dict[str, Cell]] = {}
     for cell in results.cells:
         if cell.ranks == hello.ranks and cell.operation != COPY:
