@@ -177,7 +177,7 @@ def _other_dies(engine: nodes.Nodes) -> None:
 
 def _late(engine: nodes.Nodes) -> None:
     if engine.rank == 3:
-        time.sleep(3)
+        time.sleep(2)
     else:
         _all_reduce(engine, 1.0)
 
@@ -191,7 +191,7 @@ def _different(engine: nodes.Nodes) -> None:
 
 def _abort(engine: nodes.Nodes) -> None:
     if engine.rank == 3:
-        time.sleep(2)
+        time.sleep(1)
         return
     if engine.rank != 1:
         threading.Timer(0.3, engine.abort).start()

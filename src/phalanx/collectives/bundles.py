@@ -8,6 +8,7 @@ import torch
 
 from .engine import Op, Reduction
 
+ROOM = 1 << 26  # bytes
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.add,
@@ -45,12 +46,12 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def combine(parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
-    """In their order; the first has the result."""
-    first = parts[0]
-    for part in parts[1:]:
-        _COMBINE[op](first, part, out=first)
-    return first
+def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
+    """In their order; `out` may be one of them. The others are written to, too."""
+    total = parts[0]
+    for number, part in enumerate(parts[1:], 2):
+        total = _COMBINE[op](total, part, out=out if number == len(parts) else total)
+    return total
 
 
 def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) -> None:
@@ -65,16 +66,21 @@ def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) ->
 
 
 class Room:
-    """Memory that is used again: new pages cost more than what is written to them."""
+    """Memory that is used again, up to a limit: new pages cost more than what is written to them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
+        self._left = ROOM
 
     def get(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
         size = count * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:
-            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8)
+            before = kept.numel() if kept is not None else 0
+            kept = torch.empty(size, dtype=torch.uint8)
+            if size - before <= self._left:
+                self._left -= size - before
+                self._kept[name] = kept
         return kept[:size].view(dtype)
 
     def bytes(self, name: str, count: int) -> torch.Tensor:

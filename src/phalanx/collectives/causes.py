@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from .trouble import Aborted, Late, Mismatched, PeerLost
 
 _PATIENCE = 1.0  # seconds for the leaders of other machines to say what they know
 _LONGER = 3.0  # for the leader of this machine, who waits for those
+_MOMENT = 0.3  # for those who are told
 _LOOK = 0.01
 _KINDS: dict[str, type[dist.DistBackendError]] = {kind.__name__: kind for kind in (PeerLost, Late, Mismatched, Aborted)}
 _PARTS = [kind.name.lower() for kind in Kind]
@@ -28,7 +30,10 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Causes:
-    def __init__(self, store: dist.Store, neighbours: Neighbours, named: Callable[[Iterable[int]], str]) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, neighbours: Neighbours, named: Callable[[Iterable[int]], str]
+    ) -> None:
+        self._rank = rank
         self._named = named
         self._store = store
         self._machines = neighbours.machines
@@ -39,7 +44,18 @@ class Causes:
         try:
             return self._lead(error, call) if leads else self._follow(error, call)
         except (RuntimeError, ValueError):  # the store is gone, too
-            return _own(error, call) or PeerLost(f"{_name(call)}: peer lost: {error}")
+            known = _own(error, call)
+            if known is None or (isinstance(known, Aborted) and not leads):
+                return PeerLost(f"{_name(call)}: peer lost, a rank on another machine, or the store of the group")
+            return known
+
+    def heard(self) -> None:
+        """For the leader: until the ranks of this machine know. With it, the store may go."""
+        keys = [f"heard by {rank}" for rank in self._machines[self._mine][1:]]
+        until = time.monotonic() + _MOMENT
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < until and not self._store.check(keys):
+                time.sleep(_LOOK)
 
     def _lead(self, error: Exception, call: Call) -> Exception:
         known = _own(error, call)
@@ -82,6 +98,7 @@ class Causes:
         while time.monotonic() < until:
             if self._store.check([f"cause at {self._mine}"]):
                 word = msgspec.json.decode(self._store.get(f"cause at {self._mine}"), type=Word)
+                self._store.set(f"heard by {self._rank}", "")
                 return _again(word)
             time.sleep(_LOOK)
         return known

@@ -26,7 +26,7 @@ from .threaded import ENDED, Threaded
 from .trouble import Aborted
 from .wires import Wires, within
 
-PIECE = 1 << 21  # bytes that are on the wires while others are reduced and handed out
+PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
 SMALL = 1 << 16  # up to here every leader sends all that it has to every other
 HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
 
@@ -48,9 +48,10 @@ class Nodes(Threaded):
         self._leads = rank == self._here[0]
         self._others = [number for number in range(len(self._machines)) if number != self._mine]
         self._wires = Wires(dist.PrefixStore("wires", store), rank, size, timeout)
-        self._causes = Causes(dist.PrefixStore("causes", store), neighbours, self._named)
+        self._causes = Causes(dist.PrefixStore("causes", store), rank, neighbours, self._named)
         self._heads = [Head() for _ in self._machines] if self._leads else []
         self._count = 0
+        self._broken: Exception | None = None
         self._deadline = 0.0
         self._room = Room()
         self._ways = {
@@ -97,6 +98,8 @@ class Nodes(Threaded):
         self._inner.abort()
 
     def _do(self, call: Call) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(f"{call.kind.name.lower()}: this group has ended before: {self._broken}")
         self._deadline = time.monotonic() + call.timeout if call.timeout else 0.0
         self._count += 1
         own = call.ins if call.kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs
@@ -108,8 +111,10 @@ class Nodes(Threaded):
             if self._leads:
                 self._wires.cut()  # so that the other leaders give up as well
             cause = self._causes.of(Aborted(ENDED) if self._ended else error, call, self._leads or self._ended)
+            self._broken = cause
             if self._leads:
                 self._inner.abort()  # once the cause is told: who waits there asks for it
+                self._causes.heard()
             raise cause from error
 
     def _barrier(self, call: Call) -> None:
@@ -155,7 +160,7 @@ class Nodes(Threaded):
             self._wait(*[self._recv(parts[other], other) for other in self._others])
             result = self._room.like("result", piece)
             if self._leads:
-                finish(result, combine(parts, how.op), how, self.size)
+                finish(result, combine(mine, parts, how.op), how, self.size)
             self._deal(
                 [result if rank == root else result[:0] for rank in self._here],
                 piece if self.rank == root else piece[:0],
@@ -275,7 +280,7 @@ class Nodes(Threaded):
         local: Sequence[torch.Tensor] = []
         if self._leads:
             result = self._room.get("result", box.numel(), out.dtype)
-            finish(result, combine(sums, how.op), how, self.size)
+            finish(result, combine(box, sums, how.op), how, self.size)
             local = result.chunk(len(self._here))
         self._within(Kind.SCATTER, local, [out])
         self._wait(*sends)
@@ -401,10 +406,8 @@ class Sum:
         if not nodes._leads:
             return
         nodes._wait(*self._works)
-        total = combine(self._parts, self._op)
         mine = self._chunks[nodes._mine] if self._chunks else self.mine
-        if total.data_ptr() != mine.data_ptr():
-            mine.copy_(total)
+        combine(mine, self._parts, self._op)
         if self._chunks:
             self._works = [nodes._recv(self._chunks[other], other) for other in nodes._others]
             self._works += [nodes._send(mine, other) for other in nodes._others]

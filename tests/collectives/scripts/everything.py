@@ -1,6 +1,6 @@
 """Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
 
-    python everything.py shm 1      # and then rank 1 dies
+python everything.py shm 1      # and then rank 1 dies
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,8 @@ def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(count) * 3 + of * 5) % 4 + 1).to(dtype)
 
 
-def reductions(count: int) -> None:
-    for dtype in (*INTEGERS, *FLOATS):
+def reductions(count: int, *dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
         parts = torch.stack([values(of, count, dtype) for of in everyone])
         wide = parts.double() if dtype in FLOATS else parts.long()
         wants = {"SUM": wide.sum(0), "PRODUCT": wide.prod(0), "MIN": wide.amin(0), "MAX": wide.amax(0)}
@@ -70,8 +71,8 @@ def reductions(count: int) -> None:
     same("complex", tensor, torch.full((count,), complex(sum(everyone), size)))
 
 
-def moves(count: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.bool):
+def moves(count: int, *dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
         mine, alls = values(rank, count, dtype), [values(of, count, dtype) for of in everyone]
         for root in everyone:
             tensor = mine.clone()
@@ -163,19 +164,24 @@ def the_rest() -> None:
         torch.testing.assert_close(mine, whole.grad)
 
 
-for count in (0, 3, 20_000):
-    reductions(count)
-    moves(count)
+reductions(0, torch.float32)
+reductions(3, *INTEGERS, *FLOATS)
+reductions(20_000, torch.bfloat16)
+moves(0, torch.int64)
+moves(3, torch.bfloat16, torch.complex128, torch.bool)
+moves(20_000, torch.float32)
 messages()
 the_rest()
 dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
-if len(sys.argv) > 2 and rank == int(sys.argv[2]):
-    os.kill(os.getpid(), signal.SIGKILL)
 if len(sys.argv) > 2:
-    begun = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(1_000_000))
-    except dist.DistBackendError as error:
-        print(f"rank {rank} after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
+    last = dist.new_group(timeout=timedelta(seconds=120 if sys.argv[3] == "dies" else 2))
+    if rank == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[3] == "dies" else time.sleep(600)
+    for _ in range(2):
+        begun = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1_000_000), group=last)
+        except dist.DistBackendError as error:
+            print(f"rank {rank} after {time.monotonic() - begun:.1f} s: {type(error).__name__}: {error}", flush=True)
 dist.destroy_process_group()

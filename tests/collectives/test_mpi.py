@@ -1,0 +1,45 @@
+"""`dist.init_process_group("mpi")` with PyTorch's ordinary wheel: under mpirun, alone, and where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
+
+
+def start(words: Sequence[object], **env: str) -> subprocess.CompletedProcess[str]:
+    surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [*map(str, words)], env=surroundings, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL
+    )
+
+
+def test_everything_under_mpirun_and_then_one_does_not_come() -> None:
+    words = (sys.executable, "-W", "ignore", SCRIPTS / "everything.py", "mpi", "1", "sleeps")
+    done = start([*MPIRUN, 3, *words])
+    for rank in range(3):
+        assert f"rank {rank} of 3: all as it should be, by mpi" in done.stdout, done.stdout + done.stderr
+    # It is not waited for any longer than was said; and what MPI had begun cannot be called off, so the job is ended.
+    late = "Late: all_reduce timed out: it waited 2 s for other ranks, and MPI does not tell for which"
+    assert re.search(rf"rank [02] after \d+\.\d s: {late}", done.stdout), done.stdout + done.stderr
+    assert re.search(r"rank [02] after 0\.\d s: Aborted", done.stdout), done.stdout + done.stderr
+    assert "MPI_ABORT was invoked" in done.stderr
+    assert done.returncode != 0
+
+
+def test_alone_and_without_mpi4py() -> None:
+    """Without mpirun it is a world of one; where mpi4py is not installed it says what to type."""
+    done = start([sys.executable, "-W", "ignore", SCRIPTS / "alone.py"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "rank 0 of 1: 3.0",
+        "Refused: the backend mpi needs mpi4py, which is not installed",
+        "  fix: pip install 'phalanx[mpi]'",
+    ]
