@@ -26,6 +26,9 @@ void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_
 }
 int __wrap_munmap(void *at, size_t size) { return at == memory ? 0 : __real_munmap(at, size); }
 
+/* Collectives are not what is tested here. */
+int phx_execute(phx_group *g, const struct phx_call *call) { return call->kind == PHX_BARRIER ? phx_meet(g) : PHX_FAILED; }
+
 static void expect(int right, const char *what, int line) {
     if (right) return;
     fprintf(stderr, "line %d: not so: %s\n", line, what);
@@ -204,8 +207,7 @@ static void *rank(void *arg) {
     return NULL;
 }
 
-int main(int argc, char **argv) {
-    staged = argc > 1 && !strcmp(argv[1], "staged");
+static void play(void) {
     size_t size = phx_memory(RANKS, SLOT);
     memory_fd = memfd_create("parcels", 0);
     EXPECT(ftruncate(memory_fd, (off_t)size) == 0);
@@ -214,6 +216,13 @@ int main(int argc, char **argv) {
     for (intptr_t r = 0; r < RANKS; r++) pthread_create(&t[r], NULL, rank, (void *)r);
     for (int r = 0; r < RANKS; r++) pthread_join(t[r], NULL);
     __real_munmap(memory, size);
+    close(memory_fd);
+}
+
+int main(void) {
+    play();
+    staged = 1; /* no rank reads the memory of another */
+    play();
     puts("ok");
     return 0;
 }

@@ -85,10 +85,16 @@ void post_finish(struct phx_post *q, struct parcel *p, int result, int blame) {
     atomic_store_explicit(&p->over, 1, memory_order_release);
 }
 
-/* Into a ring, and ring. Nobody has to be there for a whole message, or for its end. */
+/* Whether the helper has to know at once. A whole message, or the end of one, can wait until somebody asks; a small one
+   that has to be fetched, until the helper looks: it is slow to come where the awaited thread is already on its way. */
+static int is_urgent(const struct record *r) {
+    return r->kind == OFFER ? r->bytes > AT_ONCE : r->kind != EAGER && r->kind != TAKEN;
+}
+
+/* Into a ring, and ring. */
 static int write_to(struct phx_post *q, int rank, struct end *ring, const struct record *r, const void *data, size_t bytes) {
     int done = put(ring, r, data, bytes);
-    if (done >= 0) post_ring(q, rank, done && (r->kind == EAGER || r->kind == TAKEN) ? WAITER : BOTH);
+    if (done >= 0) post_ring(q, rank, !done || is_urgent(r) ? BOTH : WAITER);
     return done > 0;
 }
 
