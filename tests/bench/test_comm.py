@@ -229,7 +229,7 @@ def test_who_starts_the_ranks() -> None:
     assert by_mpi[:3] == ["mpirun", "-n", "64"]
     assert "--oversubscribe" in by_mpi
     with pytest.raises(OptionError, match="mpirun"):
-        jobs.check(replace(wanted, backends=("mpi",)), elsewhere=True)
+        jobs.check(replace(wanted, backends=("mpi",)), ["--hosts", "a,b"])
 
 
 @pytest.mark.parametrize(

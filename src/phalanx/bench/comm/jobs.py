@@ -112,12 +112,12 @@ def _listen(line: Sequence[str], environ: Mapping[str, str], hear: Callable[[Wor
 # -- what there is
 
 
-def usual(gpus: int) -> list[str]:
+def usual(gpus: int, *, mpi: bool = True) -> list[str]:
     """Backends that can be measured here."""
     if gpus:
         return ["nccl"]
     regions = importlib.util.find_spec("phalanx.collectives.regions") is not None
-    return ["shm", *(["regions"] if regions else []), "gloo", *([] if mpi_missing() else MPI)]
+    return ["shm", *(["regions"] if regions else []), "gloo", *(MPI if mpi and not mpi_missing() else ())]
 
 
 def mpi_missing() -> str:
@@ -126,14 +126,15 @@ def mpi_missing() -> str:
     return "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed"
 
 
-def check(wanted: Settings, *, elsewhere: bool) -> None:
+def check(wanted: Settings, where: Sequence[str]) -> None:
+    """`where`: options that are phalanx run's, or nobody's."""
     named = [name for name in wanted.backends if name in MPI]
     if not named:
         return
-    if elsewhere:
+    if where:
         raise OptionError(
-            f"{named[0]} is started by mpirun, and not by phalanx run on other machines",
-            fix=f"mpirun -n 8 --host a,b python -m {_SCRIPT} --backends {named[0]}",
+            f"{where[0]} says phalanx run how to start ranks, but for {named[0]} mpirun starts them",
+            fix=f"leave {named[0]} out; or mpirun -n 8 --host a,b python -m {_SCRIPT} --backends {named[0]}",
         )
     if missing := mpi_missing():
         raise OptionError(

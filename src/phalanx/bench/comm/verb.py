@@ -26,9 +26,9 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     options, where = _parser().parse_known_args(argv)
     elsewhere = any(word.partition("=")[0] in _ELSEWHERE for word in where)
     gpus = 0 if elsewhere else len(nvidia.survey(inherited).visible)
-    wanted = settings.read(options, jobs.usual(gpus))
+    wanted = settings.read(options, jobs.usual(gpus, mpi=not where))
     report.check(options)
-    jobs.check(wanted, elsewhere=elsewhere)
+    jobs.check(wanted, where)
     if elsewhere:
         given = ("-g", options.slots) if options.slots else ()
         started = [Job(wanted, None, (*given, *where))]
