@@ -98,10 +98,12 @@ def _matrices(pyplot: Any, groups: Sequence[Sequence[Link]]) -> Any:
             speeds[link.source][link.target] = link.speed / 1e9
         image = panel.imshow(speeds, cmap="viridis", vmin=0)
         figure.colorbar(image, ax=panel, shrink=0.7, label="GB/s")
+        most = max(link.speed for link in of)
         if ranks <= 16:
             for link in of:
                 text = f"{link.speed / 1e9:.1f}"
-                panel.text(link.target, link.source, text, ha="center", va="center", color="white", fontsize=7)
+                colour = "black" if link.speed > 0.7 * most else "white"  # as light as what it stands on is dark
+                panel.text(link.target, link.source, text, ha="center", va="center", color=colour, fontsize=7)
         for one in links.slow(of):
             at = (one.link.target - 0.5, one.link.source - 0.5)
             panel.add_patch(pyplot.Rectangle(at, 1, 1, fill=False, edgecolor="red", linewidth=2.5))
