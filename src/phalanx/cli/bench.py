@@ -13,6 +13,7 @@ from phalanx.errors import UsageError
 QUESTIONS = {
     "launch": "from the command to the first all_reduce and the first training step",
     "join": "from the first call until every node is in the leader's roster",
+    "comm": "every collective and point to point: latency, bandwidth, beside memory and other backends",
     "step": "a training step beside the same loop in raw PyTorch DDP",
     "checkpoint": "for how long training stands still for a checkpoint",
     "recover": "what a dead rank costs: from the kill to the next committed step, goodput, many in a row",

@@ -14,7 +14,7 @@
 
 #define LINE 64
 #define LOOK_MS 20 /* how often who waits looks whether the others live */
-#define PIECES (256u << 10) /* bytes that are read from the others' memory at once: they stay in the second cache */
+#define PIECES (1u << 20) /* bytes that are read from the others' memory at once: few calls of the kernel, and they stay in the second cache */
 
 typedef _Atomic uint32_t word;
 
