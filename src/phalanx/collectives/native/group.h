@@ -50,7 +50,8 @@ struct header {
     word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
 };
 
-struct queue; /* queue.c */
+struct queue;    /* queue.c */
+struct phx_post; /* post.h */
 
 struct phx_group {
     int rank, ranks;
@@ -73,6 +74,7 @@ struct phx_group {
     uint8_t *scratch;
     struct pollfd *peers; /* pidfds */
     struct queue *queue;
+    struct phx_post *post;
 };
 
 long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout);
@@ -104,7 +106,10 @@ int phx_gone(const phx_group *, int rank);
 /* What a rank has written before is seen by all of them after. */
 int phx_meet(phx_group *);
 
-/* Bytes of another rank's memory, without its doing. Where that fails, the group has ended. */
+/* Bytes of another rank's memory, without its doing. 0, or -1 with errno. */
+int phx_read_peer(const phx_group *, int rank, void *to, uint64_t from, size_t bytes);
+
+/* The same; where that fails, the group has ended. */
 int phx_read(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
 
 /* One collective, from its first meeting to its last (rounds.c). */
