@@ -244,14 +244,23 @@ static int numbers(const char *path, long *a, long *b) {
     return found;
 }
 
-/* What this process may use, by its affinity and by what a container allows it. */
-static long cores(void) {
+/* Each rank may be bound to cores of its own. */
+static void tell_cores(phx_group *g) {
     cpu_set_t allowed;
-    long all = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : sysconf(_SC_NPROCESSORS_ONLN);
-    long quota = 0, period = 0, unused;
-    if (numbers("/sys/fs/cgroup/cpu.max", &quota, &period) != 2 &&
-        !(numbers("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", &quota, &unused) == 1 && numbers("/sys/fs/cgroup/cpu/cpu.cfs_period_us", &period, &unused) == 1))
-        return all;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    for (int core = 0; core < CORES && core < CPU_SETSIZE; core++)
+        if (CPU_ISSET(core, &allowed)) atomic_fetch_or(&g->head->cores[core / 32], 1u << core % 32);
+}
+
+/* What all ranks together may use, by their affinities and by what a container allows. */
+static long cores(const phx_group *g) {
+    long all = 0, quota = 0, period = 0, unused;
+    for (int i = 0; i < CORES / 32; i++) all += __builtin_popcount(atomic_load(&g->head->cores[i]));
+    if (!all) all = sysconf(_SC_NPROCESSORS_ONLN);
+    if (numbers("/sys/fs/cgroup/cpu.max", &quota, &period) != 2) { /* the older kind of control groups has two files */
+        numbers("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", &quota, &unused);
+        numbers("/sys/fs/cgroup/cpu/cpu.cfs_period_us", &period, &unused);
+    }
     return quota > 0 && period > 0 && quota / period < all ? quota / period : all;
 }
 
@@ -286,11 +295,12 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
         g->shares = (struct share *)(g->seats + ranks);
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
-        long all = cores(); /* with more threads than cores, who spins keeps the others from coming */
-        g->spins_least = spins(SPIN_NS / 50);
-        g->spins = ranks <= all ? spins(SPIN_NS) : g->spins_least;
-        g->spins_beside = 2 * ranks <= all ? g->spins : g->spins_least; /* the others still compute meanwhile */
+        g->spins = g->spins_beside = g->spins_least = spins(SPIN_NS / 50);
+        tell_cores(g);
         result = phx_parcels_open(g, (uint8_t *)g->memory + before_parcels(ranks, slot)) ? PHX_FAILED : find_way(g, direct);
+        long all = cores(g); /* with more threads than cores, who spins keeps the others from coming */
+        if (ranks <= all) g->spins = spins(SPIN_NS);
+        if (2 * ranks <= all) g->spins_beside = g->spins; /* where the others still compute meanwhile */
         why = result == PHX_FAILED ? ENOMEM : result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
     }
     if (result == PHX_OK) return g;

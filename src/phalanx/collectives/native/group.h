@@ -13,6 +13,7 @@
 #include "reduce.h"
 
 #define LINE 64
+#define CORES 1024
 #define LOOK_MS 20 /* how often who waits looks whether the others live */
 #define PIECES (1u << 20) /* bytes that are read from the others' memory at once: few calls of the kernel, and they stay in the second cache */
 
@@ -48,6 +49,7 @@ struct header {
     _Alignas(2 * LINE) word broken;  /* 1 + phx_result: nothing works any more, and why */
     word unreadable[2];              /* somebody cannot read another's memory, at the first try and at the second */
     word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
+    word cores[CORES / 32];          /* that one rank or another may run on, a bit each */
 };
 
 struct queue;    /* queue.c */
