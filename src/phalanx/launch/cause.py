@@ -16,6 +16,7 @@ _PEER_LOST = re.compile(
     r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
+    r"|\b(PeerLost|Late|Aborted): "  # of our own groups
 )
 
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
