@@ -3,6 +3,7 @@
 #define PHX_GROUP_H
 
 #include <poll.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -13,21 +14,22 @@
 
 #define LINE 64
 #define LOOK_MS 20 /* how often who waits looks whether the others live */
-#define MOST 256   /* ranks of a machine */
 #define PIECE (128u << 10) /* bytes that are read from another's memory at once: they stay in the second cache */
 
 typedef _Atomic uint32_t word;
 
-/* What a rank says of the round that it has filled. */
+/* What a rank says of the call that it begins. */
 struct notice {
     uint64_t address; /* of its tensor, in its own memory */
-    uint64_t bytes;
-    uint32_t kind;    /* operation, type, root: they have to be the same everywhere */
-    uint32_t unused;
+    double before;
+    struct phx_said said;
+    uint32_t average;
+    uint32_t placed;  /* what it gives lies in its slot already */
 };
 
 struct seat {
     _Alignas(2 * LINE) word posted; /* rounds that it has filled: who is missing is seen from that */
+    word left;
     int32_t pid;
     uint64_t token; /* where others try whether they may read our memory */
     struct notice notice[2];
@@ -38,10 +40,11 @@ struct header {
     _Alignas(2 * LINE) word met;     /* rounds that all ranks have filled: who waits sleeps here */
     _Alignas(2 * LINE) word sleepers;
     _Alignas(2 * LINE) word broken;  /* 1 + phx_result: nothing works any more, and why */
-    word joined;
-    word unreadable;                 /* ranks that cannot read another's memory */
-    word lost[8];                    /* who is to blame, a bit each; more than 256 ranks share no machine */
+    word unreadable[2];              /* ranks that cannot read another's memory, at the first try and at the second */
+    word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
 };
+
+struct queue; /* queue.c */
 
 struct phx_group {
     int rank, ranks;
@@ -49,13 +52,18 @@ struct phx_group {
     uint32_t round; /* meetings */
     uint32_t turn;  /* times that slots were filled: each is followed by a meeting before the next but one */
     int spins, direct;
-    int64_t patience;
+    int64_t patience; /* of the call under way */
+    int asks;         /* whether it runs in a thread of the caller's, who may be interrupted */
+    int (*interrupted)(void);
+    _Atomic int departed;
+    unsigned forks;
     struct header *head;
     struct seat *seats;
     uint8_t *slots;
     void *memory;
     uint8_t *scratch;
     struct pollfd *peers; /* pidfds */
+    struct queue *queue;
 };
 
 long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout);
@@ -72,20 +80,35 @@ static inline void relax(void) {
 /* Counters go round. */
 static inline int reached(uint32_t count, uint32_t wanted) { return (int32_t)(count - wanted) >= 0; }
 
-/* What the group has ended by; PHX_OK: it has not. */
+/* What the group has ended by, for this rank; PHX_OK: it has not. */
 int phx_broken(const phx_group *);
 
 /* End it for all ranks, and wake whoever waits. Returns how it has ended, which may be another's reason. */
 int phx_give_up(phx_group *, int how);
 void phx_blame(phx_group *, int rank);
 
-/* Whether one that has not come to this round is dead, or the time is over: then the group has ended. */
-int phx_look(phx_group *, int64_t until);
+/* Whether a rank has ended or left. */
+int phx_gone(const phx_group *, int rank);
 
 /* What a rank has written before is seen by all of them after. */
 int phx_meet(phx_group *);
 
-/* Bytes of another rank's memory, without its doing. 0, or -1 with errno. */
-int phx_read_peer(const phx_group *, int rank, void *to, uint64_t from, size_t bytes);
+/* Bytes of another rank's memory, without its doing. Where that fails, the group has ended. */
+int phx_read(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
+
+/* One collective, from its first meeting to its last (rounds.c). */
+int phx_execute(phx_group *, const struct phx_call *);
+
+/* Calls that wait for their turn (queue.c). */
+int phx_queue_open(phx_group *);
+void phx_queue_wake(phx_group *);
+void phx_queue_close(phx_group *);
+
+/* A point where a rank may be made to die: tests alone. */
+#ifdef PHX_FAULTS
+void phx_fault(const phx_group *);
+#else
+#define phx_fault(g) ((void)(g))
+#endif
 
 #endif

@@ -12,6 +12,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define PHX_MOST 256 /* ranks of a machine */
+
 enum phx_result {
     PHX_OK,
     PHX_DEAD,     /* a rank has ended, or left the group */
@@ -60,17 +62,25 @@ struct phx_call {
 /* Bytes of shared memory for so many ranks, each with two slots of so many bytes. */
 size_t phx_memory(int ranks, size_t slot);
 
-/* Map the memory (zeroed, from whoever made it) and take a seat. `pids`: of all ranks. NULL: errno says why. */
-phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int64_t patience);
+/* Map the memory (zeroed, from whoever made it), take a seat and meet the others. `pids`: of all ranks. `interrupted`, if
+   any, is asked now and then by a thread that waits in a function of this header; not 0: the group is aborted.
+   NULL: errno says why. */
+phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int64_t patience, int (*interrupted)(void));
 
-/* The others learn that this rank has left; what it still had under way is aborted. */
+/* The others learn that this rank has left, and whoever of it is in a call returns. From any thread. */
+void phx_depart(phx_group *);
+
+/* The end, also of a group's copy in a forked process: nobody may be in a call. */
 void phx_leave(phx_group *);
 
 /* Who waits, in any rank, returns PHX_ABORTED from now on. From any thread. */
 void phx_abort(phx_group *);
 
-/* Asked now and then by a thread that waits in phx_run or phx_wait; not 0: give up, and return PHX_ABORTED. */
-void phx_interruptible(phx_group *, int (*interrupted)(void));
+/* Whether this process has joined it, and is not a fork of one that has. */
+int phx_own(const phx_group *);
+
+/* Whether ranks read the memory of others. */
+int phx_direct(const phx_group *);
 
 /* After PHX_DEAD or PHX_TIMEOUT: which ranks, a byte each. */
 void phx_culprits(phx_group *, uint8_t *ranks);
@@ -82,11 +92,15 @@ struct phx_said {
 };
 void phx_said(phx_group *, int rank, struct phx_said *);
 
-/* -- collectives: in the calling thread where nothing is under way, else behind what is */
+/* What is wrong with a call, in words; NULL: nothing. Whoever calls has asked this. */
+const char *phx_wrong(const phx_group *, const struct phx_call *);
+
+/* -- collectives: in the order of the calls, whichever thread they come from */
 
 int phx_run(phx_group *, const struct phx_call *);
 
-/* In a thread of the group's own. The call is copied; the memory it speaks of has to stay. Returns a ticket, from 1. */
+/* In a thread of the group's own. The call is copied; the memory it speaks of has to stay. Returns a ticket, from 1;
+   0: there is no memory or no thread for it. */
 uint64_t phx_start(phx_group *, const struct phx_call *);
 int phx_done(phx_group *, uint64_t ticket);
 

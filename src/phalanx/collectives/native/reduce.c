@@ -65,50 +65,67 @@ static inline f16 to_f16(float f) {
 #define OR(a, b) ((a) | (b))
 #define XOR(a, b) ((a) ^ (b))
 
-/* One loop for the first input, one for each other, one for the result: over a block that stays in the cache. */
-#define REDUCTION(name, type, acc_type, load, store, combine)                                                       \
-    static void name(void *out_, const void *const *in, int n, size_t count, double before_, double after_) {       \
-        type *out = out_;                                                                                           \
-        acc_type before = (acc_type)before_, after = (acc_type)after_;                                              \
-        int scales = before_ != 1.0, ends = after_ != 1.0;                                                          \
-        acc_type acc[BLOCK];                                                                                        \
+/* A factor, as a number of the type: of whole ones what is before the point. */
+#define FACTOR_F(type, x) ((type)(x))
+#define FACTOR_I(type, x) ((type)whole(x))
+
+static int64_t whole(double x) { return x > -0x1p63 && x < 0x1p63 ? (int64_t)x : 0; }
+
+/* `out` may be an input, but no element depends on another. */
+#define EACH(some) _Pragma("GCC ivdep") for (size_t i = 0; i < (some); i++)
+
+/* Over a block that stays in the cache: one loop for the first input, one for each other, one for the result. Two inputs
+   and nothing else, which is the most common case, are one loop. */
+#define REDUCTION(name, type, acc_type, load, store, combine, factor)                                                \
+    static void name(void *out_, const void *const *in, int n, size_t count, double before_, int average) {         \
+        acc_type before = factor(acc_type, before_), acc[BLOCK];                                                    \
+        int scales = before_ != 1.0;                                                                                \
         for (size_t at = 0; at < count; at += BLOCK) {                                                              \
             size_t some = count - at < BLOCK ? count - at : BLOCK;                                                  \
+            type *out = (type *)out_ + at;                                                                          \
             const type *first = (const type *)in[0] + at;                                                           \
-            if (scales) for (size_t i = 0; i < some; i++) acc[i] = (acc_type)(load(first[i]) * before);             \
-            else for (size_t i = 0; i < some; i++) acc[i] = load(first[i]);                                         \
+            if (n == 2 && !scales && !average) {                                                                    \
+                const type *next = (const type *)in[1] + at;                                                        \
+                EACH(some) {                                                                                        \
+                    acc_type x = load(first[i]), y = load(next[i]);                                                 \
+                    out[i] = store((acc_type)combine(x, y));                                                        \
+                }                                                                                                   \
+                continue;                                                                                           \
+            }                                                                                                       \
+            if (scales) EACH(some) acc[i] = (acc_type)(load(first[i]) * before);                                    \
+            else EACH(some) acc[i] = load(first[i]);                                                                \
             for (int r = 1; r < n; r++) {                                                                           \
                 const type *next = (const type *)in[r] + at;                                                        \
-                if (scales) for (size_t i = 0; i < some; i++) {                                                     \
+                if (scales) EACH(some) {                                                                            \
                     acc_type x = (acc_type)(load(next[i]) * before);                                                \
                     acc[i] = (acc_type)combine(acc[i], x);                                                          \
                 }                                                                                                   \
-                else for (size_t i = 0; i < some; i++) {                                                            \
+                else EACH(some) {                                                                                   \
                     acc_type x = load(next[i]);                                                                     \
                     acc[i] = (acc_type)combine(acc[i], x);                                                          \
                 }                                                                                                   \
             }                                                                                                       \
-            if (ends) for (size_t i = 0; i < some; i++) out[at + i] = store((acc_type)(acc[i] * after));            \
-            else for (size_t i = 0; i < some; i++) out[at + i] = store(acc[i]);                                     \
+            if (average) EACH(some) out[i] = store((acc_type)(acc[i] / (acc_type)n));                               \
+            else EACH(some) out[i] = store(acc[i]);                                                                 \
         }                                                                                                           \
     }
 
-typedef void reduction(void *, const void *const *, int, size_t, double, double);
+typedef void reduction(void *, const void *const *, int, size_t, double, int);
 
 #define FLOATS(tag, type, acc, load, store)                  \
-    REDUCTION(sum_##tag, type, acc, load, store, ADD)        \
-    REDUCTION(product_##tag, type, acc, load, store, MUL)    \
-    REDUCTION(min_##tag, type, acc, load, store, FLESS)      \
-    REDUCTION(max_##tag, type, acc, load, store, FMORE)
+    REDUCTION(sum_##tag, type, acc, load, store, ADD, FACTOR_F)        \
+    REDUCTION(product_##tag, type, acc, load, store, MUL, FACTOR_F)    \
+    REDUCTION(min_##tag, type, acc, load, store, FLESS, FACTOR_F)      \
+    REDUCTION(max_##tag, type, acc, load, store, FMORE, FACTOR_F)
 
 #define INTEGERS(tag, type)                              \
-    REDUCTION(sum_##tag, type, type, SAME, SAME, ADD)     \
-    REDUCTION(product_##tag, type, type, SAME, SAME, MUL) \
-    REDUCTION(min_##tag, type, type, SAME, SAME, LESS)    \
-    REDUCTION(max_##tag, type, type, SAME, SAME, MORE)    \
-    REDUCTION(band_##tag, type, type, SAME, SAME, AND)    \
-    REDUCTION(bor_##tag, type, type, SAME, SAME, OR)      \
-    REDUCTION(bxor_##tag, type, type, SAME, SAME, XOR)
+    REDUCTION(sum_##tag, type, type, SAME, SAME, ADD, FACTOR_I)     \
+    REDUCTION(product_##tag, type, type, SAME, SAME, MUL, FACTOR_I) \
+    REDUCTION(min_##tag, type, type, SAME, SAME, LESS, FACTOR_I)    \
+    REDUCTION(max_##tag, type, type, SAME, SAME, MORE, FACTOR_I)    \
+    REDUCTION(band_##tag, type, type, SAME, SAME, AND, FACTOR_I)    \
+    REDUCTION(bor_##tag, type, type, SAME, SAME, OR, FACTOR_I)      \
+    REDUCTION(bxor_##tag, type, type, SAME, SAME, XOR, FACTOR_I)
 
 FLOATS(f32, float, float, SAME, SAME)
 FLOATS(f64, double, double, SAME, SAME)
@@ -119,11 +136,14 @@ INTEGERS(i8, int8_t)
 INTEGERS(i16, int16_t)
 INTEGERS(i32, int32_t)
 INTEGERS(i64, int64_t)
+INTEGERS(u16, uint16_t)
+INTEGERS(u32, uint32_t)
+INTEGERS(u64, uint64_t)
 
 #define TRUTH(x) ((uint8_t)((x) != 0))
-REDUCTION(or_bool, uint8_t, uint8_t, TRUTH, SAME, OR)
-REDUCTION(and_bool, uint8_t, uint8_t, TRUTH, SAME, AND)
-REDUCTION(xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR)
+REDUCTION(or_bool, uint8_t, uint8_t, TRUTH, SAME, OR, FACTOR_I)
+REDUCTION(and_bool, uint8_t, uint8_t, TRUTH, SAME, AND, FACTOR_I)
+REDUCTION(xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR, FACTOR_I)
 
 #define ROW_F(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, NULL, NULL, NULL}
 #define ROW_I(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, band_##tag, bor_##tag, bxor_##tag}
@@ -131,10 +151,11 @@ REDUCTION(xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR)
 static reduction *const table[PHX_DTYPES][PHX_OPS] = {
     [PHX_U8] = ROW_I(u8),   [PHX_I8] = ROW_I(i8),   [PHX_I16] = ROW_I(i16), [PHX_I32] = ROW_I(i32),
     [PHX_I64] = ROW_I(i64), [PHX_F16] = ROW_F(f16), [PHX_BF16] = ROW_F(bf16), [PHX_F32] = ROW_F(f32),
-    [PHX_F64] = ROW_F(f64), [PHX_BOOL] = {or_bool, and_bool, and_bool, or_bool, and_bool, or_bool, xor_bool},
+    [PHX_F64] = ROW_F(f64), [PHX_U16] = ROW_I(u16), [PHX_U32] = ROW_I(u32), [PHX_U64] = ROW_I(u64),
+    [PHX_BOOL] = {or_bool, and_bool, and_bool, or_bool, and_bool, or_bool, xor_bool},
 };
 
-static const size_t sizes[PHX_DTYPES] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
+static const size_t sizes[PHX_DTYPES] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8};
 
 size_t phx_itemsize(int dtype) { return dtype < 0 || dtype >= PHX_DTYPES ? 0 : sizes[dtype]; }
 
@@ -142,6 +163,6 @@ int phx_reduces(int dtype, int op) {
     return dtype >= 0 && dtype < PHX_DTYPES && op >= 0 && op < PHX_OPS && table[dtype][op] != NULL;
 }
 
-void phx_reduce(void *out, const void *const *in, int n, size_t count, int dtype, int op, double before, double after) {
-    table[dtype][op](out, in, n, count, before, after);
+void phx_reduce(void *out, const void *const *in, int n, size_t count, int dtype, int op, double before, int average) {
+    table[dtype][op](out, in, n, count, before, average && dtype != PHX_BOOL);
 }

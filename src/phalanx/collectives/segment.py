@@ -1,0 +1,65 @@
+"""Memory that the ranks of one machine share: no name anywhere, and gone with the last of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.collectives import _native
+from phalanx.collectives.trouble import Late, PeerLost
+
+SLOT = 1 << 20  # bytes; each rank has two
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def make(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slot: int = SLOT) -> tuple[int, list[int]]:
+    """The memory and the processes of `ranks`, which are those of the group on this machine, by way of its store.
+
+    The first of them makes it. The others open it through /proc, where the kernel lets the same user alone. To be closed
+    once all have joined.
+    """
+    size, leader = _native.memory(len(ranks), slot), ranks[0]
+    store.set(f"shm/pid/{rank}", str(os.getpid()))
+    if rank == leader:
+        fd = _create(size)
+        store.set(f"shm/memory/{leader}", f"{os.getpid()}:{fd}")
+    _await(store, [f"shm/pid/{r}" for r in ranks], ranks, timeout)
+    pids = [int(store.get(f"shm/pid/{r}")) for r in ranks]
+    if rank == leader:
+        return fd, pids
+    _await(store, [f"shm/memory/{leader}"], [leader], timeout)
+    return _open(store.get(f"shm/memory/{leader}").decode(), leader, size), pids
+
+
+def _create(size: int) -> int:
+    fd = os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _open(where: str, leader: int, size: int) -> int:
+    pid, number = (int(part) for part in where.split(":"))
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise PeerLost(f"joining: peer lost, rank {leader} has ended") from None
+    if os.fstat(fd).st_size != size:
+        os.close(fd)
+        raise PeerLost(f"joining: what rank {leader} shares is not the memory of this group")
+    return fd
+
+
+def _await(store: dist.Store, keys: list[str], ranks: Sequence[int], timeout: float) -> None:
+    try:
+        store.wait(keys, timedelta(seconds=timeout or 365 * 24 * 3600))
+    except dist.DistError:
+        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        if not missing:
+            raise
+        names = ", ".join(str(rank) for rank in missing)
+        raise Late(f"joining timed out: waited {timeout:g} s for ranks {names} of this machine") from None

@@ -1,0 +1,235 @@
+"""The engine in shared memory: tensors are moved and reduced in C, here they become addresses, and results errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from phalanx.collectives import _native, segment
+from phalanx.collectives.engine import Call, Kind, Op, Reduction
+from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+
+# Numbers are those of native/reduce.h. What is merely moved may be of other types: one number for all of them.
+DTYPES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.bfloat16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bool: 9,
+    torch.uint16: 10,
+    torch.uint32: 11,
+    torch.uint64: 12,
+}
+OTHER = 99
+_NAMES = {number: dtype for dtype, number in DTYPES.items()}
+
+# native/phx.h
+_DEAD, _TIMEOUT, _ABORTED, _MISMATCH = 1, 2, 3, 4
+
+_FROM_ROOT = {Kind.BROADCAST, Kind.SCATTER}
+_TO_ROOT = {Kind.REDUCE, Kind.GATHER}
+_REDUCTIONS = {Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER}
+
+
+def join(store: dist.Store, rank: int, here: Sequence[int], ranks: Sequence[int], timeout: float) -> Shared:
+    """`rank` of a group, `here` those of it on this machine, `ranks` what the latter are called in the world."""
+    fd, pids = segment.make(store, rank, here, timeout)
+    try:
+        return Shared(fd, here.index(rank), pids, ranks, timeout)
+    finally:
+        os.close(fd)
+
+
+class Shared:
+    """An Engine; all_reduce, broadcast and barrier besides, which make no Call."""
+
+    def __init__(
+        self, fd: int, rank: int, pids: Sequence[int], ranks: Sequence[int], timeout: float, slot: int = segment.SLOT
+    ) -> None:
+        self.rank = rank
+        self.size = len(pids)
+        self._ranks = ranks
+        self._alive: deque[tuple[int, Call]] = deque()  # what the group's thread still reads and writes
+        self._first: dist.DistBackendError | None = None
+        try:
+            self._group = _native.join(fd, rank, self.size, slot, pids, _ms(timeout))
+        except OSError as error:
+            raise _not_joined(error, timeout) from None
+        # Also at the end of the interpreter: the thread must not outlive the tensors.
+        self._leave = weakref.finalize(self, _native.leave, self._group)
+
+    # -- without a Call
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: float) -> None:
+        result = _native.all_reduce(
+            self._group,
+            tensor.data_ptr(),
+            tensor.numel(),
+            DTYPES.get(tensor.dtype, OTHER),
+            reduction.op,
+            reduction.before,
+            reduction.average,
+            _ms(timeout),
+        )
+        if result:
+            raise self._trouble(result, "all_reduce", timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: float) -> None:
+        dtype = DTYPES.get(tensor.dtype, OTHER)
+        result = _native.broadcast(self._group, tensor.data_ptr(), tensor.nbytes, dtype, root, _ms(timeout))
+        if result:
+            raise self._trouble(result, "broadcast", timeout)
+
+    def barrier(self, timeout: float) -> None:
+        result = _native.barrier(self._group, _ms(timeout))
+        if result:
+            raise self._trouble(result, "barrier", timeout)
+
+    # -- Engine
+
+    def run(self, call: Call) -> None:
+        result = _native.run(self._group, *self._words(call))
+        if result:
+            raise self._trouble(result, call.kind.name.lower(), call.timeout)
+
+    def start(self, call: Call) -> Started:
+        while self._alive and _native.done(self._group, self._alive[0][0]):
+            self._alive.popleft()
+        ticket = _native.start(self._group, *self._words(call))
+        self._alive.append((ticket, call))
+        return Started(self, ticket, call)
+
+    def abort(self) -> None:
+        if self._leave.alive:
+            _native.abort(self._group)
+
+    def close(self) -> None:
+        self._leave()
+        self._alive.clear()
+
+    def _words(self, call: Call) -> tuple[object, ...]:
+        first = call.outs[0] if call.outs else call.ins[0] if call.ins else None
+        dtype = 0 if first is None else DTYPES.get(first.dtype, OTHER)
+        how = call.reduction or _SUM
+        ins = _parts(call.ins, self.size if call.kind in _INS_EACH else 1)
+        outs = _parts(call.outs, self.size if call.kind in _OUTS_EACH else 1)
+        return call.kind, dtype, how.op, call.root, how.before, how.average, _ms(call.timeout), ins, outs
+
+    # -- what went wrong
+
+    def _trouble(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
+        if self._first:
+            return type(self._first)(f"{what}: this group has ended before: {self._first}")
+        self._first = self._explained(result, what, timeout)
+        return self._first
+
+    def _explained(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
+        if result == _MISMATCH:
+            return Mismatched(self._differences())
+        if result == _ABORTED:
+            return Aborted(f"{what}: the process group was aborted")
+        culprits = _native.culprits(self._group)
+        who = self._named(culprits)
+        if result == _DEAD:
+            return PeerLost(f"{what}: peer lost, {who} {'has' if len(culprits) == 1 else 'have'} ended")
+        if result == _TIMEOUT and self.rank in culprits:
+            return Late(f"{what}: this rank came too late, the others' wait for {who} timed out")
+        if result == _TIMEOUT:
+            return Late(f"{what} timed out: it waited {timeout:g} s for {who}")
+        return Aborted(f"{what}: the kernel does not let a rank read its peer's memory any more")
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return named([self._ranks[rank] for rank in ranks], ranks)
+
+    def _differences(self) -> str:
+        said: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            said.setdefault(self._told(*_native.said(self._group, rank)), []).append(rank)
+        if len(said) == 1:
+            return f"ranks called {next(iter(said))} with parts of different sizes: what one gives is not what another takes"
+        return "ranks called different things: " + ", ".join(f"{self._named(who)} {what}" for what, who in said.items())
+
+    def _told(self, kind: int, dtype: int, op: int, root: int, bytes_: int) -> str:
+        text = Kind(kind).name.lower()
+        if kind == Kind.BARRIER:
+            return text
+        if dtype in _NAMES:
+            name = str(_NAMES[dtype]).removeprefix("torch.")
+            text += f" of {bytes_ // _NAMES[dtype].itemsize} {name}"
+        else:
+            text += f" of {bytes_} bytes"
+        if kind in _REDUCTIONS:
+            text += f" ({Op(op).name})"
+        if kind in _FROM_ROOT:
+            text += f" from {self._named([root])}"
+        if kind in _TO_ROOT:
+            text += f" to {self._named([root])}"
+        return text
+
+
+class Started:
+    """A collective under way in the group's thread."""
+
+    source = -1
+
+    def __init__(self, engine: Shared, ticket: int, call: Call) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._call = call
+
+    def done(self) -> bool:
+        return bool(_native.done(self._engine._group, self._ticket))
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        result = _native.wait(self._engine._group, self._ticket, _ms(timeout))
+        if result > 0:
+            raise self._engine._trouble(result, self._call.kind.name.lower(), self._call.timeout)
+        return result == 0
+
+
+_SUM = Reduction()
+_INS_EACH = {Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL}
+_OUTS_EACH = {Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL}
+
+
+def _ms(seconds: float) -> int:
+    return max(1, int(seconds * 1000)) if seconds > 0 else 0
+
+
+def _parts(tensors: Sequence[torch.Tensor], wanted: int) -> tuple[int, ...]:
+    """Address and bytes of each; one alone may be a whole of as many equal parts."""
+    if len(tensors) == 1 and wanted > 1:
+        at, each = tensors[0].data_ptr(), tensors[0].nbytes // wanted
+        return tuple(word for part in range(wanted) for word in (at + part * each, each))
+    return tuple(word for tensor in tensors for word in (tensor.data_ptr(), tensor.nbytes))
+
+
+def named(ranks: Sequence[int], of_group: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1 and 3`, `rank 3 (of this group: 1)`."""
+    words = [
+        str(rank) if rank == own else f"{rank} (of this group: {own})"
+        for rank, own in zip(ranks, of_group, strict=True)
+    ]
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "nobody"
+    return f"{'rank' if len(words) == 1 else 'ranks'} {listed}"
+
+
+def _not_joined(error: OSError, timeout: float) -> Exception:
+    if error.errno == errno.ESRCH:
+        return PeerLost("joining: peer lost, a rank of this machine has ended")
+    if error.errno == errno.ETIMEDOUT:
+        return Late(f"joining timed out: a rank of this machine has not come in {timeout:g} s")
+    if error.errno == errno.ECONNABORTED:
+        return Aborted("joining: the process group was aborted")
+    return error
