@@ -25,6 +25,7 @@ struct notice {
     struct phx_said said;
     uint32_t average;
     uint32_t placed;  /* what it gives lies in its slot already */
+    uint32_t region;  /* in which its tensor lies; 0: in none */
 };
 
 struct seat {
@@ -44,7 +45,8 @@ struct header {
     word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
 };
 
-struct queue; /* queue.c */
+struct queue;  /* queue.c */
+struct region; /* regions.c */
 
 struct phx_group {
     int rank, ranks;
@@ -64,6 +66,7 @@ struct phx_group {
     uint8_t *scratch;
     struct pollfd *peers; /* pidfds */
     struct queue *queue;
+    struct region *regions;
 };
 
 long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout);
@@ -103,6 +106,13 @@ int phx_execute(phx_group *, const struct phx_call *);
 int phx_queue_open(phx_group *);
 void phx_queue_wake(phx_group *);
 void phx_queue_close(phx_group *);
+
+/* In which region all of it lies; 0: in none, or it is too small to be worth it (regions.c). */
+uint32_t phx_region_of(phx_group *, const void *data, size_t bytes);
+
+/* All ranks have met, and `said` where their tensors are. -1: not all in one region, and nothing was done. */
+int phx_reduce_mapped(phx_group *, const struct notice *const *said, const struct phx_call *);
+void phx_regions_close(phx_group *);
 
 /* A point where a rank may be made to die: tests alone. */
 #ifdef PHX_FAULTS

@@ -79,9 +79,10 @@ static int find(phx_group *g, const struct notice *const *said, size_t bytes, ui
     return one ? 1 : -1;
 }
 
-int phx_reduce_mapped(phx_group *g, const struct notice *const *said, const struct phx_call *call, size_t count) {
+int phx_reduce_mapped(phx_group *g, const struct notice *const *said, const struct phx_call *call) {
     uint8_t *at[PHX_MOST];
-    size_t item = phx_itemsize(call->dtype), ranks = (size_t)g->ranks, rank = (size_t)g->rank;
+    size_t item = phx_itemsize(call->dtype), count = call->out->bytes / item;
+    size_t ranks = (size_t)g->ranks, rank = (size_t)g->rank;
     int found = find(g, said, count * item, at);
     if (found <= 0) return found ? phx_give_up(g, PHX_FAILED) : -1;
     size_t each = count / ranks, more = count % ranks, most = (PIECE / 4) / item;
