@@ -19,3 +19,10 @@ class Mismatched(dist.DistBackendError):  # type: ignore[misc]
 
 class Aborted(dist.DistBackendError):  # type: ignore[misc]
     """The group was ended while somebody waited in it."""
+
+
+class Refused(dist.DistBackendError):  # type: ignore[misc]
+    """What these groups do not do: said before anything is moved."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(f"{what}\n  fix: {fix}" if fix else what)

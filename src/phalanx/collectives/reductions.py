@@ -1,0 +1,66 @@
+"""What torch calls a reduction, in the words of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .engine import Op, Reduction
+from .trouble import Refused
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)
+
+_ARITHMETIC = {
+    int(dist.ReduceOp.SUM): Reduction(Op.SUM),
+    int(dist.ReduceOp.AVG): Reduction(Op.SUM, average=True),
+    int(dist.ReduceOp.PRODUCT): Reduction(Op.PRODUCT),
+    int(dist.ReduceOp.MIN): Reduction(Op.MIN),
+    int(dist.ReduceOp.MAX): Reduction(Op.MAX),
+}
+_BITWISE = {
+    int(dist.ReduceOp.BAND): Reduction(Op.BAND),
+    int(dist.ReduceOp.BOR): Reduction(Op.BOR),
+    int(dist.ReduceOp.BXOR): Reduction(Op.BXOR),
+}
+_TRUTH = {number: one for number, one in (_ARITHMETIC | _BITWISE).items() if not one.average}
+
+# By torch's type and the number of its operation, which is its hash: one look-up for the calls that have to be fast.
+KNOWN: dict[tuple[torch.dtype, int], Reduction] = {
+    (dtype, number): reduction
+    for dtypes, some in ((_FLOATS, _ARITHMETIC), (_INTEGERS, _ARITHMETIC | _BITWISE), ((torch.bool,), _TRUTH))
+    for dtype in dtypes
+    for number, reduction in some.items()
+}
+_NAMES = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+def name(op: Any) -> str:
+    return _NAMES.get(hash(op), str(op))
+
+
+def find(dtype: torch.dtype, op: Any) -> Reduction:
+    """Of real numbers: complex ones are shown as pairs before."""
+    known = KNOWN.get((dtype, hash(op)))
+    if known is not None:
+        return known
+    if hash(op) == _PREMUL_SUM and dtype in (*_FLOATS, *_INTEGERS):
+        return Reduction(Op.SUM, before=_factor(op, dtype))
+    raise Refused(
+        f"{name(op)} of {str(dtype).removeprefix('torch.')}: there is no such reduction",
+        "reduce another type, for example tensor.to(torch.float32)",
+    )
+
+
+def _factor(op: Any, dtype: torch.dtype) -> float:
+    _, factor = op.__getstate__()
+    if isinstance(factor, torch.Tensor):
+        if factor.numel() != 1:
+            raise Refused(f"PREMUL_SUM with a factor of {factor.numel()} numbers: it has to be one")
+        factor = factor.item()
+    if dtype in _INTEGERS and factor != int(factor):
+        raise Refused(f"PREMUL_SUM of whole numbers ({str(dtype).removeprefix('torch.')}) with a factor of {factor:g}")
+    return float(factor)

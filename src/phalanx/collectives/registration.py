@@ -1,0 +1,75 @@
+"""The names "shm" and "mpi" for torch.distributed, in every script: torch calls `register` when it is imported.
+
+Nothing is imported here but what torch has already; the rest comes with the first group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+_OURS = ("SHM",)
+
+
+def register() -> None:
+    """Once is enough; more do no harm."""
+    try:
+        from torch.distributed import distributed_c10d as c10d
+    except ImportError:  # a torch without torch.distributed
+        return
+    backend = c10d.Backend
+    if "SHM" in backend._plugins:
+        return
+    backend.register_backend("shm", _shm, extended_api=True, devices=["cpu"])
+    backend._plugins = _Plugins(backend._plugins)
+    if not c10d.is_mpi_available():  # a torch that was built with MPI keeps its own
+        c10d.is_mpi_available = _mpi_available
+        c10d.ProcessGroupMPI = _Mpi
+        sys.modules["torch.distributed"].is_mpi_available = _mpi_available  # type: ignore[attr-defined]
+
+
+class _Plugins(dict[str, Any]):
+    """Where "cpu:gloo" is asked for, torch looks whether there are any plugins, and then leaves the group without a
+    default backend. Ours are found by their names alone, so that nothing changes for others."""
+
+    def keys(self) -> Any:
+        return {name: None for name in self if name not in _OURS}.keys()
+
+
+def _shm(options: Any, _: Any) -> Any:
+    _refuse_others(sys._getframe(1).f_locals.get("backend_config"))
+    from .creation import shm
+
+    return shm(options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group)
+
+
+def _refuse_others(config: Any) -> None:
+    """torch takes a group in Python for the whole one, and would say nothing of what else was asked for."""
+    asked = dict(getattr(config, "device_backend_map", None) or {})
+    if set(asked.values()) - {"shm"}:
+        from .trouble import Refused
+
+        said = ",".join(f"{device}:{name}" for device, name in asked.items())
+        raise Refused(
+            f'"{said}": shm is a group of its own, beside which there is no other backend',
+            'init_process_group("shm") for tensors of the CPU, or "cpu:gloo,cuda:nccl"',
+        )
+
+
+def _mpi_available() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("mpi4py") is not None
+
+
+class _Mpi:
+    """Stands where torch has its own where it was built with MPI."""
+
+    @staticmethod
+    def create(ranks: Iterable[int]) -> Any:
+        from .creation import mpi
+
+        timeout = sys._getframe(1).f_locals.get("timeout")
+        return mpi(list(ranks), timeout if isinstance(timeout, timedelta) else timedelta(minutes=30))
