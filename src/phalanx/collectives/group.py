@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from . import reductions
+from . import living, reductions
 from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
 from .journal import Journal
 from .trouble import Refused
@@ -47,6 +47,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._messages: list[Started] = []
         self._batch: list[Started] | None = None
         self._open = True
+        living.add(self)
 
     # -- who it is
 

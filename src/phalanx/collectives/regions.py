@@ -9,9 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from phalanx.collectives.engine import Call, Kind, Op, Reduction
 
 LEAST = 1 << 20  # bytes: less goes through the slots of the group as fast. The number is that of native/regions.c
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -21,8 +23,8 @@ class Region(mmap.mmap):
     """A tensor on it (`torch.frombuffer`) holds it; with the last one it ends, and what it has mapped of others."""
 
     descriptor: int = -1  # until it was shown
-    others: Sequence[mmap.mmap] = ()
-    _forget: Callable[[], None] | None = None
+    others: Sequence[torch.Tensor | None] = ()  # that of each other rank
+    take_back: Callable[[], None] | None = None
 
     @classmethod
     def made(cls, size: int) -> Region:
@@ -47,6 +49,67 @@ class Region(mmap.mmap):
             os.close(fd)
 
     def __del__(self) -> None:
-        if self._forget is not None:
-            self._forget()
+        if self.take_back is not None:
+            self.take_back()
         self.hide()
+
+
+class Lending(Protocol):
+    """An engine that knows of regions."""
+
+    rank: int
+    size: int
+
+    def run(self, call: Call) -> None: ...
+
+    def lend(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]: ...
+
+
+def lender(group: Any) -> Lending | None:
+    """What a process group stands on, where its ranks share memory."""
+    engine = getattr(group, "_engine", None)
+    return engine if hasattr(engine, "lend") and engine.size > 1 else None
+
+
+def show(engine: Lending, regions: Sequence[Region], timeout: float = 300.0) -> bool:
+    """By all ranks together, with as many regions of the same sizes. Whether all have mapped all of them; if not, they
+    are memory like any other."""
+    if not regions:
+        return False
+    own = torch.tensor([(os.getpid(), one.descriptor, len(one), one.address) for one in regions])
+    told = torch.empty((engine.size, *own.shape), dtype=own.dtype)
+    engine.run(Call(Kind.ALL_GATHER, [own], [told], timeout=timeout))
+    mapped: list[list[torch.Tensor | None]] | None = None
+    try:
+        mapped = [
+            [
+                _opened(*told[rank, number].tolist(), of=one) if rank != engine.rank else None
+                for rank in range(engine.size)
+            ]
+            for number, one in enumerate(regions)
+        ]
+    except OSError:
+        pass
+    agreed = torch.tensor([mapped is not None], dtype=torch.uint8)
+    engine.run(Call(Kind.ALL_REDUCE, outs=[agreed], reduction=Reduction(Op.MIN), timeout=timeout))
+    for one in regions:
+        one.hide()
+    if mapped is None or not agreed.item():
+        return False
+    for number, (one, others) in enumerate(zip(regions, mapped, strict=True)):
+        places = [
+            (one.address if other is None else other.data_ptr(), int(told[rank, number, 3]))
+            for rank, other in enumerate(others)
+        ]
+        one.others, one.take_back = others, engine.lend(len(one), places)
+    return True
+
+
+def _opened(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torch.Tensor:
+    if size != len(of):
+        raise OSError("another rank's is of another size")
+    fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, size, flags=_FLAGS), dtype=torch.uint8)
+    finally:
+        os.close(fd)

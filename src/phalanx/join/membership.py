@@ -175,7 +175,14 @@ def _leave(path: str, world_size: int, pid: int) -> None:
 
 
 def _meet(
-    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float, *, word: str = "", kind: str = ""
+    bare: Any,
+    identity: Identity,
+    place: Place,
+    environ: Mapping[str, str],
+    timeout: float,
+    *,
+    word: str = "",
+    kind: str = "",
 ) -> tuple[Any, tuple[Presence, ...]]:
     """The roll call, and the store under a prefix of this formation's own."""
     global _formed

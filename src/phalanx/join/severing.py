@@ -104,10 +104,8 @@ def _sockets() -> dict[str, int]:
 
 def _abort_ours() -> None:
     """Those that are being made, too: they wait in memory, and for no socket."""
-    if (ours := sys.modules.get("phalanx.collectives.group")) is not None:
-        for group in ours.living():
-            with contextlib.suppress(Exception):
-                group.abort()
+    if (living := sys.modules.get("phalanx.collectives.living")) is not None:
+        living.abort()
 
 
 def _abort() -> None:

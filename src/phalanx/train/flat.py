@@ -40,7 +40,8 @@ def share(ddp: Any) -> None:
     if ddp.find_unused_parameters and not ddp.static_graph:
         return  # it never does
     size = sum(one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad)
-    if size < regions.LEAST or not regions.sharable(ddp.process_group):
+    engine = regions.lender(ddp.process_group)
+    if engine is None or size < regions.LEAST:
         return
     held = weakref.ref(ddp)
     theirs = type(ddp)._pre_forward
@@ -54,7 +55,7 @@ def share(ddp: Any) -> None:
         if ddp._has_rebuilt_buckets:
             del ddp._pre_forward
             made = [region for region in (one() for one in allocating.made) if region is not None]
-            regions.show(ddp.process_group, made)
+            regions.show(engine, made)
         return result
 
     ddp._pre_forward = before_forward
