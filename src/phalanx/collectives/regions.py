@@ -6,6 +6,7 @@ through the process that made it, as they did with the memory of the group.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Region(mmap.mmap):
 
     @property
     def address(self) -> int:
-        return torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        return int(torch.frombuffer(self, dtype=torch.uint8).data_ptr())
 
     def hide(self) -> None:
         """Nobody can open it any more; who has, has it."""
@@ -67,7 +68,7 @@ class Lending(Protocol):
 
 def lender(group: Any) -> Lending | None:
     """What a process group stands on, where its ranks share memory."""
-    engine = getattr(group, "_engine", None)
+    engine: Any = getattr(group, "_engine", None)
     return engine if hasattr(engine, "lend") and engine.size > 1 else None
 
 
@@ -80,7 +81,7 @@ def show(engine: Lending, regions: Sequence[Region], timeout: float = 300.0) -> 
     told = torch.empty((engine.size, *own.shape), dtype=own.dtype)
     engine.run(Call(Kind.ALL_GATHER, [own], [told], timeout=timeout))
     mapped: list[list[torch.Tensor | None]] | None = None
-    try:
+    with contextlib.suppress(OSError):
         mapped = [
             [
                 _opened(*told[rank, number].tolist(), of=one) if rank != engine.rank else None
@@ -88,8 +89,6 @@ def show(engine: Lending, regions: Sequence[Region], timeout: float = 300.0) -> 
             ]
             for number, one in enumerate(regions)
         ]
-    except OSError:
-        pass
     agreed = torch.tensor([mapped is not None], dtype=torch.uint8)
     engine.run(Call(Kind.ALL_REDUCE, outs=[agreed], reduction=Reduction(Op.MIN), timeout=timeout))
     for one in regions:

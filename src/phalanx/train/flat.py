@@ -43,12 +43,9 @@ def share(ddp: Any) -> None:
     engine = regions.lender(ddp.process_group)
     if engine is None or size < regions.LEAST:
         return
-    held = weakref.ref(ddp)
     theirs = type(ddp)._pre_forward
 
-    def before_forward(*args: Any, **options: Any) -> Any:
-        ddp = held()
-        assert ddp is not None
+    def before_forward(ddp: Any, *args: Any, **options: Any) -> Any:
         allocating = _Allocating()
         with allocating:
             result = theirs(ddp, *args, **options)
@@ -58,4 +55,5 @@ def share(ddp: Any) -> None:
             regions.show(engine, made)
         return result
 
-    ddp._pre_forward = before_forward
+    held = weakref.proxy(ddp)  # it is not to hold itself
+    ddp._pre_forward = lambda *args, **options: before_forward(held, *args, **options)
