@@ -20,13 +20,16 @@ _noted = False
 
 
 def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> Group:
-    """`ranks`: their numbers in the world, where it is not the world."""
+    """`ranks`: what they are called in the world; none: as in the group."""
+    names = tuple(ranks) or tuple(range(size))
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     if len(known.machines) > 1:
-        engine = _across(store, rank, size, timeout, ranks, known)
+        from .nodes import Nodes
+
+        engine: Engine = Nodes(store, rank, size, timeout, names, known)
     else:
-        engine = _within(store, rank, size, timeout, ranks)
-    return Group("shm", engine, store, timeout, ranks)
+        engine = _within(store, rank, names, timeout)
+    return Group("shm", engine, store, timeout, names)
 
 
 def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
@@ -37,28 +40,16 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
     return Group("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
-def _across(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    ranks: Sequence[int],
-    known: neighbours.Neighbours,
-) -> Engine:
-    from .nodes import Nodes
-
-    return Nodes(store, rank, size, timeout, ranks, known)
-
-
-def _within(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> Engine:
+def _within(store: dist.Store, rank: int, names: Sequence[int], timeout: timedelta) -> Engine:
+    size = len(names)
     try:
-        from .shared import Shared
+        from .shared import join
     except ImportError:
         from .plain import Plain
 
         _note(rank)
-        return Plain(store, rank, size, timeout, ranks)
-    return Shared(store, rank, size, timeout, ranks)
+        return Plain(store, rank, size, timeout, names)
+    return join(store, rank, range(size), names, timeout.total_seconds())
 
 
 def _note(rank: int) -> None:

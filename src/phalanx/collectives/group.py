@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from . import living, reductions
+from . import living, parts, reductions, sparse
+from .asked import asked, listed
 from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
 from .journal import Journal
-from .trouble import Refused
 from .work import Apart, Done, Started, Watcher
 
+_Some = Sequence[torch.Tensor]
+_Call = tuple[_Some, _Some]  # what goes in, and where what comes out is written
 _OVER = Done()
 _APART = Apart()
 _MESSAGES = 64  # under way before those that are over are let go
@@ -33,7 +35,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(
         self, name: str, engine: Engine, store: dist.Store, timeout: timedelta, ranks: Sequence[int] = ()
     ) -> None:
-        super().__init__(store, engine.rank, engine.size)
+        super().__init__(engine.rank, engine.size)
+        self._store = store
+        self._name = self._desc = ""
         self._backend = name
         self._engine = engine
         self._size = engine.size
@@ -41,7 +45,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout.total_seconds()
         self._fast: Callable[[Tensor, Reduction, float], None] | None = getattr(engine, "all_reduce", None)
         self._watcher = Watcher()
-        self._journal = Journal(lambda: self.group_name, tuple(ranks) or range(engine.size))
+        self._journal = Journal(lambda: self._name, tuple(ranks) or range(engine.size))
         self._enter = self._journal.enter
         self._started: deque[Started] = deque()
         self._messages: list[Started] = []
@@ -58,6 +62,21 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._backend
 
     name = _get_backend_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -112,32 +131,31 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 reduction = _known.get((tensor.dtype, hash(reduce_op)))
                 if reduction is not None and tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous():
                     entry = self._enter("all_reduce", tensors, tensors, reduction=reduction.op.name)
-                    limit = opts.timeout
-                    self._fast(tensor, reduction, self._timeout if limit.days < 0 else limit.total_seconds())
+                    self._fast(tensor, reduction, self._seconds(opts.timeout))
                     entry.done = True
                     return _OVER
         else:
-            tensors, opts = _listed(tensors), _asked(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
+            tensors, opts = listed(tensors), asked(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         return self._each("all_reduce", Kind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = _asked(c10d.AllreduceCoalescedOptions, opts)
+    def allreduce_coalesced(self, tensors: _Some, opts: Any = None) -> dist.Work:
+        opts = asked(c10d.AllreduceCoalescedOptions, opts)
         return self._each("all_reduce", Kind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
-        opts = _asked(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
-        return self._each("reduce", Kind.REDUCE, [((), _listed(tensors))], opts)
+        opts = asked(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
+        return self._each("reduce", Kind.REDUCE, [((), listed(tensors))], opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None
     ) -> dist.Work:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _asked(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
+        opts = asked(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
         for ins, out in zip(inputs, outputs, strict=True):
-            self._one_for_each("reduce_scatter", "input", ins)
+            parts.one_for_each("reduce_scatter", "input", self._size, ins)
             if ins[self._rank].numel() != out.numel():
                 raise ValueError(
                     f"reduce_scatter: the output has {out.numel()} elements, input {self._rank} of this rank "
@@ -151,10 +169,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = _asked(c10d.ReduceScatterOptions, opts)
+    def reduce_scatter_single_coalesced(self, outputs: _Some, inputs: _Some, opts: Any = None) -> dist.Work:
+        opts = asked(c10d.ReduceScatterOptions, opts)
         for one, whole in zip(outputs, inputs, strict=True):
-            self._whole("reduce_scatter", "input", whole, "output", one)
+            parts.whole("reduce_scatter", "input", whole, one, self._size)
         calls = [([whole], [one]) for one, whole in zip(outputs, inputs, strict=True)]
         return self._each("reduce_scatter", Kind.REDUCE_SCATTER, calls, opts)
 
@@ -165,16 +183,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
-        opts = _asked(c10d.BroadcastOptions, opts, timeout, rootRank=root)
-        return self._each("broadcast", Kind.BROADCAST, [((), [tensor]) for tensor in _listed(tensors)], opts)
+        opts = asked(c10d.BroadcastOptions, opts, timeout, rootRank=root)
+        return self._each("broadcast", Kind.BROADCAST, [((), [tensor]) for tensor in listed(tensors)], opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _asked(c10d.AllgatherOptions, opts, timeout)
+        opts = asked(c10d.AllgatherOptions, opts, timeout)
         for outs, one in zip(outputs, inputs, strict=True):
-            self._one_for_each("all_gather", "output", outs)
-            self._alike("all_gather", outs[self._rank], one)
+            parts.one_for_each("all_gather", "output", self._size, outs)
+            parts.alike("all_gather", outs[self._rank], one)
         calls = [([one], outs) for outs, one in zip(outputs, inputs, strict=True)]
         return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
 
@@ -183,19 +201,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = _asked(c10d.AllgatherOptions, opts)
+    def all_gather_single_coalesced(self, outputs: _Some, inputs: _Some, opts: Any = None) -> dist.Work:
+        opts = asked(c10d.AllgatherOptions, opts)
         for whole, one in zip(outputs, inputs, strict=True):
-            self._whole("all_gather", "output", whole, "input", one)
+            parts.whole("all_gather", "output", whole, one, self._size)
         calls = [([one], [whole]) for whole, one in zip(outputs, inputs, strict=True)]
         return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allgather_coalesced(self, outputs: Sequence[_Some], inputs: _Some, opts: Any = None) -> dist.Work:
         """`outputs`: of each rank, for each input."""
-        opts = _asked(c10d.AllgatherOptions, opts)
-        self._one_for_each("all_gather_coalesced", "output list", outputs)
+        opts = asked(c10d.AllgatherOptions, opts)
+        parts.one_for_each("all_gather_coalesced", "output list", self._size, outputs)
         for outs in outputs:
             if len(outs) != len(inputs):
                 raise ValueError(
@@ -204,7 +222,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 )
         calls = [([one], [outs[at] for outs in outputs]) for at, one in enumerate(inputs)]
         for ins, outs in calls:
-            self._alike("all_gather_coalesced", outs[self._rank], ins[0])
+            parts.alike("all_gather_coalesced", outs[self._rank], ins[0])
         return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
 
     def gather(
@@ -212,11 +230,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _asked(c10d.GatherOptions, opts, timeout, rootRank=root)
+        opts = asked(c10d.GatherOptions, opts, timeout, rootRank=root)
         outs = outputs[0] if outputs else ()
         if opts.rootRank == self._rank:
-            self._one_for_each("gather", "output", outs)
-            self._alike("gather", outs[self._rank], inputs[0])
+            parts.one_for_each("gather", "output", self._size, outs)
+            parts.alike("gather", outs[self._rank], inputs[0])
         elif outs:
             raise ValueError("gather: an output was given on a rank that gathers nothing: requires empty output")
         return self._each("gather", Kind.GATHER, [(inputs, outs)], opts)
@@ -226,21 +244,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _asked(c10d.ScatterOptions, opts, timeout, rootRank=root)
+        opts = asked(c10d.ScatterOptions, opts, timeout, rootRank=root)
         ins = inputs[0] if inputs else ()
         if opts.rootRank == self._rank:
-            self._one_for_each("scatter", "input", ins)
-            self._alike("scatter", ins[self._rank], outputs[0])
+            parts.one_for_each("scatter", "input", self._size, ins)
+            parts.alike("scatter", ins[self._rank], outputs[0])
         elif ins:
             raise ValueError("scatter: inputs were given on a rank that scatters nothing: requires empty input")
         return self._each("scatter", Kind.SCATTER, [(ins, outputs)], opts)
 
-    def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
-    ) -> dist.Work:
-        self._one_for_each("all_to_all", "output", outputs)
-        self._one_for_each("all_to_all", "input", inputs)
-        opts = _asked(c10d.AllToAllOptions, opts, timeout)
+    def alltoall(self, outputs: _Some, inputs: _Some, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        parts.one_for_each("all_to_all", "output", self._size, outputs)
+        parts.one_for_each("all_to_all", "input", self._size, inputs)
+        opts = asked(c10d.AllToAllOptions, opts, timeout)
         return self._each("all_to_all", Kind.ALL_TO_ALL, [(inputs, outputs)], opts)
 
     def all_to_all_single(  # noqa: PLR0917
@@ -252,9 +268,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        opts = _asked(c10d.AllToAllOptions, opts, timeout)
-        there = self._split("input", input, input_split_sizes)
-        here = self._split("output", output, output_split_sizes)
+        opts = asked(c10d.AllToAllOptions, opts, timeout)
+        there = parts.split("input", self._size, input, input_split_sizes)
+        here = parts.split("output", self._size, output, output_split_sizes)
         return self._each("all_to_all", Kind.ALL_TO_ALL, [(there, here)], opts)
 
     alltoall_base = all_to_all_single
@@ -262,11 +278,11 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # -- meetings
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        return self._each("barrier", Kind.BARRIER, [((), ())], _asked(c10d.BarrierOptions, opts, timeout))
+        return self._each("barrier", Kind.BARRIER, [((), ())], asked(c10d.BarrierOptions, opts, timeout))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Whoever has not come in time is named, all of them."""
-        opts = _asked(c10d.BarrierOptions, None, timeout)
+        opts = asked(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
         self.barrier(opts)
 
@@ -286,28 +302,33 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- messages
 
-    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
-        tensor = _of_cpu(tensors[0])
+    def send(self, tensors: _Some, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        tensor = tensors[0]
         entry = self._enter("send", tensors, (), peer=dstRank, tag=tag)
-        data = _plain(tensor)
+        data = parts.dense(tensor)
         pending = self._engine.send(data, dstRank, tag, self._timeout)
         entry.pending = pending
         return self._message("send", pending, tensors, data)
 
-    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
-        tensor = _of_cpu(tensors[0])
+    def recv(self, tensors: _Some, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        tensor = tensors[0]
         entry = self._enter("recv", (), tensors, peer=srcRank, tag=tag)
-        data = _plain(tensor)
+        data = parts.dense(tensor)
         pending = self._engine.recv(data, srcRank, tag, self._timeout)
         entry.pending = pending
-        after = None if data is tensor else (lambda: _copy([(tensor, data)]))
+        after = None if data is tensor else (lambda: parts.copy([(tensor, data)]))
         return self._message("recv", pending, tensors, data, after)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: _Some, tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANYONE, tag)
 
     def _message(
-        self, name: str, pending: Pending, tensors: Sequence[Tensor], data: Tensor, after: Callable[[], None] | None = None
+        self,
+        name: str,
+        pending: Pending,
+        tensors: _Some,
+        data: Tensor,
+        after: Callable[[], None] | None = None,
     ) -> Started:
         work = Started(name, [pending], tensors, _APART, after=after, keep=data)
         if self._batch is not None:
@@ -319,10 +340,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- how it is done
 
-    def _each(self, name: str, kind: Kind, calls: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], opts: Any) -> dist.Work:
+    def _seconds(self, asked_for: timedelta) -> float:
+        return self._timeout if asked_for.days < 0 else asked_for.total_seconds()  # less than none: not asked for
+
+    def _each(self, name: str, kind: Kind, calls: Sequence[_Call], opts: Any) -> dist.Work:
         """One call after the other, and one Work for all of them."""
-        limit = opts.timeout
-        timeout = self._timeout if limit.days < 0 else limit.total_seconds()
+        timeout = self._seconds(opts.timeout)
         root = getattr(opts, "rootRank", 0)
         op = getattr(opts, "reduceOp", None)
         later = opts.asyncOp or self._batch is not None
@@ -334,12 +357,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             if op is not None:
                 first = (ins or outs)[0]
                 if first.layout is not _strided:
-                    self._sparse(name, first, op, timeout)
+                    sparse.reduce(self._engine, name, first, op, timeout)
                     continue
-                ins, outs = _real(ins, op), _real(outs, op)  # noqa: PLW2901
+                ins, outs = parts.real(ins, op), parts.real(outs, op)  # noqa: PLW2901
                 reduction = reductions.find((ins or outs)[0].dtype, op)
-            given = [_plain(_of_cpu(tensor)) for tensor in ins]
-            taken = [_plain(_of_cpu(tensor)) for tensor in outs]
+            given = [parts.dense(tensor) for tensor in ins]
+            taken = [parts.dense(tensor) for tensor in outs]
             copies += [(out, copy) for out, copy in zip(outs, taken, strict=True) if out is not copy]
             entry = self._enter(name, ins, outs, reduction=reductions.name(op) if reduction else "", root=root)
             call = Call(kind, given, taken, reduction, root, timeout)
@@ -351,10 +374,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
                 self._engine.run(call)
                 entry.done = True
         if not later:
-            _copy(copies)
+            parts.copy(copies)
             return _OVER
         results = [out for _, outs in calls for out in outs]
-        after = (lambda: _copy(copies)) if copies else None
+        after = (lambda: parts.copy(copies)) if copies else None
         work = Started(name, pendings, results, self._watcher, after=after, keep=kept)
         if self._batch is not None:
             self._batch.append(work)
@@ -363,115 +386,3 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             started.popleft()
         started.append(work)
         return work
-
-    def _sparse(self, name: str, tensor: Tensor, op: Any, timeout: float) -> None:
-        """Everybody's entries, added up."""
-        if name != "all_reduce" or tensor.layout is not torch.sparse_coo or hash(op) != hash(dist.ReduceOp.SUM):
-            raise Refused(
-                f"{name} ({reductions.name(op)}) of a tensor with layout {tensor.layout}: sparse tensors can be summed "
-                "by all_reduce, nothing else",
-                "tensor.to_dense()",
-            )
-        _of_cpu(tensor)
-        mine = tensor.detach().coalesce()
-        counts = torch.empty(self._size, dtype=torch.int64)
-        run = self._engine.run
-        run(Call(Kind.ALL_GATHER, [torch.tensor([mine._nnz()])], [counts], timeout=timeout))
-        gathered = []
-        for part in (mine.indices().t().contiguous(), mine.values().contiguous()):
-            outs = [part.new_empty((int(count), *part.shape[1:])) for count in counts]
-            run(Call(Kind.ALL_GATHER, [part], outs, timeout=timeout))
-            gathered.append(torch.cat(outs))
-        total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce()
-        _copy([(tensor, total)])
-
-    def _one_for_each(self, name: str, what: str, tensors: Sequence[Any]) -> None:
-        if len(tensors) != self._size:
-            raise ValueError(f"{name}: {len(tensors)} {what}s for {self._size} ranks: there has to be one for each")
-
-    def _alike(self, name: str, one: Tensor, other: Tensor) -> None:
-        if one.numel() != other.numel() or one.dtype != other.dtype:
-            raise ValueError(
-                f"{name}: this rank's own part is {_described(other)} here and {_described(one)} there: invalid tensor "
-                "size or type"
-            )
-
-    def _whole(self, name: str, what: str, whole: Tensor, part: str, one: Tensor) -> None:
-        if whole.numel() != one.numel() * self._size or whole.dtype != one.dtype:
-            raise ValueError(
-                f"{name}: the {what} is {_described(whole)}, the {part} {_described(one)}, for {self._size} ranks: "
-                f"the {what} has to be of the same type, and world size times as large"
-            )
-
-    def _split(self, what: str, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        if not sizes:
-            if tensor.dim() and tensor.size(0) % self._size:
-                raise ValueError(
-                    f"all_to_all_single: the {what}'s {tensor.size(0)} rows do not divide equally across group size "
-                    f"{self._size}: say how they are split"
-                )
-            return list(tensor.chunk(self._size)) if tensor.numel() else [tensor] * self._size
-        self._one_for_each("all_to_all_single", f"{what} split size", sizes)
-        if sum(sizes) != tensor.size(0):
-            raise ValueError(
-                f"all_to_all_single: {what} split sizes {list(sizes)} do not add up to its {tensor.size(0)} rows: "
-                "Split sizes doesn't match total dim 0 size"
-            )
-        return tensor.split(list(sizes))
-
-
-def _listed(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _asked(kind: type[Any], opts: Any, timeout: timedelta | None = None, **fields: Any) -> Any:
-    """torch's options, also where what is in them was given alone: a root, an operation, a time."""
-    if isinstance(opts, kind):
-        return opts
-    asked = kind()
-    if isinstance(opts, timedelta):
-        timeout = opts
-    elif opts is not None:
-        fields["rootRank" if isinstance(opts, int) else "reduceOp"] = opts
-    for name, value in {**fields, "timeout": timeout}.items():
-        if value is not None:
-            setattr(asked, name, value)
-    return asked
-
-
-def _of_cpu(tensor: Tensor) -> Tensor:
-    if not tensor.is_cpu:
-        raise Refused(
-            f"a tensor on {tensor.device}: this group is for tensors of the CPU",
-            'init_process_group("cpu:gloo,cuda:nccl"), or tensor.cpu()',
-        )
-    if tensor.layout is not _strided:
-        raise Refused(f"a tensor with layout {tensor.layout}: only all_reduce takes sparse ones", "tensor.to_dense()")
-    return tensor
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor itself where its memory is in order, else a copy."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def _real(tensors: Sequence[Tensor], op: Any) -> Sequence[Tensor]:
-    if tensors and tensors[0].is_complex():
-        if not c10d.supports_complex(op):
-            raise Refused(f"{reductions.name(op)} of complex numbers: there is no such reduction")
-        return [torch.view_as_real(tensor) for tensor in tensors]
-    return tensors
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """As if it had been written there at once: autograd is not asked."""
-    if pairs:
-        with torch.inference_mode():
-            for to, of in pairs:
-                to.copy_(of)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

@@ -35,7 +35,7 @@ KNOWN: dict[tuple[torch.dtype, int], Reduction] = {
     for dtype in dtypes
     for number, reduction in some.items()
 }
-_NAMES = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+_NAMES: dict[int, str] = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 def name(op: Any) -> str:

@@ -1,0 +1,34 @@
+"""Sparse tensors: everybody's entries, added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import parts, reductions
+from .engine import Call, Engine, Kind
+from .trouble import Refused
+
+_SUM = hash(dist.ReduceOp.SUM)
+
+
+def reduce(engine: Engine, name: str, tensor: torch.Tensor, op: Any, timeout: float) -> None:
+    """In the calling thread, also where it may be done later: how much comes is learned first."""
+    if name != "all_reduce" or tensor.layout is not torch.sparse_coo or hash(op) != _SUM:
+        raise Refused(
+            f"{name} ({reductions.name(op)}) of a tensor with layout {tensor.layout}: sparse tensors can be summed by "
+            "all_reduce, nothing else",
+            "tensor.to_dense()",
+        )
+    mine = parts.on_cpu(tensor).detach().coalesce()
+    counts = torch.empty(engine.size, dtype=torch.int64)
+    engine.run(Call(Kind.ALL_GATHER, [torch.tensor([mine._nnz()])], [counts], timeout=timeout))
+    entries = [mine.indices().t().contiguous(), mine.values().contiguous()]
+    for at, ours in enumerate(entries):
+        outs = [ours.new_empty((int(count), *ours.shape[1:])) for count in counts]
+        engine.run(Call(Kind.ALL_GATHER, [ours], outs, timeout=timeout))
+        entries[at] = torch.cat(outs)
+    total = torch.sparse_coo_tensor(entries[0].t(), entries[1], tensor.shape, check_invariants=False).coalesce()
+    parts.copy([(tensor, total)])
