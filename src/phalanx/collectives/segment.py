@@ -19,8 +19,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def make(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slot: int = SLOT) -> tuple[int, list[int]]:
     """The memory and the processes of `ranks`, which are those of the group on this machine, by way of its store.
 
-    The first of them makes it. The others open it through /proc, where the kernel lets the same user alone. To be closed
-    once all have joined.
+    The first of them makes it. The others open it through /proc, where the kernel lets the same user alone. To be
+    closed once all have joined.
     """
     size, leader = _native.memory(len(ranks), slot), ranks[0]
     store.set(f"shm/pid/{rank}", str(os.getpid()))

@@ -57,7 +57,15 @@ class Shared:
     """An Engine; all_reduce, broadcast and barrier besides, which make no Call."""
 
     def __init__(
-        self, fd: int, rank: int, pids: Sequence[int], ranks: Sequence[int], timeout: float, slot: int = segment.SLOT
+        self,
+        fd: int,
+        rank: int,
+        pids: Sequence[int],
+        ranks: Sequence[int],
+        timeout: float,
+        *,
+        slot: int = segment.SLOT,
+        direct: bool = True,  # read the memory of others, where the kernel lets all ranks
     ) -> None:
         self.rank = rank
         self.size = len(pids)
@@ -66,7 +74,7 @@ class Shared:
         self._first: dist.DistBackendError | None = None
         self._lent = 0
         try:
-            self._group = _native.join(fd, rank, self.size, slot, pids, _ms(timeout))
+            self._group = _native.join(fd, rank, self.size, slot, pids, direct, _ms(timeout))
         except OSError as error:
             raise _not_joined(error, timeout) from None
         # Also at the end of the interpreter: the thread must not outlive the tensors.
@@ -168,7 +176,7 @@ class Shared:
         for rank in range(self.size):
             said.setdefault(self._told(*_native.said(self._group, rank)), []).append(rank)
         if len(said) == 1:
-            return f"ranks called {next(iter(said))} with parts of different sizes: what one gives is not what another takes"
+            return f"ranks called {next(iter(said))}, but what one gives is not of the size that another takes"
         return "ranks called different things: " + ", ".join(f"{self._named(who)} {what}" for what, who in said.items())
 
     def _told(self, kind: int, dtype: int, op: int, root: int, bytes_: int) -> str:

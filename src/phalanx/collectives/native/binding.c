@@ -134,10 +134,11 @@ static PyObject *py_memory(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     return PyErr_Occurred() ? NULL : PyLong_FromSize_t(phx_memory((int)ranks, (size_t)slot));
 }
 
-static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* fd, rank, ranks, slot, pids, patience_ms */
+static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* fd, rank, ranks, slot, pids, direct, patience_ms */
     (void)self;
-    if (few("join", n, 6)) return NULL;
-    int64_t fd = number(args[0]), rank = number(args[1]), ranks = number(args[2]), slot = number(args[3]), patience = number(args[5]);
+    if (few("join", n, 7)) return NULL;
+    int64_t fd = number(args[0]), rank = number(args[1]), ranks = number(args[2]), slot = number(args[3]), patience = number(args[6]);
+    int direct = PyObject_IsTrue(args[5]);
     if (PyErr_Occurred()) return NULL;
     if (ranks < 1 || ranks > PHX_MOST || rank < 0 || rank >= ranks || slot < 1 || PySequence_Size(args[4]) != ranks) {
         if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "not a group: rank %d of %d (at most %d), a pid for each", (int)rank, (int)ranks, PHX_MOST);
@@ -155,7 +156,7 @@ static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     int why;
     joining = atomic_load(&joinings) + 1;
     Py_BEGIN_ALLOW_THREADS
-    h->group = phx_join((int)fd, (int)rank, (int)ranks, (size_t)slot, pids, patience, interrupted);
+    h->group = phx_join((int)fd, (int)rank, (int)ranks, (size_t)slot, pids, direct, patience, interrupted);
     why = errno;
     Py_END_ALLOW_THREADS
     joining = 0;

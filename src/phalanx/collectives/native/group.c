@@ -5,6 +5,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -12,6 +13,8 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#define SPIN_NS 100000 /* who waits looks so long before it sleeps */
 
 long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout) {
     return syscall(SYS_futex, at, op, value, timeout, NULL, 0);
@@ -25,9 +28,21 @@ int64_t phx_now_ms(void) {
 
 static size_t rounded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-static size_t before_slots(int ranks) { return rounded(sizeof(struct header) + (size_t)ranks * sizeof(struct seat), 4096); }
+static size_t before_slots(int ranks) {
+    size_t n = (size_t)ranks;
+    return rounded(sizeof(struct header) + n * sizeof(struct seat) + 2 * n * n * sizeof(struct share), 4096);
+}
 
 size_t phx_memory(int ranks, size_t slot) { return before_slots(ranks) + (size_t)ranks * 2 * rounded(slot, 4096); }
+
+#ifdef PHX_FAULTS
+_Atomic long phx_fault_in;
+
+void phx_fault(const phx_group *g) {
+    (void)g;
+    if (atomic_load(&phx_fault_in) && atomic_fetch_sub(&phx_fault_in, 1) == 1) _exit(77);
+}
+#endif
 
 /* -- an end that all of them see */
 
@@ -44,8 +59,6 @@ int phx_give_up(phx_group *g, int how) {
     phx_queue_wake(g);
     return phx_broken(g);
 }
-
-void phx_blame(phx_group *g, int rank) { atomic_fetch_or(&g->head->lost[rank / 32], 1u << rank % 32); }
 
 void phx_abort(phx_group *g) { phx_give_up(g, PHX_ABORTED); }
 
@@ -69,22 +82,37 @@ static int absent(const phx_group *g, int rank) {
     return !reached(atomic_load_explicit(&g->seats[rank].posted, memory_order_acquire), g->round);
 }
 
+/* End the group by the fault of those marked. Who leaves because it has ended already is not to blame: its end came first. */
+static int accuse(phx_group *g, const uint8_t *marked, int how) {
+    int result = phx_broken(g);
+    if (result != PHX_OK) return result;
+    for (int r = 0; r < g->ranks; r++)
+        if (marked[r]) atomic_fetch_or(&g->head->lost[r / 32], 1u << r % 32);
+    return phx_give_up(g, how);
+}
+
+int phx_lost(phx_group *g, int rank) {
+    uint8_t marked[PHX_MOST] = {0};
+    marked[rank] = 1;
+    return accuse(g, marked, PHX_DEAD);
+}
+
 /* Whether one that has not come to this round never will, or the time is over: then the group has ended. */
-static int look(phx_group *g, int64_t until) {
-    int lost = 0;
-    for (int r = 0; r < g->ranks; r++)
-        if (absent(g, r) && phx_gone(g, r) && absent(g, r)) phx_blame(g, r), lost = 1; /* it may have come just before it went */
-    if (lost) return phx_give_up(g, PHX_DEAD);
+static int look(phx_group *g) {
+    uint8_t missing[PHX_MOST] = {0}, lost[PHX_MOST] = {0};
+    int any = 0;
+    for (int r = 0; r < g->ranks; r++) {
+        missing[r] = (uint8_t)absent(g, r);
+        any |= lost[r] = missing[r] && phx_gone(g, r) && absent(g, r); /* it may have come just before it went */
+    }
+    if (any) return accuse(g, lost, PHX_DEAD);
     if (g->asks && g->interrupted && g->interrupted()) return phx_give_up(g, PHX_ABORTED);
-    if (!until || phx_now_ms() < until) return PHX_OK;
-    for (int r = 0; r < g->ranks; r++)
-        if (absent(g, r)) phx_blame(g, r);
-    return phx_give_up(g, PHX_TIMEOUT);
+    return g->patience && phx_now_ms() >= g->until ? accuse(g, missing, PHX_TIMEOUT) : PHX_OK;
 }
 
 static int sleep_until_met(phx_group *g) {
     struct header *h = g->head;
-    int64_t until = g->patience ? phx_now_ms() + g->patience : 0;
+    if (g->patience && !g->until) g->until = phx_now_ms() + g->patience;
     const struct timespec soon = {0, LOOK_MS * 1000000L};
     int result = PHX_OK;
     atomic_fetch_add(&h->sleepers, 1);
@@ -92,7 +120,7 @@ static int sleep_until_met(phx_group *g) {
         uint32_t seen = atomic_load(&h->met);
         if (reached(seen, g->round)) break;
         if ((result = phx_broken(g)) != PHX_OK) break;
-        if (phx_futex(&h->met, FUTEX_WAIT, seen, &soon) != 0 && errno != EAGAIN && (result = look(g, until)) != PHX_OK) break;
+        if (phx_futex(&h->met, FUTEX_WAIT, seen, &soon) != 0 && errno != EAGAIN && (result = look(g)) != PHX_OK) break;
     }
     atomic_fetch_sub(&h->sleepers, 1);
     return result;
@@ -146,13 +174,11 @@ int phx_read(phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     /* Its memory goes a moment before its end is seen; and one that has given up may have freed it. */
     int gone = errno == ESRCH;
     for (int i = 0; !gone && i < 2 * LOOK_MS && phx_broken(g) == PHX_OK; i++, poll(NULL, 0, 1)) gone = phx_gone(g, rank);
-    if (!gone) return phx_give_up(g, PHX_FAILED);
-    phx_blame(g, rank);
-    return phx_give_up(g, PHX_DEAD);
+    return gone ? phx_lost(g, rank) : phx_give_up(g, PHX_FAILED);
 }
 
 /* Everybody tries whether it may read everybody's memory; if anyone may not, nobody does. */
-static int try_direct(phx_group *g, int attempt) {
+static int try_direct(phx_group *g, int direct, int attempt) {
     struct seat *own = &g->seats[g->rank];
     static const uint64_t sample = 0x7068616c616e78ull;
     own->token = (uint64_t)(uintptr_t)&sample;
@@ -160,23 +186,21 @@ static int try_direct(phx_group *g, int attempt) {
     if (result != PHX_OK) return result;
     for (int r = 0; r < g->ranks; r++) {
         uint64_t seen = 0;
-        if (r != g->rank && (read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)) {
-            atomic_fetch_add(&g->head->unreadable[attempt], 1);
-            break;
-        }
+        if (!direct || read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)
+            atomic_store(&g->head->unreadable[attempt], 1);
     }
     result = phx_meet(g);
     g->direct = !atomic_load(&g->head->unreadable[attempt]);
     return result;
 }
 
-static int find_way(phx_group *g) {
-    int result = try_direct(g, 0);
+static int find_way(phx_group *g, int direct) {
+    int result = try_direct(g, direct, 0);
     if (result != PHX_OK || g->direct) return result;
     /* Yama (ptrace_scope 1) lets only ancestors read a process, and whom it names: the launcher, with all that comes
        of it. The ranks have one parent as a rule, so they may read each other then. */
-    prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
-    return try_direct(g, 1);
+    if (direct) prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
+    return try_direct(g, direct, 1);
 }
 
 /* -- coming and going */
@@ -199,31 +223,58 @@ static int open_peers(phx_group *g, const int32_t *pids) {
     return 0;
 }
 
-static long cores(void) {
-    cpu_set_t allowed;
-    return sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : sysconf(_SC_NPROCESSORS_ONLN);
+/* A number in a file, or two. */
+static int numbers(const char *path, long *a, long *b) {
+    FILE *file = fopen(path, "re");
+    int found = file ? fscanf(file, "%ld %ld", a, b) : 0;
+    if (file) fclose(file);
+    return found;
 }
 
-phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int64_t patience, int (*interrupted)(void)) {
+/* What this process may use, by its affinity and by what a container allows it. */
+static long cores(void) {
+    cpu_set_t allowed;
+    long all = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed) : sysconf(_SC_NPROCESSORS_ONLN);
+    long quota = 0, period = 0, unused;
+    if (numbers("/sys/fs/cgroup/cpu.max", &quota, &period) != 2 &&
+        !(numbers("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", &quota, &unused) == 1 && numbers("/sys/fs/cgroup/cpu/cpu.cfs_period_us", &period, &unused) == 1))
+        return all;
+    return quota > 0 && period > 0 && quota / period < all ? quota / period : all;
+}
+
+/* How often one may look until so many nanoseconds have gone: a pause takes ten times longer on some processors. */
+static int spins(long nanoseconds) {
+    struct timespec from, to;
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    for (int i = 0; i < 256; i++) relax();
+    clock_gettime(CLOCK_MONOTONIC, &to);
+    long took = (to.tv_sec - from.tv_sec) * 1000000000L + to.tv_nsec - from.tv_nsec;
+    return (int)(nanoseconds * 256 / (took > 256 ? took : 256));
+}
+
+phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int direct, int64_t patience,
+                    int (*interrupted)(void)) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     phx_group *g = calloc(1, sizeof *g);
     if (!g) return NULL;
     g->rank = rank, g->ranks = ranks, g->slot = rounded(slot, 4096), g->size = phx_memory(ranks, slot);
+    g->piece = rounded(PIECES / (size_t)ranks, 4096);
     g->patience = patience, g->interrupted = interrupted, g->asks = 1, g->forks = forks;
     g->memory = mmap(NULL, g->size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     g->peers = calloc((size_t)ranks, sizeof *g->peers);
-    g->scratch = aligned_alloc(4096, (size_t)PIECE * (size_t)ranks);
+    g->scratch = aligned_alloc(4096, g->piece * (size_t)ranks);
     if (g->memory == MAP_FAILED) g->memory = NULL;
     int result = g->memory && g->peers && g->scratch && !open_peers(g, pids) && !phx_queue_open(g) ? PHX_OK : PHX_FAILED;
     int why = errno;
     if (result == PHX_OK) {
         g->head = g->memory;
         g->seats = (struct seat *)(g->head + 1);
+        g->shares = (struct share *)(g->seats + ranks);
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
-        g->spins = ranks <= cores() ? 4000 : 100; /* with more ranks than cores, who spins keeps the others from coming */
-        result = find_way(g);
+        g->spins = spins(ranks <= cores() ? SPIN_NS : SPIN_NS / 20); /* with more ranks than cores, who spins keeps the others from coming */
+        result = find_way(g, direct);
         why = result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
     }
     if (result == PHX_OK) return g;

@@ -14,7 +14,7 @@
 
 #define LINE 64
 #define LOOK_MS 20 /* how often who waits looks whether the others live */
-#define PIECE (128u << 10) /* bytes that are read from another's memory at once: they stay in the second cache */
+#define PIECES (256u << 10) /* bytes that are read from the others' memory at once: they stay in the second cache */
 
 typedef _Atomic uint32_t word;
 
@@ -26,6 +26,12 @@ struct notice {
     uint32_t average;
     uint32_t placed;  /* what it gives lies in its slot already */
     uint32_t region;  /* in which its tensor lies; 0: in none */
+};
+
+/* And of what goes between it and another rank. */
+struct share {
+    uint64_t address; /* of what it gives */
+    uint64_t gives, takes; /* bytes */
 };
 
 struct seat {
@@ -41,7 +47,7 @@ struct header {
     _Alignas(2 * LINE) word met;     /* rounds that all ranks have filled: who waits sleeps here */
     _Alignas(2 * LINE) word sleepers;
     _Alignas(2 * LINE) word broken;  /* 1 + phx_result: nothing works any more, and why */
-    word unreadable[2];              /* ranks that cannot read another's memory, at the first try and at the second */
+    word unreadable[2];              /* somebody cannot read another's memory, at the first try and at the second */
     word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
 };
 
@@ -50,17 +56,18 @@ struct region; /* regions.c */
 
 struct phx_group {
     int rank, ranks;
-    size_t slot, size;
+    size_t slot, size, piece;
     uint32_t round; /* meetings */
     uint32_t turn;  /* times that slots were filled: each is followed by a meeting before the next but one */
     int spins, direct;
-    int64_t patience; /* of the call under way */
+    int64_t patience, until; /* of the call under way: how long it may wait, and from its first wait on until when */
     int asks;         /* whether it runs in a thread of the caller's, who may be interrupted */
     int (*interrupted)(void);
     _Atomic int departed;
     unsigned forks;
     struct header *head;
     struct seat *seats;
+    struct share *shares; /* of each rank, for each turn of two, with each rank */
     uint8_t *slots;
     void *memory;
     uint8_t *scratch;
@@ -88,7 +95,9 @@ int phx_broken(const phx_group *);
 
 /* End it for all ranks, and wake whoever waits. Returns how it has ended, which may be another's reason. */
 int phx_give_up(phx_group *, int how);
-void phx_blame(phx_group *, int rank);
+
+/* The same because a rank is gone that this one needs. */
+int phx_lost(phx_group *, int rank);
 
 /* Whether a rank has ended or left. */
 int phx_gone(const phx_group *, int rank);
@@ -116,6 +125,7 @@ void phx_regions_close(phx_group *);
 
 /* A point where a rank may be made to die: tests alone. */
 #ifdef PHX_FAULTS
+extern _Atomic long phx_fault_in; /* so many points from now; 0: never */
 void phx_fault(const phx_group *);
 #else
 #define phx_fault(g) ((void)(g))

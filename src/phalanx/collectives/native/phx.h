@@ -62,10 +62,11 @@ struct phx_call {
 /* Bytes of shared memory for so many ranks, each with two slots of so many bytes. */
 size_t phx_memory(int ranks, size_t slot);
 
-/* Map the memory (zeroed, from whoever made it), take a seat and meet the others. `pids`: of all ranks. `interrupted`, if
-   any, is asked now and then by a thread that waits in a function of this header; not 0: the group is aborted.
+/* Map the memory (zeroed, from whoever made it), take a seat and meet the others. `pids`: of all ranks. `direct`: they read
+   each other's memory if the kernel lets all of them. `interrupted`, if any, is asked now and then by a thread that waits in a function of this header; not 0: the group is aborted.
    NULL: errno says why. */
-phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int64_t patience, int (*interrupted)(void));
+phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int direct, int64_t patience,
+                    int (*interrupted)(void));
 
 /* The others learn that this rank has left, and whoever of it is in a call returns. From any thread. */
 void phx_depart(phx_group *);

@@ -81,7 +81,7 @@ static int execute(phx_group *g, uint64_t ticket, const struct phx_call *call, i
     struct queue *q = g->queue;
     int result = result_of(q, ticket); /* once broken, always so, and for the first reason */
     if (result == PHX_OK) {
-        g->patience = call->patience, g->asks = asks;
+        g->patience = call->patience, g->until = 0, g->asks = asks;
         result = phx_execute(g, call);
         if (result != PHX_OK) {
             q->how = result;
