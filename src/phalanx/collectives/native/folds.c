@@ -93,6 +93,7 @@ int phx_fold(phx_group *g, const struct phx_call *c) {
     phx_fault(g);
     int result = phx_open(g, c, turn, flat);
     if (result != PHX_OK) return result;
+    if (!flat && (result = phx_fold_mapped(g, c, turn)) >= 0) return result;
     if (!flat) return g->direct ? fold_direct(g, c, turn, takes) : fold_staged(g, c, takes);
     if (!takes || !bytes) return PHX_OK;
     const void *inputs[PHX_MOST];

@@ -118,9 +118,6 @@ void phx_queue_close(phx_group *);
 
 /* In which region all of it lies; 0: in none, or it is too small to be worth it (regions.c). */
 uint32_t phx_region_of(phx_group *, const void *data, size_t bytes);
-
-/* All ranks have met, and `said` where their tensors are. -1: not all in one region, and nothing was done. */
-int phx_reduce_mapped(phx_group *, const struct notice *const *said, const struct phx_call *);
 void phx_regions_close(phx_group *);
 
 /* A point where a rank may be made to die: tests alone. */

@@ -1,11 +1,13 @@
 /* Memory that every rank has mapped. What lies in it is reduced where it is: each rank takes its part from all, and puts
    the result into all. Every byte is read once and written once, by one rank. */
 #define _GNU_SOURCE
-#include "group.h"
+#include "rounds.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define PIECE (32u << 10) /* bytes whose result, and what it comes of, stay in the first caches until it is everywhere */
 
 struct place {
     uint8_t *here;  /* of the region of a rank, in this process */
@@ -63,15 +65,16 @@ uint32_t phx_region_of(phx_group *g, const void *data, size_t bytes) {
 }
 
 /* Where the tensors of all ranks are, if they lie in one region: all ranks say the same number, so all know it. */
-static int find(phx_group *g, const struct notice *const *said, size_t bytes, uint8_t **at) {
-    int found = said[0]->region != 0;
-    for (int r = 1; r < g->ranks; r++) found = found && said[r]->region == said[0]->region;
-    if (!found) return 0;
+static int find(phx_group *g, uint32_t turn, size_t bytes, uint8_t **at) {
+    uint32_t number = notice_of(g, 0, turn)->region;
+    for (int r = 1; r < g->ranks; r++)
+        if (notice_of(g, r, turn)->region != number) number = 0;
+    if (!number) return 0;
     pthread_mutex_lock(&lock);
     struct region *one = g->regions;
-    while (one && one->number != said[0]->region) one = one->next;
+    while (one && one->number != number) one = one->next;
     for (int r = 0; one && r < g->ranks; r++) {
-        uint64_t offset = said[r]->address - one->of[r].there;
+        uint64_t offset = notice_of(g, r, turn)->address - one->of[r].there;
         if (offset > one->bytes || bytes > one->bytes - offset) one = NULL;
         else at[r] = one->of[r].here + offset;
     }
@@ -79,20 +82,20 @@ static int find(phx_group *g, const struct notice *const *said, size_t bytes, ui
     return one ? 1 : -1;
 }
 
-int phx_reduce_mapped(phx_group *g, const struct notice *const *said, const struct phx_call *call) {
+int phx_fold_mapped(phx_group *g, const struct phx_call *c, uint32_t turn) {
     uint8_t *at[PHX_MOST];
-    size_t item = phx_itemsize(call->dtype), count = call->out->bytes / item;
-    size_t ranks = (size_t)g->ranks, rank = (size_t)g->rank;
-    int found = find(g, said, count * item, at);
+    size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item, most = less(g->piece, PIECE) / item;
+    int found = find(g, turn, c->out[0].bytes, at);
     if (found <= 0) return found ? phx_give_up(g, PHX_FAILED) : -1;
-    size_t each = count / ranks, more = count % ranks, most = (PIECE / 4) / item;
-    size_t from = each * rank + (rank < more ? rank : more), to = from + each + (rank < more);
+    size_t ranks = (size_t)g->ranks, rank = (size_t)g->rank, each = count / ranks, more = count % ranks;
+    size_t from = each * rank + less(rank, more), to = from + each + (rank < more);
     for (size_t i = from; i < to; i += most) {
         const void *inputs[PHX_MOST];
-        size_t some = to - i < most ? to - i : most;
+        size_t some = less(to - i, most);
         for (int r = 0; r < g->ranks; r++) inputs[r] = at[r] + i * item;
-        phx_reduce(g->scratch, inputs, g->ranks, some, call->dtype, call->op, call->before, call->average);
+        phx_reduce(g->scratch, inputs, g->ranks, some, c->dtype, c->op, c->before, c->average);
         for (int r = 0; r < g->ranks; r++) memcpy(at[r] + i * item, g->scratch, some * item);
+        phx_fault(g);
     }
     return phx_meet(g);
 }
