@@ -26,9 +26,10 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     if len(known.machines) > 1:
         from .nodes import Nodes
 
-        engine: Engine = Nodes(store, rank, size, timeout, names, known)
+        inner = _within(store, rank, known.here, names, timeout)
+        engine: Engine = Nodes(store, known, inner, timeout.total_seconds(), names)
     else:
-        engine = _within(store, rank, names, timeout)
+        engine = _within(store, rank, range(size), names, timeout)
     return Group("shm", engine, store, timeout, names)
 
 
@@ -40,16 +41,18 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
     return Group("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
-def _within(store: dist.Store, rank: int, names: Sequence[int], timeout: timedelta) -> Engine:
-    size = len(names)
+def _within(store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta) -> Engine:
+    """`here`: the ranks of the group on this machine."""
+    names = [names[one] for one in here]
     try:
         from .shared import join
     except ImportError:
         from .plain import Plain
 
         _note(rank)
-        return Plain(store, rank, size, timeout, names)
-    return join(store, rank, range(size), names, timeout.total_seconds())
+        inside = dist.PrefixStore(f"machine of {here[0]}", store)
+        return Plain(inside, here.index(rank), len(here), timeout, names)
+    return join(store, rank, here, names, timeout.total_seconds())
 
 
 def _note(rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,9 +54,12 @@ def machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
 
 
-def named(ranks: Iterable[int]) -> str:
-    """rank 3; ranks 1 and 3; ranks 1, 2 and 3"""
-    words = [str(rank) for rank in sorted(ranks)]
+def named(ranks: Iterable[int], names: Sequence[int] = ()) -> str:
+    """rank 3; ranks 1 and 3; rank 3 (of this group: 1), where `names` are their numbers in the world"""
+    words = [
+        str(rank) if not names or names[rank] == rank else f"{names[rank]} (of this group: {rank})"
+        for rank in sorted(ranks)
+    ]
     if len(words) < 2:
         return f"rank {''.join(words)}"
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"

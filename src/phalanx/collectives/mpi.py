@@ -1,0 +1,358 @@
+"""The engine through MPI, by mpi4py: tensors are handed to it where they are.
+
+MPI reduces in an order of its own: whether all ranks have the same bits, every time, is up to it. 16-bit floats go as
+32-bit ones and are rounded once. It cannot tell who is missing, so a timeout names nobody; and what it has begun cannot
+be called off, so a process whose wait timed out, or which failed, ends the whole job when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .engine import ANYONE, Call, Kind, Op, Reduction, spread
+from .threaded import ENDED, Threaded
+from .trouble import Aborted, Late, Mismatched, PeerLost, Refused
+
+PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
+EAGER = 0.02  # seconds during which every look is followed by the next
+_REST_MOST = 0.001
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+_OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
+_TYPES = {
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+}
+_OPS = {
+    Op.SUM: "SUM",
+    Op.PRODUCT: "PROD",
+    Op.MIN: "MIN",
+    Op.MAX: "MAX",
+    Op.BAND: "BAND",
+    Op.BOR: "BOR",
+    Op.BXOR: "BXOR",
+}
+_MOVED = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+
+_stranded: list[Any] = []  # memory that MPI may still read or write
+_failed = False  # the script, or a wait in MPI: to wait for the others at the end would be for ever
+_guarded = False
+
+
+def create(ranks: Sequence[int] = ()) -> Mpi | None:
+    """`ranks`: of the world, in this order; none: all. None: this process is not among them. Ranks call it together."""
+    mpi = _import()
+    world = mpi.COMM_WORLD
+    if not ranks:
+        return Mpi(mpi, world.Dup())
+    if world.rank not in ranks:
+        return None
+    wrong = [rank for rank in ranks if not 0 <= rank < world.size]
+    if wrong:
+        raise Refused(f"a group of ranks {', '.join(map(str, ranks))}: mpirun has started {world.size}")
+    group = world.group.Incl(list(ranks))
+    try:
+        # Who is in other groups does not take part: the tag keeps apart what is formed at the same time.
+        return Mpi(mpi, world.Create_group(group, tag=zlib.crc32(repr(list(ranks)).encode()) % 32768))
+    finally:
+        group.Free()
+
+
+class Mpi(Threaded):
+    """Collectives and messages in communicators of their own, `comm` and a copy of it."""
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._mpi = mpi
+        self._comm = comm
+        self._post = comm.Dup()  # messages
+        self._highest = comm.Get_attr(mpi.TAG_UB)
+        self._types = {dtype: getattr(mpi, name) for dtype, name in _TYPES.items()}
+        self._ops = {op: getattr(mpi, name) for op, name in _OPS.items()}
+        self._moved = {size: getattr(mpi, name) for size, name in _MOVED.items()}
+        # One call of MPI at a time, where the library has no more: none of ours waits within.
+        alone = mpi.Query_thread() < mpi.THREAD_MULTIPLE
+        self._held: list[torch.Tensor] = []  # by what is under way
+        self._turn: Any = threading.Lock() if alone else contextlib.nullcontext()
+
+    # -- from rank to rank
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Parcel:
+        self._check(tag)
+        with self._turn, _ours("send"):
+            return Parcel(self, "send", self._post.Isend(self._spec(tensor), to, tag), tensor, timeout)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Parcel:
+        self._check(tag)
+        whom = self._mpi.ANY_SOURCE if source == ANYONE else source
+        with self._turn, _ours("recv"):
+            return Parcel(self, "recv", self._post.Irecv(self._spec(tensor), whom, tag), tensor, timeout)
+
+    def _check(self, tag: int) -> None:
+        if self._ended:
+            raise Aborted(ENDED)
+        if not 0 <= tag <= self._highest:
+            raise Refused(f"tag {tag}: this MPI has tags from 0 to {self._highest}")
+
+    # -- calls
+
+    def close(self) -> None:
+        super().close()
+        comms, self._comm, self._post = (self._comm, self._post), None, None
+        if not _failed and not self._mpi.Is_finalized():
+            for comm in filter(None, comms):
+                with contextlib.suppress(self._mpi.Exception):
+                    comm.Free()
+
+    def _do(self, call: Call) -> None:
+        if self._ended:
+            raise Aborted(ENDED)
+        what = call.kind.name.lower()
+        self._held = []
+        with _ours(what):
+            match call.kind:
+                case Kind.ALL_REDUCE | Kind.REDUCE:
+                    self._reduce(call, what)
+                case Kind.REDUCE_SCATTER:
+                    self._reduce_scatter(call, what)
+                case Kind.BROADCAST:
+                    for piece in call.outs[0].view(-1).split(PIECE):
+                        self._wait(what, call.timeout, self._begin("Ibcast", self._memory(piece), call.root))
+                case Kind.ALL_GATHER:
+                    self._all_gather(call, what)
+                case Kind.GATHER:
+                    outs = spread(call.outs, self.size) if self.rank == call.root else ()
+                    self._swap(call, what, {call.root: call.ins[0]}, dict(enumerate(outs)))
+                case Kind.SCATTER:
+                    ins = spread(call.ins, self.size) if self.rank == call.root else ()
+                    self._swap(call, what, dict(enumerate(ins)), {call.root: call.outs[0]})
+                case Kind.ALL_TO_ALL:
+                    ins, outs = spread(call.ins, self.size), spread(call.outs, self.size)
+                    self._swap(call, what, dict(enumerate(ins)), dict(enumerate(outs)))
+                case Kind.BARRIER:
+                    self._wait(what, call.timeout, self._begin("Ibarrier"))
+
+    def _reduce(self, call: Call, what: str) -> None:
+        how = call.reduction or Reduction()
+        takes = call.kind == Kind.ALL_REDUCE or self.rank == call.root
+        for out in call.outs[0].view(-1).split(PIECE):
+            part = _prepared(out, how, keep=not takes)
+            memory, op = self._numbers(part), self._op(out.dtype, how.op)
+            if call.kind == Kind.ALL_REDUCE:
+                request = self._begin("Iallreduce", self._mpi.IN_PLACE, memory, op)
+            elif takes:
+                request = self._begin("Ireduce", self._mpi.IN_PLACE, memory, op, call.root)
+            else:
+                request = self._begin("Ireduce", memory, None, op, call.root)
+            self._wait(what, call.timeout, request)
+            if takes:
+                _finish(out, part, how, self.size)
+
+    def _reduce_scatter(self, call: Call, what: str) -> None:
+        how, out = call.reduction or Reduction(), call.outs[0].view(-1)
+        whole = call.ins[0] if len(call.ins) == 1 else torch.cat([part.view(-1) for part in call.ins])
+        part = _prepared(whole.view(-1), how, keep=True)
+        result = out if part.dtype == out.dtype else torch.empty_like(out, dtype=part.dtype)
+        memory, op = self._numbers(part), self._op(out.dtype, how.op)
+        self._wait(what, call.timeout, self._begin("Ireduce_scatter_block", memory, self._numbers(result), op))
+        _finish(out, result, how, self.size)
+
+    def _all_gather(self, call: Call, what: str) -> None:
+        if len(call.outs) == 1:
+            part, whole = call.ins[0], call.outs[0]
+            memory = self._memory(whole, part.numel())
+            self._wait(what, call.timeout, self._begin("Iallgather", self._memory(part), memory))
+            return
+        call.outs[self.rank].view(-1).copy_(call.ins[0].view(-1))
+        requests = [self._begin("Ibcast", self._memory(out), rank) for rank, out in enumerate(call.outs)]
+        self._wait(what, call.timeout, *requests)
+
+    def _swap(self, call: Call, what: str, ins: dict[int, torch.Tensor], outs: dict[int, torch.Tensor]) -> None:
+        """To each rank what it has to get, from each what it gives: straight from and into the tensors."""
+        if self.rank in outs:
+            own, mine = ins[self.rank], outs[self.rank]
+            if own.nbytes != mine.nbytes:
+                raise Mismatched(f"{what}: {own.nbytes} bytes for this rank itself, which takes {mine.nbytes}")
+            mine.view(-1).copy_(own.view(-1))
+        requests = [self._begin("Irecv", self._memory(outs[rank]), rank) for rank in outs if rank != self.rank]
+        requests += [self._begin("Isend", self._memory(ins[rank]), rank) for rank in ins if rank != self.rank]
+        self._wait(what, call.timeout, *requests)
+
+    # -- MPI
+
+    def _begin(self, name: str, *words: Any) -> Any:
+        with self._turn:
+            return getattr(self._comm, name)(*words)
+
+    def _wait(self, what: str, timeout: float, *requests: Any) -> None:
+        """Until all are over. Looks are what MPI moves anything by, so they come often while there is hope."""
+        begun = time.monotonic()
+        rest = 0.0
+        while not self._over(requests):
+            if self._ended:
+                _give_up(self._held, requests)
+                raise Aborted(ENDED)
+            waited = time.monotonic() - begun
+            if timeout and waited > timeout:
+                _give_up()
+                self._end()
+                raise Late(
+                    f"{what} timed out: it waited {timeout:g} s for other ranks, and MPI does not tell for which"
+                )
+            if waited > EAGER:
+                rest = min(_REST_MOST, waited / 100)
+            time.sleep(rest)  # 0: whoever else wants this core, or Python, has a turn
+
+    def _over(self, requests: Sequence[Any]) -> bool:
+        with self._turn:
+            return bool(requests[0].Test() if len(requests) == 1 else self._mpi.Request.Testall(list(requests)))
+
+    def _memory(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
+        """As something that is merely moved: so many elements, all unless said."""
+        self._held.append(tensor)
+        return self._spec(tensor, count)
+
+    def _numbers(self, tensor: torch.Tensor) -> list[Any]:
+        self._held.append(tensor)
+        return [*self._spec(tensor)[:2], self._types[tensor.dtype]]
+
+    def _spec(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.numel() if count < 0 else count, self._moved[tensor.element_size()]]
+
+    def _op(self, dtype: torch.dtype, op: Op) -> Any:
+        return self._ops[_OF_TRUTH.get(op, op) if dtype == torch.bool else op]
+
+
+class Parcel:
+    """A message under way (engine.Pending)."""
+
+    def __init__(self, engine: Mpi, what: str, request: Any, tensor: torch.Tensor, timeout: float) -> None:
+        self._engine = engine
+        self._what = what
+        self._request = request
+        self._tensor: torch.Tensor | None = tensor  # which has to stay while MPI reads or writes it
+        self._status = engine._mpi.Status()
+        self._timeout = timeout
+        self._begun = time.monotonic()
+        self._looking = threading.Lock()
+
+    def done(self) -> bool:
+        with self._looking:
+            if self._tensor is not None:
+                with self._engine._turn, _ours(self._what):
+                    over = self._request.Test(self._status)
+                self._tensor = None if over else self._tensor
+            return self._tensor is None
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        begun, rest = time.monotonic(), 0.0
+        while not self.done():
+            now = time.monotonic()
+            if self._engine._ended:
+                _give_up(self._tensor, self._request)
+                raise Aborted(ENDED)
+            if timeout and now - begun > timeout:
+                return False
+            if self._timeout and now - max(begun, self._begun) > self._timeout:
+                _give_up(self._tensor, self._request)
+                raise Late(f"{self._what} timed out: it waited {self._timeout:g} s for another rank")
+            if now - begun > EAGER:
+                rest = min(_REST_MOST, (now - begun) / 100)
+            time.sleep(rest)
+        return True
+
+    @property
+    def source(self) -> int:
+        return int(self._status.Get_source())
+
+
+def _prepared(tensor: torch.Tensor, how: Reduction, keep: bool) -> torch.Tensor:
+    """As MPI gets it: of a type that it knows, the factor applied. `keep`: the tensor itself stays as it is."""
+    part = tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    if tensor.dtype == torch.bool:
+        part = tensor.view(torch.uint8)
+    if how.before != 1.0:
+        factor = how.before if part.is_floating_point() else int(how.before)
+        part = part * factor if keep and part is tensor else part.mul_(factor)
+    return part
+
+
+def _finish(out: torch.Tensor, part: torch.Tensor, how: Reduction, size: int) -> None:
+    if how.average:
+        part.div_(size, rounding_mode=None if part.is_floating_point() else "trunc")
+    if part.data_ptr() != out.data_ptr():
+        out.copy_(part)
+
+
+@contextlib.contextmanager
+def _ours(what: str) -> Any:
+    from mpi4py import MPI
+
+    try:
+        yield
+    except MPI.Exception as error:
+        _give_up()
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise Mismatched(f"{what}: ranks called different things: more has come than there is room for") from None
+        raise PeerLost(f"{what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
+
+
+def _import() -> Any:
+    try:
+        import mpi4py
+    except ImportError:
+        raise Refused("the backend mpi needs mpi4py, which is not installed", "pip install 'phalanx[mpi]'") from None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise Refused(
+            f"mpi4py {mpi4py.__version__} finds no MPI library here: {str(error).splitlines()[0]}",
+            "install one (apt install openmpi-bin libopenmpi-dev, module load …), and start ranks with its own mpirun",
+        ) from None
+    if MPI.Is_finalized():
+        raise Refused("MPI has been ended in this process, and cannot be begun again")
+    _guard(MPI)
+    return MPI
+
+
+def _guard(mpi: Any) -> None:
+    """MPI is ended by mpi4py at exit, where ranks wait for each other: one that failed must not, or all would hang."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    before = sys.excepthook
+
+    def failed(*error: Any) -> None:
+        before(*error)
+        _give_up()
+
+    sys.excepthook = failed
+
+    def end() -> None:
+        if _failed and not mpi.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(1)
+
+    atexit.register(end)
+
+
+def _give_up(*under_way: Any) -> None:
+    global _failed
+    _failed = True
+    _stranded.append(under_way)

@@ -1,0 +1,219 @@
+"""PyTorch's own tests of torch.distributed, which its wheel carries, on our groups and on gloo.
+
+    python -m tests.collectives.suite --backend shm        all of them: what fails, and is no exception, is listed
+    python -m tests.collectives.suite --backend gloo       the same tests on gloo: what we are measured by
+    python -m tests.collectives.suite --backend shm test_all_reduce_sum test_broadcast
+
+The tests ask whether they are on gloo: they are told yes, and run on the backend that is asked for. Ranks are forked from one process that has imported torch: that is what makes it fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+_SKIPS = range(70, 100)  # how torch's tests end where something is missing
+_SKIP, _FAIL = 77, 10
+_LONG = 120.0  # seconds for one test
+
+# What gloo passes here and shm does not, and why.
+EXCEPTIONS: dict[str, str] = {}
+
+# What gloo does not pass either: machine or torch.
+ALSO_GLOO: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    how: str
+    seconds: float
+    text: str = ""
+
+
+def load(backend: str, ranks: int) -> Any:
+    """torch's test module, its tests defined as for gloo."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+    from torch.testing._internal.distributed import distributed_test as module
+
+    from phalanx.collectives.registration import register
+
+    register()
+    module.BACKEND = _Named(backend)
+    module.Barrier.sync = classmethod(_sync)
+    return module
+
+
+class _Named(str):
+    """Where a test asks whether it is on gloo, it is told yes; where it makes a group, it gets the one to be tested."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other in ("gloo", str(self))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _sync(cls: Any, wait_for: int | None = None, timeout: float = 60) -> None:
+    """As theirs, but it does not sleep for a tenth of a second each time."""
+    import torch.distributed as dist
+
+    wait_for = wait_for or dist.get_world_size()
+    cls.barrier_id += 1
+    folder = Path(os.environ["TEMP_DIR"], "barrier")
+    mine = folder / f".{os.getpid()}"
+    mine.write_text(str(cls.barrier_id))
+    mine.rename(folder / str(os.getpid()))
+    until = time.monotonic() + timeout
+    while True:
+        there = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        if sum(int(path.read_text()) >= cls.barrier_id for path in there) == wait_for:
+            return
+        if time.monotonic() > until:
+            raise RuntimeError("barrier timeout")
+        time.sleep(0.002)
+
+
+def names(module: Any) -> list[str]:
+    return [name for name in dir(module.DistributedTest._DistTestBase) if name.startswith("test_")]
+
+
+def run(module: Any, name: str, ranks: int) -> Outcome:
+    """One test in as many forked ranks."""
+    from torch.testing._internal.common_distributed import cleanup_temp_dir, initialize_temp_directories
+
+    started = time.monotonic()
+    initialize_temp_directories()
+    module.Barrier.init()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(ranks)]
+        pids = [_forked(module, name, rank, Path(folder, "store"), logs[rank]) for rank in range(ranks)]
+        ends = _ended(pids)
+        text = "".join(f"rank {rank}: {end}\n{logs[rank].read_text()}" for rank, end in enumerate(ends))
+    cleanup_temp_dir()
+    seconds = time.monotonic() - started
+    if all(end in _SKIPS for end in ends):
+        return Outcome(name, SKIPPED, seconds)
+    if all(end == 0 or end in _SKIPS for end in ends):
+        return Outcome(name, PASSED, seconds)
+    return Outcome(name, FAILED, seconds, text)
+
+
+def _forked(module: Any, name: str, rank: int, store: Path, log: Path) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = _FAIL
+    try:
+        to = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(to, 1)
+        os.dup2(to, 2)
+        code = _rank(module, name, rank, store)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else _FAIL
+    except unittest.SkipTest:
+        code = _SKIP
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rank(module: Any, name: str, rank: int, store: Path) -> int:
+    """What TestDistBackend._run does."""
+    import torch.distributed as dist
+    from torch.testing._internal import common_utils
+
+    class Test(module.TestDistBackend, module.DistributedTest._DistTestBase):
+        pass
+
+    test = Test(name)
+    test.rank, test.file_name = rank, str(store)
+    dist.init_process_group(
+        init_method=test.init_method,
+        backend=module.BACKEND,
+        world_size=int(test.world_size),
+        rank=rank,
+        timeout=timedelta(seconds=module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)),
+    )
+    module.Barrier.sync()
+    common_utils.set_rng_seed()
+    getattr(test, name)()
+    module.Barrier.sync()
+    dist.destroy_process_group()
+    return 0
+
+
+def _ended(pids: list[int]) -> list[int]:
+    """How each has ended. Where one has failed the others are not waited for much longer."""
+    ends: dict[int, int] = {}
+    until = time.monotonic() + _LONG
+    hurried = False
+    while len(ends) < len(pids):
+        for pid in pids:
+            if pid not in ends:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ends[pid] = os.waitstatus_to_exitcode(status)
+        if not hurried and any(end != 0 and end not in _SKIPS for end in ends.values()):
+            hurried, until = True, min(until, time.monotonic() + 3)
+        if time.monotonic() > until:
+            for pid in set(pids) - set(ends):
+                os.kill(pid, signal.SIGKILL)
+            until += 60
+        time.sleep(0.002)
+    return [ends[pid] for pid in pids]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="shm")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="shm without its native part")
+    parser.add_argument("--json", help="outcomes, to compare")
+    parser.add_argument("--verbose", action="store_true", help="what the ranks of a failed test have said")
+    parser.add_argument("tests", nargs="*")
+    given = parser.parse_args()
+    if given.plain:
+        sys.modules["phalanx.collectives._native"] = None  # type: ignore[assignment]
+    module = load(given.backend, given.ranks)
+    outcomes = []
+    for name in given.tests or names(module):
+        outcome = run(module, name, given.ranks)
+        outcomes.append(outcome)
+        if outcome.how != SKIPPED or given.tests:
+            print(f"{outcome.how:8}{outcome.seconds:6.1f} s  {name}", flush=True)
+        if outcome.how == FAILED and given.verbose:
+            print(outcome.text, flush=True)
+    if given.json:
+        Path(given.json).write_text(json.dumps([vars(outcome) for outcome in outcomes]))
+    counts = {how: sum(outcome.how == how for outcome in outcomes) for how in (PASSED, SKIPPED, FAILED)}
+    known = {**EXCEPTIONS, **ALSO_GLOO} if given.backend == "shm" else ALSO_GLOO
+    wrong = [outcome.name for outcome in outcomes if outcome.how == FAILED and outcome.name not in known]
+    print(f"{given.backend}, {given.ranks} ranks: {counts}, {sum(o.seconds for o in outcomes):.0f} s")
+    print("\n".join(["not as expected:", *wrong]) if wrong else "as expected")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
