@@ -32,9 +32,9 @@ def lines(text: str) -> list[str]:
     return sorted(re.findall(r"rank \d+ of .*", text))
 
 
-def expected(count: int, launcher: str) -> list[str]:
+def expected(count: int, launcher: str, backend: str = "shm") -> list[str]:
     return [
-        f"rank {rank} of {count}, local {rank} of {count}, node 0 of 1, gloo on cpu, by {launcher}"
+        f"rank {rank} of {count}, local {rank} of {count}, node 0 of 1, {backend} on cpu, by {launcher}"
         for rank in range(count)
     ]
 
@@ -145,7 +145,7 @@ def test_hooks_before_the_end() -> None:
 def test_a_group_of_one_where_it_is_asked_for() -> None:
     result = start(words=(*PYTHON, EVERYTHING, json.dumps({"backend": "gloo"})))
     assert result.wait() == 0, result.err
-    assert lines(result.out) == expected(1, "nobody")
+    assert lines(result.out) == expected(1, "nobody", "gloo")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,9 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
         ({"timeout": 0}, "leaves no time"),
         ({"timeout": "5 minutes"}, "leaves no time"),
         ({"timeout": math.inf}, "leaves no time"),
-        ({"backend": "mpi"}, "this PyTorch was built without mpi"),
+        ({"backend": "ucc"}, "this PyTorch was built without ucc"),
+        ({"backend": "cpu:shm,cuda:nccl"}, "shm is for the CPU, and stands beside no other|built without nccl"),
+        ({"backend": "cuda:shm"}, "shm is for the CPU"),
         ({"backend": "infiniband"}, "the backend 'infiniband' is not known"),
         ({"backend": "gloo,nccl"}, "not known|built without"),
         ({"backend": "cpu:gloo,cuda:what"}, "not known"),

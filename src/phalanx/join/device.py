@@ -66,6 +66,8 @@ def check_backend(backend: str | None) -> None:
     parts = str(backend).lower().split(",")
     for part in parts:
         device, colon, name = part.strip().rpartition(":")
+        if name == "mpi" and name not in here:
+            raise UsageError("mpi needs mpi4py, which is not installed", fix='pip install "phalanx[mpi]"')
         if name not in here or (len(parts) > 1 and not device) or (colon and not device):
             built = name in known and name not in here
             raise UsageError(
