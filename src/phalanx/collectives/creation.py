@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import neighbours
+from . import meeting, neighbours
 from .engine import Engine
 from .group import Group
 
@@ -21,6 +21,7 @@ _noted = False
 
 def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> Group:
     """`ranks`: what they are called in the world; none: as in the group."""
+    meeting.teach(Group)
     names = tuple(ranks) or tuple(range(size))
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     if len(known.machines) > 1:

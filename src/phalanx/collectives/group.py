@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from . import living, parts, reductions, sparse
+from . import living, meeting, parts, reductions, sparse
 from .asked import asked, listed
 from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
 from .journal import Journal
@@ -45,7 +45,9 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout.total_seconds()
         self._fast: Callable[[Tensor, Reduction, float], None] | None = getattr(engine, "all_reduce", None)
         self._watcher = Watcher()
-        self._journal = Journal(lambda: self._name, tuple(ranks) or range(engine.size))
+        self._ranks = tuple(ranks) or tuple(range(engine.size))
+        self._monitored = 0
+        self._journal = Journal(lambda: self._name, self._ranks)
         self._enter = self._journal.enter
         self._started: deque[Started] = deque()
         self._messages: list[Started] = []
@@ -280,11 +282,12 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         return self._each("barrier", Kind.BARRIER, [((), ())], asked(c10d.BarrierOptions, opts, timeout))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Whoever has not come in time is named, all of them."""
-        opts = asked(c10d.BarrierOptions, None, timeout)
-        opts.asyncOp = False
-        self.barrier(opts)
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Through the store: whoever has not come in time is named, and the group goes on."""
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        self._monitored += 1
+        store = dist.PrefixStore(f"monitored/{self._monitored}", self._store)
+        meeting.hold(store, self._rank, self._ranks, seconds, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
         self._batch = []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives import _native, segment
-from phalanx.collectives.engine import Call, Kind, Op, Reduction
+from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
 from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
 
 # Numbers are those of native/reduce.h. What is merely moved may be of other types: one number for all of them.
@@ -73,6 +73,7 @@ class Shared:
         self._alive: deque[tuple[int, Call]] = deque()  # what the group's thread still reads and writes
         self._first: dist.DistBackendError | None = None
         self._lent = 0
+        self._dropped: list[tuple[int, torch.Tensor]] = []  # messages under way that nobody will wait for
         try:
             self._group = _native.join(fd, rank, self.size, slot, pids, direct, _ms(timeout))
         except OSError as error:
@@ -121,6 +122,18 @@ class Shared:
         self._alive.append((ticket, call))
         return Started(self, ticket, call)
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Parcel:
+        if self._dropped:
+            self._forget()
+        ticket = _native.send(self._group, tensor.data_ptr(), tensor.nbytes, to, tag, _ms(timeout))
+        return Parcel(self, "send", ticket, tensor, to, tag, timeout)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Parcel:
+        if self._dropped:
+            self._forget()
+        ticket = _native.recv(self._group, tensor.data_ptr(), tensor.nbytes, source, tag, _ms(timeout))
+        return Parcel(self, "recv", ticket, tensor, source, tag, timeout)
+
     def abort(self) -> None:
         if self._leave.alive:
             _native.abort(self._group)
@@ -136,6 +149,15 @@ class Shared:
         self._lent += 1
         _native.lend(self._group, self._lent, size, tuple(word for place in places for word in place))
         return functools.partial(_withdraw, self._group, self._lent)
+
+    def _forget(self) -> None:
+        """Tensors whose messages have gone meanwhile."""
+        dropped, self._dropped = self._dropped, []
+        for ticket, tensor in dropped:
+            if _native.parcel_done(self._group, ticket):
+                _native.parcel_wait(self._group, ticket, 0)
+            else:
+                self._dropped.append((ticket, tensor))
 
     def _words(self, call: Call) -> tuple[object, ...]:
         first = call.outs[0] if call.outs else call.ins[0] if call.ins else None
@@ -222,6 +244,61 @@ def _withdraw(group: _native.Group, number: int) -> None:
         _native.withdraw(group, number)
 
 
+class Parcel:
+    """A message under way."""
+
+    def __init__(
+        self, engine: Shared, what: str, ticket: int, tensor: torch.Tensor, peer: int, tag: int, timeout: float
+    ) -> None:
+        self.source = peer
+        self._engine = engine
+        self._what = what
+        self._ticket = ticket
+        self._tensor = tensor  # read or written by others until it is over
+        self._tag = tag
+        self._timeout = timeout
+        self._over = False
+        self._trouble: dist.DistBackendError | None = None
+
+    def __del__(self) -> None:
+        if not self._over and self._ticket > _SENT:
+            self._engine._dropped.append((self._ticket, self._tensor))
+
+    def done(self) -> bool:
+        return self._over or bool(_native.parcel_done(self._engine._group, self._ticket))
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        if not self._over:
+            result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
+            if result < 0:
+                return False
+            self._over = True
+            if result:
+                self._trouble = self._explained(result, peer, size)
+            elif self._what == "recv":
+                self.source = peer
+        if self._trouble:
+            raise self._trouble
+        return True
+
+    def _explained(self, result: int, peer: int, size: int) -> dist.DistBackendError:
+        engine, what = self._engine, self._what
+        if result == _MISMATCH:
+            mine, who = self._tensor.nbytes, engine._named([peer])
+            if what == "recv":
+                return Mismatched(f"recv of {mine} bytes from {who}: it sent {size} bytes (tag {self._tag})")
+            return Mismatched(f"send of {mine} bytes to {who}: it receives {size} bytes (tag {self._tag})")
+        if result == _DEAD and peer >= 0:
+            return PeerLost(f"{what}: peer lost, {engine._named([peer])} has ended")
+        if result == _DEAD and self.source == ANYONE and not _native.culprits(engine._group):
+            return PeerLost(f"{what}: peer lost, all other ranks have ended")
+        if result == _TIMEOUT and (peer >= 0 or self.source == ANYONE):
+            who = engine._named([peer]) if peer >= 0 else "any rank"
+            return Late(f"{what} timed out: it waited {self._timeout:g} s for {who} (tag {self._tag})")
+        return engine._trouble(result, what, self._timeout)
+
+
+_SENT = 1  # the ticket of what was over at once: native/parcels.c
 _SUM = Reduction()
 _INS_EACH = {Kind.SCATTER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL}
 _OUTS_EACH = {Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL}

@@ -376,6 +376,72 @@ static PyObject *py_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     Py_RETURN_NONE;
 }
 
+/* -- from rank to rank */
+
+/* group, address, bytes, peer, tag, patience_ms */
+struct parcel_args {
+    struct holder *holder;
+    void *at;
+    size_t bytes;
+    int peer;
+    int64_t tag, patience;
+};
+
+static int parcel_args(struct parcel_args *a, const char *name, PyObject *const *args, Py_ssize_t n) {
+    if (few(name, n, 6)) return -1;
+    a->at = PyLong_AsVoidPtr(args[1]), a->bytes = PyLong_AsSize_t(args[2]), a->peer = (int)number(args[3]);
+    a->tag = number(args[4]), a->patience = number(args[5]);
+    a->holder = PyErr_Occurred() ? NULL : hold(args[0]);
+    return a->holder ? 0 : -1;
+}
+
+static PyObject *ticket_of(struct holder *h, uint64_t ticket) {
+    if (!ticket) PyErr_SetString(PyExc_ValueError, "there is no such rank in the group, or no memory");
+    return answer(h, (int64_t)ticket);
+}
+
+static PyObject *py_send(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* a ticket */
+    (void)self;
+    struct parcel_args a;
+    if (parcel_args(&a, "send", args, n)) return NULL;
+    return ticket_of(a.holder, phx_send(a.holder->group, a.at, a.bytes, a.peer, a.tag, a.patience));
+}
+
+static PyObject *py_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* a ticket */
+    (void)self;
+    struct parcel_args a;
+    if (parcel_args(&a, "recv", args, n)) return NULL;
+    uint64_t ticket;
+    Py_BEGIN_ALLOW_THREADS /* may read what has come already */
+    ticket = phx_recv(a.holder->group, a.at, a.bytes, a.peer, a.tag, a.patience);
+    Py_END_ALLOW_THREADS
+    return ticket_of(a.holder, ticket);
+}
+
+static PyObject *py_parcel_done(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, ticket */
+    (void)self;
+    if (few("parcel_done", n, 2)) return NULL;
+    int64_t ticket = number(args[1]);
+    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    return h ? answer(h, phx_parcel_done(h->group, (uint64_t)ticket)) : NULL;
+}
+
+/* group, ticket, ms: a phx_result or -1, a rank, bytes */
+static PyObject *py_parcel_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (few("parcel_wait", n, 3)) return NULL;
+    int64_t ticket = number(args[1]), patience = number(args[2]);
+    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (!h) return NULL;
+    int result, from;
+    size_t bytes;
+    Py_BEGIN_ALLOW_THREADS
+    result = phx_parcel_wait(h->group, (uint64_t)ticket, patience, &from, &bytes);
+    Py_END_ALLOW_THREADS
+    let_go(h);
+    return PyErr_Occurred() ? NULL : Py_BuildValue("(iin)", result, from, (Py_ssize_t)bytes);
+}
+
 #define FAST(name, function) {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, NULL}
 #define ONE(name, function) {name, function, METH_O, NULL}
 
@@ -398,7 +464,10 @@ static PyMethodDef methods[] = {
     FAST("lend", py_lend),
     FAST("withdraw", py_withdraw),
     FAST("reduce", py_reduce),
-    /* -- from rank to rank */
+    FAST("send", py_send),
+    FAST("recv", py_recv),
+    FAST("parcel_done", py_parcel_done),
+    FAST("parcel_wait", py_parcel_wait),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,8 @@
 #define _GNU_SOURCE
 #include "group.h"
 
+#include "parcels.h"
+
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
@@ -33,7 +35,9 @@ static size_t before_slots(int ranks) {
     return rounded(sizeof(struct header) + n * sizeof(struct seat) + 2 * n * n * sizeof(struct share), 4096);
 }
 
-size_t phx_memory(int ranks, size_t slot) { return before_slots(ranks) + (size_t)ranks * 2 * rounded(slot, 4096); }
+static size_t before_parcels(int ranks, size_t slot) { return before_slots(ranks) + (size_t)ranks * 2 * rounded(slot, 4096); }
+
+size_t phx_memory(int ranks, size_t slot) { return before_parcels(ranks, slot) + phx_parcels_memory(ranks); }
 
 #ifdef PHX_FAULTS
 _Atomic long phx_fault_in;
@@ -57,6 +61,7 @@ int phx_give_up(phx_group *g, int how) {
     atomic_compare_exchange_strong(&g->head->broken, &none, (uint32_t)how + 1);
     phx_futex(&g->head->met, FUTEX_WAKE, INT_MAX, NULL);
     phx_queue_wake(g);
+    phx_parcels_wake(g);
     return phx_broken(g);
 }
 
@@ -126,6 +131,24 @@ static int sleep_until_met(phx_group *g) {
     return result;
 }
 
+/* As long as it pays: ranks that share a core with others, or with each other, come only once this one lets go of it. Now
+   and then the whole time is tried again. */
+static int spin_until_met(phx_group *g) {
+    word *met = &g->head->met;
+    int most = g->asks ? g->spins : g->spins_beside, tries = ++g->waits % 64 && g->tries < most ? g->tries : most;
+    for (int i = 0; i < tries; i++, relax())
+        if (reached(atomic_load_explicit(met, memory_order_acquire), g->round)) {
+            g->tries = tries < most / 2 ? tries * 2 : most;
+            return 1;
+        }
+    g->tries = tries / 2 > g->spins_least ? tries / 2 : g->spins_least;
+    for (int i = 0; i < 2; i++) {
+        sched_yield();
+        if (reached(atomic_load_explicit(met, memory_order_acquire), g->round)) return 1;
+    }
+    return 0;
+}
+
 int phx_meet(phx_group *g) {
     struct header *h = g->head;
     int result = phx_broken(g);
@@ -141,20 +164,12 @@ int phx_meet(phx_group *g) {
         if (atomic_load(&h->sleepers)) phx_futex(&h->met, FUTEX_WAKE, INT_MAX, NULL);
         return PHX_OK;
     }
-    for (int i = 0; i < g->spins; i++) {
-        if (reached(atomic_load_explicit(&h->met, memory_order_acquire), round)) return PHX_OK;
-        relax();
-    }
-    for (int i = 0; i < 2; i++) {
-        sched_yield();
-        if (reached(atomic_load_explicit(&h->met, memory_order_acquire), round)) return PHX_OK;
-    }
-    return sleep_until_met(g);
+    return spin_until_met(g) ? PHX_OK : sleep_until_met(g);
 }
 
 /* -- the memory of others */
 
-static int read_peer(const phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
+int phx_read_peer(const phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     uint8_t *at = to;
     while (bytes) {
         struct iovec here = {at, bytes}, there = {(void *)(uintptr_t)from, bytes};
@@ -170,7 +185,7 @@ static int read_peer(const phx_group *g, int rank, void *to, uint64_t from, size
 
 int phx_read(phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     phx_fault(g);
-    if (!read_peer(g, rank, to, from, bytes)) return PHX_OK;
+    if (!phx_read_peer(g, rank, to, from, bytes)) return PHX_OK;
     /* Its memory goes a moment before its end is seen; and one that has given up may have freed it. */
     int gone = errno == ESRCH;
     for (int i = 0; !gone && i < 2 * LOOK_MS && phx_broken(g) == PHX_OK; i++, poll(NULL, 0, 1)) gone = phx_gone(g, rank);
@@ -186,7 +201,7 @@ static int try_direct(phx_group *g, int direct, int attempt) {
     if (result != PHX_OK) return result;
     for (int r = 0; r < g->ranks; r++) {
         uint64_t seen = 0;
-        if (!direct || read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)
+        if (!direct || phx_read_peer(g, r, &seen, g->seats[r].token, sizeof seen) || seen != sample)
             atomic_store(&g->head->unreadable[attempt], 1);
     }
     result = phx_meet(g);
@@ -273,9 +288,12 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
         g->shares = (struct share *)(g->seats + ranks);
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
-        g->spins = spins(ranks <= cores() ? SPIN_NS : SPIN_NS / 20); /* with more ranks than cores, who spins keeps the others from coming */
-        result = find_way(g, direct);
-        why = result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
+        long all = cores(); /* with more threads than cores, who spins keeps the others from coming */
+        g->spins_least = spins(SPIN_NS / 50);
+        g->spins = ranks <= all ? spins(SPIN_NS) : g->spins_least;
+        g->spins_beside = 2 * ranks <= all ? g->spins : g->spins_least; /* the others still compute meanwhile */
+        result = phx_parcels_open(g, (uint8_t *)g->memory + before_parcels(ranks, slot)) ? PHX_FAILED : find_way(g, direct);
+        why = result == PHX_FAILED ? ENOMEM : result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;
     }
     if (result == PHX_OK) return g;
     phx_leave(g);
@@ -284,16 +302,18 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
 }
 
 void phx_depart(phx_group *g) {
+    atomic_store(&g->seats[g->rank].left, 1); /* before anyone of ours returns: who reads our memory looks after that */
     atomic_store(&g->departed, 1);
-    atomic_store(&g->seats[g->rank].left, 1);
     phx_futex(&g->head->met, FUTEX_WAKE, INT_MAX, NULL);
     phx_queue_wake(g);
+    phx_parcels_wake(g);
 }
 
 void phx_leave(phx_group *g) {
     if (g->head && phx_own(g)) phx_depart(g);
     phx_queue_close(g);
     phx_regions_close(g);
+    phx_parcels_close(g);
     for (int r = 0; g->peers && r < g->ranks; r++)
         if (g->peers[r].fd >= 0) close(g->peers[r].fd);
     if (g->memory) munmap(g->memory, g->size);

@@ -51,15 +51,18 @@ struct header {
     word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
 };
 
-struct queue;  /* queue.c */
-struct region; /* regions.c */
+struct queue;    /* queue.c */
+struct region;   /* regions.c */
+struct phx_post; /* post.h */
 
 struct phx_group {
     int rank, ranks;
     size_t slot, size, piece;
     uint32_t round; /* meetings */
     uint32_t turn;  /* times that slots were filled: each is followed by a meeting before the next but one */
-    int spins, direct;
+    int spins, spins_beside, spins_least; /* how often one looks before it sleeps: at most in a caller's thread, in the own */
+    int tries, waits;
+    int direct;
     int64_t patience, until; /* of the call under way: how long it may wait, and from its first wait on until when */
     int asks;         /* whether it runs in a thread of the caller's, who may be interrupted */
     int (*interrupted)(void);
@@ -74,6 +77,7 @@ struct phx_group {
     struct pollfd *peers; /* pidfds */
     struct queue *queue;
     struct region *regions;
+    struct phx_post *post;
 };
 
 long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout);
@@ -105,7 +109,10 @@ int phx_gone(const phx_group *, int rank);
 /* What a rank has written before is seen by all of them after. */
 int phx_meet(phx_group *);
 
-/* Bytes of another rank's memory, without its doing. Where that fails, the group has ended. */
+/* Bytes of another rank's memory, without its doing. 0, or -1 with errno. */
+int phx_read_peer(const phx_group *, int rank, void *to, uint64_t from, size_t bytes);
+
+/* The same; where that fails, the group has ended. */
 int phx_read(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
 
 /* One collective, from its first meeting to its last (rounds.c). */

@@ -64,11 +64,11 @@ static void *help(void *post) {
     pthread_mutex_lock(&q->lock);
     while (!q->closing) {
         if (post_read(q, NULL)) continue;
-        if (!q->waiters) post_move(q);
+        if (q->open && !q->waiters) post_move(q);
         if (!is_empty(&q->reads)) continue;
         set_wake(q);
         uint32_t seen = atomic_load(&q->bell->rung);
-        if (!q->waiters && has_mail(q)) continue;
+        if (q->open && !q->waiters && has_mail(q)) continue;
         if (q->stirred && q->asleep) {
             q->stirred = 0;
             rouse(q->bell, WAITER);
@@ -144,6 +144,19 @@ static void check(struct phx_post *q, struct parcel *p) {
     if (!is_over(p) && !p->verdict && p->until && now >= p->until) post_withdraw(q, p, PHX_TIMEOUT, p->peer);
 }
 
+/* Without the lock: who is interrupted may need Python's, and who has that may wait for ours. */
+static void check_waiting(struct phx_post *q, struct parcel *p) {
+    int (*interrupted)(void) = q->group->interrupted;
+    int stop = 0;
+    if (interrupted && phx_now_ms() - q->looked >= LOOK_MS) {
+        pthread_mutex_unlock(&q->lock);
+        stop = interrupted();
+        pthread_mutex_lock(&q->lock);
+    }
+    check(q, p);
+    if (stop && !is_over(p) && !p->verdict) post_withdraw(q, p, PHX_ABORTED, -1);
+}
+
 int phx_parcel_done(phx_group *g, uint64_t ticket) {
     struct phx_post *q = g->post;
     if (ticket == SENT) return 1;
@@ -201,7 +214,7 @@ int phx_parcel_wait(phx_group *g, uint64_t ticket, int64_t milliseconds, int *fr
         int news = spin(q, p);
         pthread_mutex_lock(&q->lock);
         if (news) continue;
-        check(q, p);
+        check_waiting(q, p);
         if (is_over(p) || (until && phx_now_ms() >= until)) break;
         sleep_for(q, p, until);
     }

@@ -52,7 +52,7 @@ static int is_over(struct queue *q, uint64_t ticket) { return atomic_load_explic
 /* Until that ticket is over. 0: it is; -1: not after so many milliseconds (0: for ever). Who asks may be interrupted. */
 static int await(phx_group *g, uint64_t ticket, int64_t patience, int asks) {
     struct queue *q = g->queue;
-    for (int i = 0; i < g->spins; i++, relax())
+    for (int i = 0; i < g->spins_least; i++, relax())
         if (is_over(q, ticket)) return 0;
     int64_t until = patience ? phx_now_ms() + patience : 0;
     int late = 0;
