@@ -86,7 +86,7 @@ def test_sums_are_the_same_wherever_they_lie() -> None:
 
 
 def trained() -> tuple[bool, int, int]:
-    """Whether a model of run.wrap has the parameters that one of DDP alone has; mappings while there is one, and after."""
+    """Whether a model of run.wrap has the parameters that one of DDP alone has; mappings of it, and after it."""
     run = phalanx.init()
     models = []
     for way in ("wrap", "ddp"):

@@ -91,7 +91,11 @@ def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -
 def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     """A rank that dies in its backward, and one when others may have committed; one that dies while it is given the
     state."""
-    faults = [[4, 2, "kill", "within"], [7, 1, "kill", "backward"]] if where == "backward" else [[6, 1, "kill"], [0, 1, "kill", "handover"]]
+    ways = {
+        "backward": [[4, 2, "kill", "within"], [7, 1, "kill", "backward"]],
+        "handover": [[6, 1, "kill"], [0, 1, "kill", "handover"]],
+    }
+    faults = ways[where]
     done = trained(tmp_path, 3, *faults)
     assert done.code == 0, done.err
     assert ended(tmp_path, 3)[0] == undisturbed(3)

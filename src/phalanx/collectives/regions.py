@@ -7,6 +7,7 @@ through the process that made it, as they did with the memory of the group.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class Region(mmap.mmap):
         fd = os.memfd_create("phalanx-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             made = cls(fd, size, flags=_FLAGS)
         except BaseException:
             os.close(fd)
@@ -72,16 +74,21 @@ def lender(group: Any) -> Lending | None:
     return engine if hasattr(engine, "lend") and engine.size > 1 else None
 
 
-def show(engine: Lending, regions: Sequence[Region], timeout: float = 300.0) -> bool:
-    """By all ranks together, with as many regions of the same sizes. Whether all have mapped all of them; if not, they
-    are memory like any other."""
-    if not regions:
+def show(engine: Lending, made: Sequence[Region | None], timeout: float) -> bool:
+    """By all ranks together, with as many regions of the same sizes. Whether all have mapped all of them; if not, or if
+    a rank has none where others have one, they are memory like any other."""
+    if not made:
         return False
-    own = torch.tensor([(os.getpid(), one.descriptor, len(one), one.address) for one in regions])
+    regions = [one for one in made if one is not None]
+    own = torch.tensor(
+        [(os.getpid(), one.descriptor, len(one), one.address) if one is not None else (0, -1, 0, 0) for one in made]
+    )
     told = torch.empty((engine.size, *own.shape), dtype=own.dtype)
     engine.run(Call(Kind.ALL_GATHER, [own], [told], timeout=timeout))
     mapped: list[list[torch.Tensor | None]] | None = None
     with contextlib.suppress(OSError):
+        if len(regions) < len(made):
+            raise OSError("this rank has not made all of them")
         mapped = [
             [
                 _opened(*told[rank, number].tolist(), of=one) if rank != engine.rank else None
@@ -109,6 +116,8 @@ def _opened(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torc
         raise OSError("another rank's is of another size")
     fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
+        if os.fstat(fd).st_size != size:
+            raise OSError("it is not what the other rank has told of")
         return torch.frombuffer(mmap.mmap(fd, size, flags=_FLAGS), dtype=torch.uint8)
     finally:
         os.close(fd)

@@ -7,6 +7,7 @@ allocates then is replaced by a region (phalanx.collectives.regions), which it c
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class _Allocating(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[Region]] = []
+        self.made: list[Callable[[], Region | None]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         options = options or {}
@@ -29,9 +30,13 @@ class _Allocating(TorchDispatchMode):  # type: ignore[misc]
             dtype = options.get("dtype") or torch.get_default_dtype()
             size = int(args[0][0]) * dtype.itemsize
             if size >= regions.LEAST and options.get("device", torch.device("cpu")).type == "cpu":
-                region = Region.made(size)
-                self.made.append(weakref.ref(region))
-                return torch.frombuffer(region, dtype=dtype)
+                try:
+                    region = Region.made(size)
+                except OSError:
+                    self.made.append(lambda: None)
+                else:
+                    self.made.append(weakref.ref(region))
+                    return torch.frombuffer(region, dtype=dtype)
         return function(*args, **options)
 
 
@@ -43,16 +48,17 @@ def share(ddp: Any) -> None:
     engine = regions.lender(ddp.process_group)
     if engine is None or size < regions.LEAST:
         return
-    theirs = type(ddp)._pre_forward
+    theirs, timeout = type(ddp)._pre_forward, ddp.process_group._timeout
 
     def before_forward(ddp: Any, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return theirs(ddp, *args, **options)
         allocating = _Allocating()
         with allocating:
             result = theirs(ddp, *args, **options)
         if ddp._has_rebuilt_buckets:
             del ddp._pre_forward
-            made = [region for region in (one() for one in allocating.made) if region is not None]
-            regions.show(engine, made)
+            regions.show(engine, [one() for one in allocating.made], timeout)
         return result
 
     held = weakref.proxy(ddp)  # it is not to hold itself
