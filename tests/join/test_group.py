@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import JoinError, UsageError
+from phalanx.errors import DeviceError, JoinError, UsageError
+from phalanx.join.device import backend_for
 from phalanx.join.group import Group
 from phalanx.join.identity import Identity
 from phalanx.join.membership import Membership
@@ -170,6 +171,29 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
 def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
         Group.join(**options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "kinds", "chosen"),
+    [
+        (None, "cpu", ["cpu", "cpu"], "shm"),
+        (None, "cpu", ["cpu", "cuda"], "gloo"),  # as the other has it beside NCCL
+        ("gloo", "cpu", ["cpu", "cpu"], "gloo"),
+        ("cpu:gloo", "cpu", ["cpu", "cpu"], "cpu:gloo"),
+        ("SHM", "cpu", ["cpu", "cpu"], "shm"),
+    ],
+)
+def test_all_ranks_choose_the_same_backend(asked: str | None, own: str, kinds: list[str], chosen: str) -> None:
+    import torch
+
+    assert backend_for(asked, torch.device(own), kinds) == chosen
+
+
+def test_shared_memory_is_not_for_a_gpu() -> None:
+    import torch
+
+    with pytest.raises(DeviceError, match="shm works between CPUs, but this rank computes on cuda:0"):
+        backend_for("shm", torch.device("cuda:0"))
 
 
 def member(rank: int, store: Any) -> Group:
