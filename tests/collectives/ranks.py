@@ -54,11 +54,13 @@ def _forked(work: Rank, rank: int, ranks: int, store: str) -> int:
         os._exit(code)
 
 
-def program(name: str, *arguments: str, limit: float = 170) -> str:
-    """What it says; it has to end well."""
+def program(name: str, *arguments: str, well: bool = True, limit: float = 170) -> str:
+    """What it says; it has to end `well`."""
     command = [sys.executable, "-m", f"tests.collectives.{name}", *arguments]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    if not well and done.returncode:
+        sys.stderr.write(done.stderr[-8000:])
+    assert done.returncode == 0 or not well, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout

@@ -24,6 +24,8 @@ _OVER = Done()
 _APART = Apart()
 _MESSAGES = 64  # under way before those that are over are let go
 _CPU = torch.device("cpu")
+_ROOTED = frozenset((Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
+_REDUCES = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER))
 
 _known = reductions.KNOWN
 _strided = torch.strided
@@ -43,7 +45,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._size = engine.size
         self._rank = engine.rank
         self._timeout = timeout.total_seconds()
-        self._fast: Callable[[Tensor, Reduction, float], None] | None = getattr(engine, "all_reduce", None)
+        # Where the engine takes these as they are, no Call is made for them.
+        self._all_reduce: Callable[[Tensor, Reduction, float], None] | None = getattr(engine, "all_reduce", None)
+        self._broadcast: Callable[[Tensor, int, float], None] | None = getattr(engine, "broadcast", None)
+        self._barrier: Callable[[float], None] | None = getattr(engine, "barrier", None)
         self._watcher = Watcher()
         self._ranks = tuple(ranks) or tuple(range(engine.size))
         self._monitored = 0
@@ -128,12 +133,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None) -> dist.Work:
         if type(opts) is c10d.AllreduceOptions and len(tensors) == 1:
             tensor = tensors[0]
-            if self._fast is not None and not opts.asyncOp and self._batch is None:
-                reduce_op = opts.reduceOp
-                reduction = _known.get((tensor.dtype, hash(reduce_op)))
+            if self._all_reduce is not None and not opts.asyncOp and self._batch is None:
+                reduction = _known.get((tensor.dtype, hash(opts.reduceOp)))
                 if reduction is not None and tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous():
-                    entry = self._enter("all_reduce", tensors, tensors, reduction=reduction.op.name)
-                    self._fast(tensor, reduction, self._seconds(opts.timeout))
+                    entry = self._enter("all_reduce", tensors, tensors, reduction=reduction.op._name_)
+                    asked_for = opts.timeout
+                    self._all_reduce(
+                        tensor, reduction, self._timeout if asked_for.days < 0 else asked_for.total_seconds()
+                    )
                     entry.done = True
                     return _OVER
         else:
@@ -185,8 +192,16 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
-        opts = asked(c10d.BroadcastOptions, opts, timeout, rootRank=root)
-        return self._each("broadcast", Kind.BROADCAST, [((), [tensor]) for tensor in listed(tensors)], opts)
+        tensors, opts = listed(tensors), asked(c10d.BroadcastOptions, opts, timeout, rootRank=root)
+        if self._broadcast is not None and not opts.asyncOp and self._batch is None and len(tensors) == 1:
+            tensor = tensors[0]
+            if tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous():
+                root = opts.rootRank
+                entry = self._enter("broadcast", tensors, tensors, root=root)
+                self._broadcast(tensor, root, self._seconds(opts.timeout))
+                entry.done = True
+                return _OVER
+        return self._each("broadcast", Kind.BROADCAST, [((), [tensor]) for tensor in tensors], opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, Tensor):
@@ -280,7 +295,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # -- meetings
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        return self._each("barrier", Kind.BARRIER, [((), ())], asked(c10d.BarrierOptions, opts, timeout))
+        opts = asked(c10d.BarrierOptions, opts, timeout)
+        if self._barrier is not None and not opts.asyncOp and self._batch is None:
+            entry = self._enter("barrier", (), ())
+            self._barrier(self._seconds(opts.timeout))
+            entry.done = True
+            return _OVER
+        return self._each("barrier", Kind.BARRIER, [((), ())], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Through the store: whoever has not come in time is named, and the group goes on."""
@@ -349,8 +370,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _each(self, name: str, kind: Kind, calls: Sequence[_Call], opts: Any) -> dist.Work:
         """One call after the other, and one Work for all of them."""
         timeout = self._seconds(opts.timeout)
-        root = getattr(opts, "rootRank", 0)
-        op = getattr(opts, "reduceOp", None)
+        root = opts.rootRank if kind in _ROOTED else 0
+        op = opts.reduceOp if kind in _REDUCES else None
         later = opts.asyncOp or self._batch is not None
         pendings: list[Pending] = []
         copies: list[tuple[Tensor, Tensor]] = []

@@ -1,0 +1,14 @@
+"""Random plans of calls, on a group of ours and on gloo: the same, whatever is called in whatever order."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.collectives.ranks import program
+
+
+@pytest.mark.parametrize("engine", ["shared", "plain"])
+def test_plans_go_as_on_gloo(engine: str) -> None:
+    batches = "16" if engine == "shared" else "6"
+    said = program("plans", "--engines", engine, "--batches", batches, "--ranks", "2", "3", "4")
+    assert [line.split(":")[0] for line in said.splitlines()] == [f"{engine}, {ranks} ranks" for ranks in (2, 3, 4)]

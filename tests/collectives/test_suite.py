@@ -1,0 +1,44 @@
+"""PyTorch's own tests: some of them each time, one of every kind. All of them: `python -m tests.collectives.suite`."""
+
+from __future__ import annotations
+
+from tests.collectives.ranks import program
+from tests.collectives.suite import EXCEPTIONS
+
+_SOME = [
+    "test_all_gather_coalesced_with_empty",
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_full_group_product",
+    "test_all_reduce_sum_async",
+    "test_all_to_all_full_group",
+    "test_all_to_all_single_unequal_split_complex",
+    "test_barrier",
+    "test_barrier_timeout_global",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast_full_group",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_ddp_logging_data_cpu",
+    "test_destroy_group",
+    "test_gather_checks",
+    "test_get_future",
+    "test_isend_torch_profiler",
+    "test_monitored_barrier_gloo_subgroup",
+    "test_reduce_full_group_max",
+    "test_scatter_complex",
+    "test_scatter_object_list",
+    "test_send_recv_any_source_torch_profiler",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+]
+
+
+def test_what_gloo_passes_passes() -> None:
+    said = program("suite", "--backend", "shm", "--verbose", *_SOME)
+    assert said.splitlines()[-1] == "as expected"
+    assert said.count("passed ") == len(_SOME), said
+
+
+def test_no_test_is_excused() -> None:
+    assert not EXCEPTIONS
