@@ -24,15 +24,23 @@ def make(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slo
     """
     size, leader = _native.memory(len(ranks), slot), ranks[0]
     store.set(f"shm/pid/{rank}", str(os.getpid()))
-    if rank == leader:
-        fd = _create(size)
+    if rank != leader:
+        pids = _pids(store, ranks, timeout)
+        _await(store, [f"shm/memory/{leader}"], [leader], timeout)
+        return _open(store.get(f"shm/memory/{leader}").decode(), leader, size), pids
+    fd = _create(size)
+    try:
         store.set(f"shm/memory/{leader}", f"{os.getpid()}:{fd}")
-    _await(store, [f"shm/pid/{r}" for r in ranks], ranks, timeout)
-    pids = [int(store.get(f"shm/pid/{r}")) for r in ranks]
-    if rank == leader:
-        return fd, pids
-    _await(store, [f"shm/memory/{leader}"], [leader], timeout)
-    return _open(store.get(f"shm/memory/{leader}").decode(), leader, size), pids
+        return fd, _pids(store, ranks, timeout)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _pids(store: dist.Store, ranks: Sequence[int], timeout: float) -> list[int]:
+    keys = [f"shm/pid/{rank}" for rank in ranks]
+    _await(store, keys, ranks, timeout)
+    return [int(store.get(key)) for key in keys]
 
 
 def _create(size: int) -> int:
@@ -57,7 +65,7 @@ def _open(where: str, leader: int, size: int) -> int:
 def _await(store: dist.Store, keys: list[str], ranks: Sequence[int], timeout: float) -> None:
     try:
         store.wait(keys, timedelta(seconds=timeout or 365 * 24 * 3600))
-    except dist.DistError:
+    except RuntimeError:  # of some stores no more than that
         missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         if not missing:
             raise

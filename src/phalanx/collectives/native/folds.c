@@ -64,6 +64,21 @@ static int fold_direct(phx_group *g, const struct phx_call *c, uint32_t opened, 
     return PHX_OK;
 }
 
+/* Two ranks, and more than fits into slots: the result stays where it is, and the other reads it there. That is a copy less, and for more ranks
+   it does not pay. */
+static int fold_in_place(phx_group *g, const struct phx_call *c, uint32_t opened) {
+    size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item;
+    size_t from = begins(g, count, g->rank), to = begins(g, count, g->rank + 1);
+    uint64_t at[2], other = notice_of(g, !g->rank, opened)->address;
+    uint8_t *data = c->out[0].at;
+    for (int r = 0; r < 2; r++) at[r] = notice_of(g, r, opened)->address + from * item;
+    int result = reduce_from_memory(g, c, data + from * item, at, to - from);
+    if (result == PHX_OK) result = phx_meet(g);
+    if (result == PHX_OK && g->rank == 0) result = phx_read(g, 1, data + to * item, other + to * item, (count - to) * item);
+    else if (result == PHX_OK) result = phx_read(g, 0, data, other, from * item);
+    return result == PHX_OK ? phx_meet(g) : result; /* until both have read, the memory is the other's too */
+}
+
 /* Through slots: one for what is given, and the other for the results of the same. */
 static int fold_staged(phx_group *g, const struct phx_call *c, int takes) {
     const void *inputs[PHX_MOST];
@@ -94,7 +109,9 @@ int phx_fold(phx_group *g, const struct phx_call *c) {
     int result = phx_open(g, c, turn, flat);
     if (result != PHX_OK) return result;
     if (!flat && (result = phx_fold_mapped(g, c, turn)) >= 0) return result;
-    if (!flat) return g->direct ? fold_direct(g, c, turn, takes) : fold_staged(g, c, takes);
+    if (!flat && !g->direct) return fold_staged(g, c, takes);
+    if (!flat && g->ranks == 2 && c->kind == PHX_ALL_REDUCE && bytes > g->slot + g->slot / 2) return fold_in_place(g, c, turn);
+    if (!flat) return fold_direct(g, c, turn, takes);
     if (!takes || !bytes) return PHX_OK;
     const void *inputs[PHX_MOST];
     for (int r = 0; r < g->ranks; r++) inputs[r] = r == g->rank ? c->out[0].at : slot_of(g, r, turn);

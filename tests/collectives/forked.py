@@ -1,0 +1,78 @@
+"""Ranks as forks of the test, which share memory: what each of them returns, or raises."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import struct
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.collectives import _native, segment
+from phalanx.collectives.shared import Shared
+
+LIMIT = 60.0  # seconds; for a machine that is full
+
+
+def ranks(
+    size: int,
+    body: Callable[[Shared, int], Any],
+    *,
+    slot: int = segment.SLOT,
+    direct: bool = True,
+    names: Sequence[int] | None = None,
+) -> list[Any]:
+    """What `body` returns in each rank; of one that is killed, the signal's negative number."""
+    fd = segment._create(_native.memory(size, slot))
+    pids = mmap.mmap(-1, 4096)
+    pipes = [os.pipe() for _ in range(size)]
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            _be(fd, rank, size, body, pids, pipes[rank][1], {"slot": slot, "direct": direct}, names or range(size))
+        children.append(child)
+        os.close(pipes[rank][1])
+    os.close(fd)
+    for rank, child in enumerate(children):
+        struct.pack_into("i", pids, 4 * rank, child)
+    answers = [_answer(child, pipe[0]) for child, pipe in zip(children, pipes, strict=True)]
+    failed = [answer.text for answer in answers if isinstance(answer, _Failed)]
+    assert not failed, "\n".join(failed)
+    return answers
+
+
+class _Failed:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _be(fd: int, rank: int, size: int, body: Any, shared: mmap.mmap, pipe: int, how: Any, names: Sequence[int]) -> None:
+    signal.alarm(int(LIMIT))  # nobody is left behind
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    answer: Any
+    try:
+        while 0 in (pids := struct.unpack_from(f"{size}i", shared)):
+            time.sleep(0.001)
+        answer = body(Shared(fd, rank, pids, names, LIMIT, **how), rank)
+    except BaseException:  # whatever it is, the test is to see it
+        answer = _Failed(f"rank {rank}: {traceback.format_exc()}")
+    with os.fdopen(pipe, "wb") as out:
+        pickle.dump(answer, out)
+    os._exit(0)
+
+
+def _answer(child: int, pipe: int) -> Any:
+    with os.fdopen(pipe, "rb") as coming:
+        text = coming.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status < 0:
+        return status
+    return pickle.loads(text)

@@ -1,0 +1,404 @@
+"""The core in C: what it computes, what it says when something goes wrong, and that it ends whatever happens."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.collectives import _native, segment, shared
+from phalanx.collectives.engine import Call, Kind, Op, Reduction
+from phalanx.collectives.shared import DTYPES, Shared
+from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+from tests.collectives.forked import LIMIT, ranks
+
+pytestmark = pytest.mark.xdist_group("native")
+
+NATIVE = Path(shared.__file__).parent / "native"
+PROGRAM = Path(__file__).parent / "native"
+SUM = Reduction()
+
+
+# -- the program that has threads and processes as ranks
+
+FLAVOURS = {  # not optimised: most of the time would be the compiler's
+    "thread": ["-g", "-fsanitize=thread", "-Dmmap=shared_mmap", "-Dmunmap=shared_munmap"],
+    "address": ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "faults": ["-DPHX_FAULTS"],
+}
+RUNS = [
+    ("thread", "threads", 2, "direct"),
+    ("thread", "threads", 3, "staged"),
+    ("address", "processes", 3, "direct"),
+    ("address", "processes", 4, "staged"),
+    ("address", "processes", 1, "direct"),
+    ("faults", "deaths", 2, "direct"),
+    ("faults", "deaths", 3, "direct"),
+    ("faults", "deaths", 3, "staged"),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    place = tmp_path_factory.mktemp("native")
+
+    @functools.cache
+    def build(flavour: str) -> Path:
+        flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-pthread", f"-I{NATIVE}", *FLAVOURS[flavour]]
+        parts = []
+        for source in [*sorted(NATIVE.glob("*.c")), *sorted(PROGRAM.glob("*.c"))]:
+            if source.name == "binding.c":
+                continue
+            # The program itself has the true mmap: it is the one that shares it.
+            own = [flag for flag in flags if not (source.parent == PROGRAM and flag.startswith("-Dm"))]
+            part = place / f"{flavour}-{source.stem}.o"
+            subprocess.run(["gcc", *own, "-c", "-o", part, source], check=True, timeout=LIMIT)
+            parts.append(part)
+        subprocess.run(["gcc", *flags, "-o", place / flavour, *parts], check=True, timeout=LIMIT)
+        return place / flavour
+
+    return build
+
+
+@pytest.mark.parametrize(("flavour", "mode", "size", "way"), RUNS, ids=["-".join(map(str, run)) for run in RUNS])
+def test_all_collectives_and_all_deaths(
+    built: Callable[[str], Path], flavour: str, mode: str, size: int, way: str
+) -> None:
+    done = subprocess.run(
+        [built(flavour), mode, str(size), way], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "WARNING" not in done.stderr
+    if mode == "deaths":
+        assert int(done.stdout.split()[0]) > 100
+
+
+# -- arithmetic
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+
+
+def reduced(inputs: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+    out = torch.empty_like(inputs[0])
+    addresses = tuple(tensor.data_ptr() for tensor in inputs)
+    how = (DTYPES[out.dtype], reduction.op, reduction.before, reduction.average)
+    _native.reduce(out.data_ptr(), addresses, out.numel(), *how)
+    return out
+
+
+def samples(dtype: torch.dtype, count: int = 3001) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    if dtype.is_floating_point:
+        return [torch.randn(count, generator=generator, dtype=torch.float64).mul(50).to(dtype) for _ in range(3)]
+    return [torch.randint(0, 120, (count,), generator=generator).to(dtype) for _ in range(3)]
+
+
+OPS = {Op.SUM: torch.add, Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum}
+BITS = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_floats_are_reduced_as_torch_does_it_in_order(dtype: torch.dtype, op: Op) -> None:
+    inputs = samples(dtype)
+    inputs[1][5] = inputs[0][6] = inputs[2][7] = float("nan")
+    wide = [tensor.float() if dtype.itemsize == 2 else tensor for tensor in inputs]
+    for some in (2, 3):
+        expected = functools.reduce(OPS[op], wide[:some]).to(dtype)
+        torch.testing.assert_close(reduced(inputs[:some], Reduction(op)), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_factors_and_averages_of_floats(dtype: torch.dtype) -> None:
+    inputs = samples(dtype)
+    wide = [tensor.float() if dtype.itemsize == 2 else tensor for tensor in inputs]
+    average = ((wide[0] + wide[1] + wide[2]) / 3).to(dtype)
+    assert torch.equal(reduced(inputs, Reduction(average=True)), average)
+    factor = torch.tensor(0.3, dtype=wide[0].dtype)
+    scaled = (wide[0] * factor + wide[1] * factor + wide[2] * factor).to(dtype)
+    assert torch.equal(reduced(inputs, Reduction(before=0.3)), scaled)
+
+
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_whole_numbers(dtype: torch.dtype) -> None:
+    inputs = samples(dtype)
+    wide = [tensor.to(torch.int64) for tensor in inputs]
+    for op, combine in {**OPS, **BITS}.items():
+        assert torch.equal(reduced(inputs, Reduction(op)), functools.reduce(combine, wide).to(dtype)), op
+    some = [tensor // 4 for tensor in wide]  # their sum is no larger than the type
+    small = [tensor.to(dtype) for tensor in some]
+    assert torch.equal(reduced(small, Reduction(average=True)), (sum(some) // 3).to(dtype))
+    assert torch.equal(reduced(small, Reduction(before=2.7)), (2 * sum(some)).to(dtype))
+
+
+def test_averages_of_whole_numbers_go_towards_zero() -> None:
+    inputs = [torch.tensor([-7, 7, -1], dtype=torch.int32), torch.tensor([0, 0, 0], dtype=torch.int32)]
+    assert reduced(inputs, Reduction(average=True)).tolist() == [-3, 3, 0]
+
+
+def test_truths() -> None:
+    a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    for op in (Op.SUM, Op.MAX, Op.BOR):
+        assert torch.equal(reduced([a, b], Reduction(op)), a | b)
+    for op in (Op.PRODUCT, Op.MIN, Op.BAND):
+        assert torch.equal(reduced([a, b], Reduction(op)), a & b)
+    assert torch.equal(reduced([a, b], Reduction(Op.BXOR)), a ^ b)
+
+
+def test_every_half_and_back() -> None:
+    every = torch.arange(0, 1 << 16, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = every.view(dtype)
+        same = reduced([halves, torch.zeros_like(halves)], Reduction(Op.MAX, before=1.0))
+        expected = torch.maximum(halves.float(), torch.zeros(1)).to(dtype)
+        torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# -- the engine
+
+
+def every_kind(engine: Shared, rank: int) -> None:
+    size = engine.size
+    for count in (0, 3, 700, 70000):
+        x = torch.arange(count, dtype=torch.float32)
+        mine = x + rank
+        total = x * size + size * (size - 1) / 2
+        tensor = mine.clone()
+        engine.all_reduce(tensor, SUM, LIMIT)
+        assert torch.equal(tensor, total)
+        tensor = mine.to(torch.complex64)
+        engine.broadcast(tensor, size - 1, LIMIT)
+        assert torch.equal(tensor, (x + size - 1).to(torch.complex64))
+        engine.barrier(LIMIT)
+        root = engine.start(Call(Kind.REDUCE, (), [reduce := mine.clone()], SUM, root=1, timeout=LIMIT))
+        whole = torch.empty(size * count)
+        engine.run(Call(Kind.ALL_GATHER, [mine], [whole], timeout=LIMIT))
+        assert torch.equal(whole, torch.cat([x + r for r in range(size)]))
+        assert root.wait()
+        assert torch.equal(reduce, total if rank == 1 else mine)
+        parts = [torch.empty(count) for _ in range(size)] if rank == 0 else []
+        engine.run(Call(Kind.GATHER, [mine], parts, root=0, timeout=LIMIT))
+        assert all(torch.equal(part, x + r) for r, part in enumerate(parts))
+        part = torch.empty(count)
+        engine.run(Call(Kind.SCATTER, [whole] if rank == 0 else (), [part], root=0, timeout=LIMIT))
+        assert torch.equal(part, mine)
+        engine.run(Call(Kind.REDUCE_SCATTER, [whole], [part], Reduction(Op.MAX), timeout=LIMIT))
+        assert torch.equal(part, mine)
+        swapped = torch.empty_like(whole)
+        engine.run(Call(Kind.ALL_TO_ALL, [whole + 1000 * rank], [swapped], timeout=LIMIT))
+        assert torch.equal(swapped, torch.cat([mine + 1000 * r for r in range(size)]))
+
+
+@pytest.mark.parametrize(("size", "direct"), [(1, True), (2, True), (3, False)])
+def test_every_kind(size: int, direct: bool) -> None:
+    def body(engine: Shared, rank: int) -> bool:
+        if size > 1:
+            every_kind(engine, rank)
+        engine.all_reduce(torch.ones(5), SUM, LIMIT)
+        return _native.direct(engine._group)
+
+    assert ranks(size, body, slot=1 << 16, direct=direct) == [direct] * size
+
+
+def raised(what: Callable[[], object]) -> tuple[str, str]:
+    try:
+        what()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_what_differs_is_told() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        call = [
+            lambda: engine.all_reduce(torch.ones(4), SUM, LIMIT),
+            lambda: engine.broadcast(torch.ones(8, dtype=torch.complex64), 0, LIMIT),
+            lambda: engine.all_reduce(torch.ones(4), SUM, LIMIT),
+        ][rank]
+        return raised(call), raised(lambda: engine.barrier(LIMIT))
+
+    answers = ranks(3, body, names=[4, 5, 2])
+    for first, later in answers:
+        assert first == (
+            Mismatched.__name__,
+            "ranks called different things: ranks 4 (of this group: 0) and 2 all_reduce of 4 float32 (SUM), "
+            "rank 5 (of this group: 1) broadcast of 64 bytes from rank 4 (of this group: 0)",
+        )
+        assert later == (Mismatched.__name__, f"barrier: this group has ended before: {first[1]}")
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        engine.barrier(LIMIT)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        error = raised(lambda: engine.all_reduce(torch.ones(100000), SUM, LIMIT))
+        return error, time.monotonic() - began
+
+    one, killed, other = ranks(3, body)
+    assert killed == -signal.SIGKILL
+    for error, seconds in (one, other):
+        assert error == (PeerLost.__name__, "all_reduce: peer lost, rank 1 has ended")
+        assert seconds < 5  # 0.02 on a machine that is idle
+
+
+def test_who_is_late_is_named() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 1:
+            time.sleep(1)
+        return raised(lambda: engine.barrier(0.2))
+
+    waited, came = ranks(2, body)
+    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1")
+    assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
+
+
+def test_ctrl_c_ends_a_wait_and_the_group() -> None:
+    over, tell = os.pipe()
+
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 2:
+            return os.read(over, 1).decode()  # it does not come
+        if rank == 1:
+            return raised(lambda: engine.start(Call(Kind.BARRIER, timeout=LIMIT)).wait())
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            engine.barrier(LIMIT)
+        os.write(tell, b"!")
+        return time.monotonic() - began
+
+    seconds, other, absent = ranks(3, body)
+    os.close(over)
+    os.close(tell)
+    assert seconds < 10  # 0.22 on a machine that is idle
+    assert other == (Aborted.__name__, "barrier: the process group was aborted")
+    assert absent == "!"
+
+
+def test_a_wait_in_one_thread_is_ended_by_another() -> None:
+    over, tell = os.pipe()
+
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 1:
+            return os.read(over, 1).decode()  # it does not come
+        threading.Timer(0.2, engine.close).start()
+        waited, later = raised(lambda: engine.barrier(LIMIT)), raised(lambda: engine.barrier(LIMIT))
+        os.write(tell, b"!")
+        return waited, later
+
+    (waited, later), _ = ranks(2, body)
+    os.close(over)
+    os.close(tell)
+    assert waited == (Aborted.__name__, "barrier: the process group was aborted")
+    assert later == ("ValueError", "this group was left")
+
+
+def test_a_rank_that_has_left_is_missed() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        engine.barrier(LIMIT)
+        if rank == 0:
+            return engine.close()
+        return raised(lambda: engine.barrier(LIMIT))
+
+    assert ranks(2, body) == [None, (PeerLost.__name__, "barrier: peer lost, rank 0 has ended")]
+
+
+def test_what_was_started_goes_on_by_itself_with_tensors_nobody_holds() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 0:
+            pending = [
+                engine.start(Call(Kind.BROADCAST, (), [torch.full((50000,), 7.0)], timeout=LIMIT)) for _ in "123"
+            ]
+            gc.collect()
+            garbage = [torch.zeros(50000) for _ in range(8)]
+            engine.barrier(LIMIT)
+            assert all(one.done() and one.wait() for one in pending)
+            return len(garbage)
+        tensors = [torch.zeros(50000) for _ in "123"]
+        for tensor in tensors:
+            engine.broadcast(tensor, 0, LIMIT)
+        engine.barrier(LIMIT)
+        return all(bool((tensor == 7).all()) for tensor in tensors)
+
+    assert ranks(2, body, slot=1 << 14) == [8, True]
+
+
+def test_a_fork_has_no_part_in_it() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        child = os.fork()
+        if child == 0:
+            error = raised(lambda: engine.barrier(LIMIT))[1]
+            engine.close()
+            os._exit(0 if "forks" in error else 1)
+        status = os.waitpid(child, 0)[1]
+        engine.barrier(LIMIT)
+        return status
+
+    assert ranks(2, body) == [0, 0]
+
+
+def test_what_makes_no_sense_is_refused_before_anybody_waits() -> None:
+    def body(engine: Shared, _: int) -> object:
+        return [
+            raised(lambda: engine.broadcast(torch.ones(1), 7, LIMIT)),
+            raised(lambda: engine.all_reduce(torch.ones(1), Reduction(Op.BAND), LIMIT)),
+            raised(lambda: engine.run(Call(Kind.ALL_GATHER, [torch.ones(1)], [torch.ones(1)] * 3, timeout=LIMIT))),
+            raised(lambda: engine.barrier(LIMIT)),
+        ]
+
+    assert ranks(1, body) == [
+        [
+            ("ValueError", "the root is no rank of this group"),
+            ("ValueError", "there is no such reduction of this type"),
+            ("ValueError", "too few or too many tensors are there for the result"),
+            ("", ""),
+        ]
+    ]
+
+
+# -- memory
+
+
+def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+
+    def child(rank: int) -> int:
+        store = dist.FileStore(path, 3)
+        engine = shared.join(store, rank, [0, 2], [0, 2], LIMIT)
+        engine.all_reduce(ones := torch.ones(2), SUM, LIMIT)
+        named = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        ]
+        engine.barrier(LIMIT)
+        engine.close()
+        mapped = "memfd:phalanx" in Path("/proc/self/maps").read_text()
+        return 0 if ones.tolist() == [2, 2] and not any("memfd" in name for name in named) and not mapped else 1
+
+    children = []
+    for rank in (0, 2):
+        if (pid := os.fork()) == 0:
+            signal.alarm(int(LIMIT))
+            os._exit(child(rank))
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+
+
+def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    with pytest.raises(Late, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this machine"):
+        segment.make(store, 0, [0, 1, 2], 0.3)
