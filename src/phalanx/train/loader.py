@@ -431,7 +431,7 @@ class _Total:
         import torch.distributed as dist
 
         if self._group is None:
-            self._group = dist.new_group(backend="shm" if dist.get_backend() == "shm" else "gloo")
+            self._group = dist.new_group(backend="shm" if "shm" in dist.get_backend() else "gloo")
         tensor = torch.tensor([number])
         dist.all_reduce(tensor, group=self._group)
         return int(tensor.item())
