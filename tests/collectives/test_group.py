@@ -21,10 +21,9 @@ _ALSO_PLAIN = [
     "numbers",
     "refused",
     "mismatched",
-    "aborted",
     "lost_in_ddp",
 ]
-_USES = [*_ALSO_PLAIN, "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
+_USES = [*_ALSO_PLAIN, "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
 
 
 @cache

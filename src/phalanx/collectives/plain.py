@@ -60,7 +60,7 @@ class Plain(Threaded):
             yield
         except RuntimeError as error:
             text = str(error).splitlines()[0]
-            if isinstance(error, dist.DistBackendError) or "gloo" not in text:
+            if isinstance(error, dist.DistBackendError) or not ("gloo" in text or "timed out" in text):
                 raise
             if self._ended:
                 raise Aborted(f"{what}: the group was ended") from None

@@ -126,13 +126,13 @@ class Shared:
         if self._dropped:
             self._forget()
         ticket = _native.send(self._group, tensor.data_ptr(), tensor.nbytes, to, tag, _ms(timeout))
-        return Parcel(self, "send", ticket, tensor, to, tag, timeout)
+        return Parcel(self, "send", ticket, tensor, peer=to, tag=tag, timeout=timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Parcel:
         if self._dropped:
             self._forget()
         ticket = _native.recv(self._group, tensor.data_ptr(), tensor.nbytes, source, tag, _ms(timeout))
-        return Parcel(self, "recv", ticket, tensor, source, tag, timeout)
+        return Parcel(self, "recv", ticket, tensor, peer=source, tag=tag, timeout=timeout)
 
     def abort(self) -> None:
         if self._leave.alive:
@@ -248,7 +248,7 @@ class Parcel:
     """A message under way."""
 
     def __init__(
-        self, engine: Shared, what: str, ticket: int, tensor: torch.Tensor, peer: int, tag: int, timeout: float
+        self, engine: Shared, what: str, ticket: int, tensor: torch.Tensor, *, peer: int, tag: int, timeout: float
     ) -> None:
         self.source = peer
         self._engine = engine

@@ -13,7 +13,8 @@
 
 #define SENT 1              /* ticket of what was over at once */
 #define WORDS 2048u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
-#define AT_ONCE (256u << 10) /* bytes that are read where a receive is begun */
+#define TICK_MS 2           /* how often the helper looks while something is under way and nobody waits */
+#define TICKS 50            /* how often it still looks when nothing is: to be called costs more */
 
 /* With many ranks there are many rings. */
 static uint32_t ring_bytes(int ranks) { return ranks <= 64 ? 64u << 10 : 16u << 10; }
@@ -51,8 +52,10 @@ static void set_wake(struct phx_post *q) {
 
 static void release(struct phx_post *q) {
     for (set_wake(q); q->open && !q->waiters && has_mail(q); set_wake(q)) post_move(q); /* came before we said so */
-    uint32_t whom = (q->stirred && q->asleep ? WAITER : 0) | (!is_empty(&q->reads) && !q->waiters ? HELPER : 0);
+    int called = !q->waiters && (!is_empty(&q->reads) || (q->open && q->dozing));
+    uint32_t whom = (q->stirred && q->asleep ? WAITER : 0) | (called ? HELPER : 0);
     q->stirred = 0;
+    if (called) q->dozing = 0;
     pthread_mutex_unlock(&q->lock);
     if (whom) rouse(q->bell, whom);
 }
@@ -61,10 +64,12 @@ static void release(struct phx_post *q) {
 
 static void *help(void *post) {
     struct phx_post *q = post;
+    int quiet = 0;
     pthread_mutex_lock(&q->lock);
     while (!q->closing) {
         if (post_read(q, NULL)) continue;
-        if (q->open && !q->waiters) post_move(q);
+        int alone = q->open && !q->waiters;
+        if (alone) post_move(q);
         if (!is_empty(&q->reads)) continue;
         set_wake(q);
         uint32_t seen = atomic_load(&q->bell->rung);
@@ -74,9 +79,12 @@ static void *help(void *post) {
             rouse(q->bell, WAITER);
             continue;
         }
+        quiet = alone ? 0 : quiet + 1;
+        q->dozing = quiet > TICKS;
         pthread_mutex_unlock(&q->lock);
-        sleep_at(q->bell, seen, 0, HELPER);
+        sleep_at(q->bell, seen, quiet > TICKS ? 0 : phx_now_ms() + TICK_MS, HELPER);
         pthread_mutex_lock(&q->lock);
+        q->dozing = 0;
     }
     pthread_mutex_unlock(&q->lock);
     return NULL;
@@ -168,11 +176,15 @@ int phx_parcel_done(phx_group *g, uint64_t ticket) {
     return done;
 }
 
-/* Whether there is something to do. */
-static int spin(const struct phx_post *q, const struct parcel *p) {
-    for (int i = 0; i < q->group->spins + 2; i++) {
+/* Whether there is something to do. Who is awaited can do nothing while we look on its core. */
+static int spin(const struct phx_post *q, const struct parcel *p, int peer) {
+    int spins = q->group->spins;
+    uint32_t core = (uint32_t)sched_getcpu() + 1;
+    atomic_store_explicit(&q->bell->core, core, memory_order_relaxed);
+    if (peer >= 0 && atomic_load_explicit(&q->bells[peer].core, memory_order_relaxed) == core) spins = q->group->spins_least;
+    for (int i = 0; i < spins + 2; i++) {
         if (is_over(p) || has_mail(q) || atomic_load_explicit(&q->group->head->broken, memory_order_relaxed)) return 1;
-        if (i < q->group->spins) relax();
+        if (i < spins) relax();
         else sched_yield();
     }
     return 0;
@@ -210,8 +222,9 @@ int phx_parcel_wait(phx_group *g, uint64_t ticket, int64_t milliseconds, int *fr
     while (!is_over(p)) {
         post_move(q);
         if (is_over(p) || post_read(q, NULL)) continue;
+        int peer = p->peer;
         pthread_mutex_unlock(&q->lock);
-        int news = spin(q, p);
+        int news = spin(q, p, peer);
         pthread_mutex_lock(&q->lock);
         if (news) continue;
         check_waiting(q, p);

@@ -63,6 +63,7 @@ void post_forget(struct phx_post *q, struct parcel *p) {
 void post_ring(struct phx_post *q, int rank, uint32_t whom) {
     struct bell *b = &q->bells[rank];
     int own = q->group->rank;
+    phx_fault(q->group);
     atomic_fetch_or(&b->mail[own / 32], 1u << own % 32);
     if (!(atomic_load(&b->wake) & whom)) return;
     uint32_t wake = atomic_fetch_and(&b->wake, ~whom) & whom; /* once is enough */
@@ -85,10 +86,17 @@ void post_finish(struct phx_post *q, struct parcel *p, int result, int blame) {
     atomic_store_explicit(&p->over, 1, memory_order_release);
 }
 
-/* Into a ring, and ring. Nobody has to be there for a whole message, or for its end. */
+/* Whether the helper has to know at once. A whole message, or the end of one, can wait until somebody asks; a small one
+   that has to be fetched, until the helper looks: it is slow to come where the awaited thread is already on its way. */
+static int is_urgent(const struct record *r) {
+    return r->kind == OFFER ? r->bytes > AT_ONCE : r->kind != EAGER && r->kind != TAKEN;
+}
+
+/* Into a ring, and ring. */
 static int write_to(struct phx_post *q, int rank, struct end *ring, const struct record *r, const void *data, size_t bytes) {
+    phx_fault(q->group);
     int done = put(ring, r, data, bytes);
-    if (done >= 0) post_ring(q, rank, done && (r->kind == EAGER || r->kind == TAKEN) ? WAITER : BOTH);
+    if (done >= 0) post_ring(q, rank, !done || is_urgent(r) ? BOTH : WAITER);
     return done > 0;
 }
 
@@ -224,6 +232,7 @@ int post_read(struct phx_post *q, struct link *which) {
     p->moved += some, p->readers++;
     if (p->moved == p->bytes) unlink_it(&p->link);
     pthread_mutex_unlock(&q->lock);
+    phx_fault(q->group);
     int failed = phx_read_peer(q->group, rank, p->data + at, p->address + at, some), why = errno;
     pthread_mutex_lock(&q->lock);
     p->readers--;

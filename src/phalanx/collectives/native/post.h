@@ -13,6 +13,8 @@
 #include "parcels.h"
 #include "rings.h"
 
+#define AT_ONCE (256u << 10) /* bytes that are read where a receive is begun */
+
 struct link {
     struct link *next, *before;
 };
@@ -71,6 +73,7 @@ struct phx_post {
     int open;              /* parcels that are not over */
     int waiters, asleep, stirred;
     int closing, helping;
+    int dozing;            /* the helper sleeps until it is called */
     pthread_t helper;
 };
 

@@ -15,6 +15,7 @@ enum { WAITER = 1, HELPER = 2, BOTH = 3 };
 struct bell {
     _Alignas(2 * LINE) word rung; /* asleep here */
     word wake;                    /* who is, and has to be woken */
+    word core;                    /* where it ran last, from 1 */
     word mail[PHX_MOST / 32];     /* from whom there is something, a bit each */
 };
 

@@ -1,0 +1,433 @@
+"""Messages between forked ranks, each scene a group of its own: `python -m tests.collectives.messages`.
+
+A program, because a process that forks should have no threads; one for all scenes, because torch is slow to import. It
+prints what went wrong in each, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from phalanx.collectives import _native
+from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
+from phalanx.collectives.shared import Parcel, Shared
+from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+
+SLOT = 4096
+PATIENCE = 60.0
+LARGE = 300_000  # bytes: offered, not copied into the ring
+SOON = 5.0  # seconds: what takes 0.1 s on a machine that is not busy
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a scene."""
+
+    engine: Shared
+    rank: int
+    signals: list[tuple[int, int]]  # a pipe for each rank, beside the group
+
+    def send(self, data: bytes, to: int, tag: int = 0, timeout: float = PATIENCE) -> Parcel:
+        return self.engine.send(_tensor(data), to, tag, timeout)
+
+    def recv(self, size: int, source: int, tag: int = 0, timeout: float = PATIENCE) -> Arriving:
+        memory = torch.full((size,), 255, dtype=torch.uint8)
+        return Arriving(self.engine.recv(memory, source, tag, timeout), memory)
+
+    def get(self, size: int, source: int, tag: int = 0, timeout: float = PATIENCE) -> bytes:
+        return self.recv(size, source, tag, timeout).wait()
+
+    def tell(self, rank: int) -> None:
+        os.write(self.signals[rank][1], b"!")
+
+    def told(self) -> None:
+        ready, _, _ = select.select([self.signals[self.rank][0]], [], [], PATIENCE)
+        assert ready, "nobody told"
+        os.read(self.signals[self.rank][0], 1)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    parcel: Parcel
+    memory: torch.Tensor
+
+    def wait(self) -> bytes:
+        assert self.parcel.wait()
+        return self.memory.numpy().tobytes()
+
+
+Scene = Callable[[Place], None]
+SCENES: dict[str, tuple[int, Scene]] = {}
+
+
+def scene(ranks: int) -> Callable[[Scene], Scene]:
+    def put(function: Scene) -> Scene:
+        SCENES[function.__name__] = (ranks, function)
+        return function
+
+    return put
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def content(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def raises(error: type[Exception], text: str, action: Callable[[], object]) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        action()
+
+
+# -- scenes
+
+
+@scene(4)
+def plans(place: Place) -> None:
+    """What is sent arrives: once, whole, in the order of sending by source and tag, whoever asks for it and when."""
+    for seed in range(12):
+        _plan(place, seed)
+        place.engine.barrier(PATIENCE)  # or the next plan's messages are anyone's too
+
+
+def _plan(place: Place, seed: int) -> None:
+    common = random.Random(seed)
+    own = random.Random(seed * 100 + place.rank)
+    sizes = (0, 1, 16, 100, 8192, 8193, 40_000, LARGE)
+    # Tags from 10 are received from anyone: all of one size, so that whoever comes first fits.
+    messages = [(common.randrange(4), common.randrange(4), common.choice((0, 1, 2, 10, 11))) for _ in range(60)]
+    letters = [
+        (source, to, tag, number, 5000 * (tag - 9) if tag >= 10 else common.choice(sizes))
+        for number, (source, to, tag) in enumerate(messages)
+    ]
+    outgoing = [m for m in letters if m[0] == place.rank]
+    by_box: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
+    for letter in letters:
+        if letter[1] == place.rank:
+            by_box.setdefault((letter[0] if letter[2] < 10 else ANYONE, letter[2]), []).append(letter)
+    boxes = [box for box, waiting in by_box.items() for _ in waiting]
+    own.shuffle(boxes)
+    sent: list[Parcel] = []
+    came: list[tuple[tuple[int, int], Arriving]] = []
+    taken = dict.fromkeys(by_box, 0)
+    while outgoing or boxes:
+        if outgoing and (not boxes or own.random() < 0.5):
+            _, to, tag, number, size = outgoing.pop(0)
+            sent.append(place.send(content(number, size), to, tag))
+        else:
+            box = boxes.pop()
+            came.append((box, place.recv(by_box[box][taken[box]][4], *box)))
+            taken[box] += 1
+            came[-1][1].parcel.done()
+    got: dict[tuple[int, int], list[bytes]] = {}
+    data = {id(arriving): arriving.wait() for _, arriving in own.sample(came, len(came))}
+    for box, arriving in came:
+        if box[0] != ANYONE:
+            assert arriving.parcel.source == box[0]
+        got.setdefault((arriving.parcel.source, box[1]), []).append(data[id(arriving)])
+    for parcel in sent:
+        assert parcel.wait()
+        assert parcel.done()
+    wanted: dict[tuple[int, int], list[bytes]] = {}
+    for source, to, tag, number, size in letters:
+        if to == place.rank:
+            wanted.setdefault((source, tag), []).append(content(number, size))
+    assert {box: _brief(all_) for box, all_ in got.items()} == {box: _brief(all_) for box, all_ in wanted.items()}
+    assert got == wanted
+
+
+def _brief(all_: list[bytes]) -> list[tuple[int, str]]:
+    return [(len(data), data[:4].hex()) for data in all_]
+
+
+@scene(2)
+def last_first(place: Place) -> None:
+    """Many large messages, asked for in the reverse order of their tags."""
+    if place.rank == 0:
+        sent = [place.send(content(tag, 20_000 + tag), 1, tag) for tag in range(100)]
+        assert all(parcel.wait() for parcel in sent)
+    else:
+        for tag in reversed(range(100)):
+            assert place.get(20_000 + tag, 0, tag) == content(tag, 20_000 + tag)
+
+
+@scene(2)
+def both_full(place: Place) -> None:
+    """More small messages than a ring holds, both ways, before anybody asks for one."""
+    other = 1 - place.rank
+    sent = [place.send(content(number, 3000), other) for number in range(200)]
+    sent.append(place.send(content(7, LARGE), other, 1))
+    assert place.get(LARGE, other, 1) == content(7, LARGE)
+    for number in range(200):
+        assert place.get(3000, other) == content(number, 3000)
+    assert all(parcel.wait() for parcel in sent)
+
+
+@scene(2)
+def while_computing(place: Place) -> None:
+    """Nobody waits at the receiver, and what was begun there arrives."""
+    for size in (20_000, LARGE, 3_000_000):
+        if place.rank == 0:
+            arriving = place.recv(size, 1)
+            place.tell(1)
+            place.told()  # the other's send is over, and we have done nothing for it
+            assert arriving.wait() == content(size, size)
+        else:
+            place.told()
+            assert place.send(content(size, size), 0).wait()
+            place.tell(0)
+
+
+@scene(2)
+def beside_collectives(place: Place) -> None:
+    total = torch.ones(3)
+    call = Call(Kind.ALL_REDUCE, outs=[total], reduction=Reduction(Op.SUM), timeout=PATIENCE)
+    if place.rank == 0:
+        arriving = place.recv(LARGE, 1)
+        place.engine.run(call)
+        assert arriving.wait() == content(1, LARGE)
+    else:
+        place.engine.run(call)
+        assert place.send(content(1, LARGE), 0).wait()
+    assert total.tolist() == [2, 2, 2]
+
+
+@scene(2)
+def let_go(place: Place) -> None:
+    """A message whose sender has let go of everything still has what it was made of."""
+    if place.rank == 0:
+        for tag in range(4):
+            place.send(content(tag, LARGE), 1, tag)
+        gc.collect()
+        rubbish = [torch.zeros(LARGE, dtype=torch.uint8) for _ in range(8)]
+        place.tell(1)
+        assert place.get(1, 1) == b"!"
+        assert place.send(b"?", 1).wait()
+        assert not place.engine._dropped
+        del rubbish
+    else:
+        place.told()
+        for tag in range(4):
+            assert place.get(LARGE, 0, tag) == content(tag, LARGE)
+        assert place.send(b"!", 0).wait()
+        assert place.get(1, 0) == b"?"
+
+
+@scene(2)
+def sizes_differ(place: Place) -> None:
+    for size in (8, LARGE):
+        if place.rank == 0:
+            text = f"recv of {2 * size} bytes from rank 1: it sent {size} bytes (tag 5)"
+            raises(Mismatched, text, lambda size=size: place.get(2 * size, 1, 5))  # type: ignore[misc]
+        elif size == 8:
+            assert place.send(bytes(size), 0, 5).wait()  # was over before anybody looked
+        else:
+            text = f"send of {size} bytes to rank 0: it receives {2 * size} bytes (tag 5)"
+            raises(Mismatched, text, lambda size=size: place.send(bytes(size), 0, 5).wait())  # type: ignore[misc]
+    place.engine.barrier(PATIENCE)  # the group goes on
+
+
+@scene(3)
+def dead_sender(place: Place) -> None:
+    """What rank 1 has copied arrives, what was to be fetched from it does not, and the others go on."""
+    if place.rank == 1:
+        place.send(b"last", 0, 1)
+        place.send(bytes(LARGE), 0, 2)
+        place.send(b"for anyone", 2, 3)
+        os._exit(0)
+    other = 2 - place.rank
+    if place.rank == 0:
+        waiting = place.recv(8, 1, 9)
+        begun = time.monotonic()
+        raises(PeerLost, "recv: peer lost, rank 1 has ended", waiting.wait)
+        assert time.monotonic() - begun < SOON
+        assert place.get(4, 1, 1) == b"last"
+        raises(PeerLost, "rank 1 has ended", lambda: place.get(LARGE, 1, 2))
+        raises(PeerLost, "rank 1 has ended", lambda: place.get(8, 1, 9))
+        raises(PeerLost, "send: peer lost, rank 1 has ended", lambda: place.send(bytes(LARGE), 1).wait())
+    else:
+        assert place.get(10, ANYONE, 3) == b"for anyone"
+    sent = place.send(content(3, LARGE), other)
+    assert place.get(LARGE, other) == content(3, LARGE)
+    assert sent.wait()
+    if place.rank == 2:
+        place.send(b"bye", 0, 4)
+        os._exit(0)
+    assert place.get(3, ANYONE, 4) == b"bye"
+    raises(PeerLost, "recv: peer lost, all other ranks have ended", lambda: place.get(3, ANYONE, 4))
+
+
+@scene(2)
+def dead_receiver(place: Place) -> None:
+    """At each point of a large message: not asked for, or begun; and where the ring may be full of small ones."""
+    if place.rank == 1:
+        place.recv(20_000_000, 0, 1)
+        place.told()
+        os._exit(0)
+    sent = [place.send(bytes(20_000_000), 1, tag) for tag in range(3)]
+    sent += [place.send(bytes(8000), 1) for _ in range(40)]
+    place.tell(1)
+    for parcel in sent[2], sent[1], sent[0], sent[-1]:
+        begun = time.monotonic()
+        if parcel not in {sent[1], sent[-1]}:  # which may have been through
+            raises(PeerLost, "send: peer lost, rank 1 has ended", parcel.wait)
+            raises(PeerLost, "send: peer lost, rank 1 has ended", parcel.wait)  # and again
+        else:
+            with contextlib.suppress(PeerLost):
+                assert parcel.wait()
+        assert time.monotonic() - begun < SOON
+
+
+@scene(2)
+def killed_while_reading(place: Place) -> None:
+    """A sender that dies while its memory is read, again and again."""
+    if place.rank == 1:
+        for _ in range(3):
+            place.send(bytes(64_000_000), 0)
+        place.tell(0)
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    arriving = [place.recv(64_000_000, 1) for _ in range(3)]
+    place.told()
+    raises(PeerLost, "rank 1 has ended", lambda: [each.wait() for each in arriving] + [place.get(1, 1)])
+
+
+@scene(3)
+def aborted(place: Place) -> None:
+    if place.rank == 2:
+        for rank in (0, 1):
+            assert place.get(1, rank) == b"!"
+        place.engine.abort()
+        return
+    waiting = place.recv(LARGE, 2, 1) if place.rank else place.send(bytes(LARGE), 2, 1)
+    anyone = place.recv(1, ANYONE, 2)
+    place.send(b"!", 2)
+    begun = time.monotonic()
+    raises(Aborted, "the process group was aborted", waiting.wait)
+    raises(Aborted, "the process group was aborted", anyone.wait)
+    raises(Aborted, "the process group was aborted", lambda: place.get(1, 2))
+    assert time.monotonic() - begun < SOON
+
+
+@scene(3)
+def left(place: Place) -> None:
+    if place.rank == 1:
+        place.send(b"before", 0)
+        place.engine.close()
+        place.told()
+        return
+    if place.rank == 0:
+        raises(PeerLost, "rank 1 has ended", lambda: place.get(1, 1, 1))
+        assert place.get(6, 1) == b"before"
+        place.tell(1)
+
+
+@scene(2)
+def too_late(place: Place) -> None:
+    if place.rank == 0:
+        raises(Late, "recv timed out: it waited 0.1 s for rank 1 (tag 3)", lambda: place.get(8, 1, 3, timeout=0.1))
+        raises(Late, "recv timed out: it waited 0.1 s for any rank (tag 3)", lambda: place.get(8, ANYONE, 3, 0.1))
+        arriving = place.recv(8, 1, 4)
+        assert not arriving.parcel.wait(0.05)  # asks for less than it has
+        assert not arriving.parcel.done()
+        text = "send timed out: it waited 0.1 s for rank 1 (tag 3)"
+        raises(Late, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
+        place.tell(1)
+        assert arriving.wait() == b"in time!"
+    else:
+        place.told()
+        raises(Late, "recv timed out", lambda: place.get(LARGE, 0, 3))  # it was taken back: nothing to be read
+        place.send(b"in time!", 0, 4)
+    place.engine.barrier(PATIENCE)
+
+
+@scene(2)
+def interrupted(place: Place) -> None:
+    """A signal's handler runs while its thread waits, and what it raises ends that."""
+    if place.rank == 0:
+
+        def stop(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            place.get(LARGE, 1)
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("was not interrupted")
+        place.tell(1)
+    else:
+        place.told()
+    other = 1 - place.rank
+    sent = place.send(content(2, LARGE), other, 1)
+    assert place.get(LARGE, other, 1) == content(2, LARGE)
+    assert sent.wait()
+
+
+# -- the stage
+
+
+def play(name: str, *, direct: bool) -> str:
+    """What went wrong, of any rank."""
+    ranks, function = SCENES[name]
+    fd = os.memfd_create("messages", os.MFD_CLOEXEC)
+    os.ftruncate(fd, _native.memory(ranks, SLOT))
+    signals, doors = [[os.pipe() for _ in range(ranks)] for _ in range(2)]
+    out, report = os.pipe()
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.close(out)
+            _act(function, rank, fd, doors[rank][0], signals, direct, report)
+    for _, door in doors:
+        os.write(door, json.dumps(pids).encode() + b"\n")
+    os.close(report)
+    with open(out) as troubles:
+        trouble = troubles.read()
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for end in [fd, *(end for pipe in signals + doors for end in pipe)]:
+        os.close(end)
+    return trouble
+
+
+def _act(
+    function: Scene, rank: int, fd: int, door: int, signals: list[tuple[int, int]], direct: bool, report: int
+) -> None:
+    try:
+        signal.alarm(100)
+        pids = json.loads(os.read(door, 4096))
+        engine = Shared(fd, rank, pids, range(len(pids)), PATIENCE, slot=SLOT, direct=direct)
+        function(Place(engine, rank, signals))
+        engine.close()
+    except BaseException:
+        os.write(report, f"rank {rank}: {traceback.format_exc()}".encode())
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:] or list(SCENES)
+    ways = ("direct", "staged")
+    print(json.dumps({f"{name} {way}": play(name, direct=way == "direct") for name in chosen for way in ways}))
