@@ -37,7 +37,7 @@ def test_scene(scene: str, way: str) -> None:
 
 def _built(program: Path, *flags: str) -> Path:
     native = ROOT / "src/phalanx/collectives/native"
-    sources = [native / f"{name}.c" for name in ("group", "queue", "post", "parcels")]
+    sources = [native / f"{name}.c" for name in ("group", "queue", "post", "parcels", "regions", "reduce")]
     test = Path(__file__).parent / "native/parcels_test.c"
     common = ["-std=gnu11", "-g", "-O1", "-pthread", f"-I{native}", "-Wl,--wrap=mmap,--wrap=munmap"]
     subprocess.run(["gcc", *common, *flags, test, *sources, "-o", program], check=True, timeout=100)

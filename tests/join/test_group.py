@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import JoinError, UsageError
+from phalanx.errors import DeviceError, JoinError, UsageError
+from phalanx.join.device import backend_for
 from phalanx.join.group import Group
 from phalanx.join.identity import Identity
 from phalanx.join.membership import Membership
@@ -32,9 +33,9 @@ def lines(text: str) -> list[str]:
     return sorted(re.findall(r"rank \d+ of .*", text))
 
 
-def expected(count: int, launcher: str) -> list[str]:
+def expected(count: int, launcher: str, backend: str = "shm") -> list[str]:
     return [
-        f"rank {rank} of {count}, local {rank} of {count}, node 0 of 1, gloo on cpu, by {launcher}"
+        f"rank {rank} of {count}, local {rank} of {count}, node 0 of 1, {backend} on cpu, by {launcher}"
         for rank in range(count)
     ]
 
@@ -150,7 +151,7 @@ def test_hooks_before_the_end() -> None:
 def test_a_group_of_one_where_it_is_asked_for() -> None:
     result = plain(EVERYTHING, json.dumps({"backend": "gloo"}))
     assert result.wait() == 0, result.err
-    assert lines(result.out) == expected(1, "nobody")
+    assert lines(result.out) == expected(1, "nobody", "gloo")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,9 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
         ({"timeout": 0}, "leaves no time"),
         ({"timeout": "5 minutes"}, "leaves no time"),
         ({"timeout": math.inf}, "leaves no time"),
-        ({"backend": "mpi"}, "this PyTorch was built without mpi"),
+        ({"backend": "ucc"}, "this PyTorch was built without ucc"),
+        ({"backend": "cpu:shm,cuda:nccl"}, "shm is for the CPU, and stands beside no other|built without nccl"),
+        ({"backend": "cuda:shm"}, "shm is for the CPU"),
         ({"backend": "infiniband"}, "the backend 'infiniband' is not known"),
         ({"backend": "gloo,nccl"}, "not known|built without"),
         ({"backend": "cpu:gloo,cuda:what"}, "not known"),
@@ -173,6 +176,29 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
 def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
         Group.join(**options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "kinds", "chosen"),
+    [
+        (None, "cpu", ["cpu", "cpu"], "shm"),
+        (None, "cpu", ["cpu", "cuda"], "gloo"),  # as the other has it beside NCCL
+        ("gloo", "cpu", ["cpu", "cpu"], "gloo"),
+        ("cpu:gloo", "cpu", ["cpu", "cpu"], "cpu:gloo"),
+        ("SHM", "cpu", ["cpu", "cpu"], "shm"),
+    ],
+)
+def test_all_ranks_choose_the_same_backend(asked: str | None, own: str, kinds: list[str], chosen: str) -> None:
+    import torch
+
+    assert backend_for(asked, torch.device(own), kinds) == chosen
+
+
+def test_shared_memory_is_not_for_a_gpu() -> None:
+    import torch
+
+    with pytest.raises(DeviceError, match="shm works between CPUs, but this rank computes on cuda:0"):
+        backend_for("shm", torch.device("cuda:0"))
 
 
 def member(rank: int, store: Any) -> Group:

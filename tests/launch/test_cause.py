@@ -10,6 +10,7 @@ import pytest
 from phalanx.launch.cause import Death, block, first_cause, in_words, lost, read_error_file, read_traceback, report_of
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
+OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
 
 
 def error(text: str, when: float, **more: object) -> str:
@@ -24,6 +25,7 @@ DEAD = {
     "exception before exit": ([Death(0, 1, 11.0), Death(1, 1, 12.0, error=error("ValueError: x", 10.5))], 1),
     # Rank 0 noticed that rank 1 was gone before the kernel had told us of rank 1.
     "a lost peer is no cause": ([Death(0, 1, 9.9, error=error(LOST, 9.9)), Death(1, -9, 10.0)], 1),
+    "nor is one of our own groups": ([Death(0, 1, 9.9, error=error(OURS, 9.9)), Death(1, -9, 10.0)], 1),
     "a lost peer if nothing else": ([Death(0, 1, 9.9, error=error(LOST, 9.9))], 0),
     "stopped by us": ([Death(0, -15, 9.0, stopped=True), Death(1, 5, 10.0)], 1),
     "killed by us": ([Death(0, -9, 9.0, stopped=True), Death(1, 5, 10.0)], 1),

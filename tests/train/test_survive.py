@@ -89,8 +89,13 @@ def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -
 
 @pytest.mark.parametrize("where", ["backward", "handover"])
 def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
-    """A rank that dies when others may have committed; one that dies while it is given the state."""
-    faults = [[7, 1, "kill", "backward"]] if where == "backward" else [[6, 1, "kill"], [0, 1, "kill", "handover"]]
+    """A rank that dies in its backward, and one when others may have committed; one that dies while it is given the
+    state."""
+    ways = {
+        "backward": [[4, 2, "kill", "within"], [7, 1, "kill", "backward"]],
+        "handover": [[6, 1, "kill"], [0, 1, "kill", "handover"]],
+    }
+    faults = ways[where]
     done = trained(tmp_path, 3, *faults)
     assert done.code == 0, done.err
     assert ended(tmp_path, 3)[0] == undisturbed(3)
@@ -195,6 +200,18 @@ def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) ->
     end, generation = ended(tmp_path, 2)
     assert end == undisturbed(2)
     assert generation >= 1
+
+
+def test_fifty_groups_leave_nothing(tmp_path: Path) -> None:
+    """Neither descriptors nor memory; some of them were aborted while a rank waited in one, and some were forked."""
+    script = str(Path(__file__).parent / "scripts" / "many_groups.py")
+    done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)
+    assert done.code == 0, done.err
+    for rank in range(2):
+        found = json.loads((tmp_path / f"end.{rank}").read_text())
+        assert len(found) == 10
+        assert [regions for regions, _ in found[::2]] == [2] * 5  # its own memory of gradients, and the other's
+        assert all(held == found[0][1] for _, held in found)
 
 
 def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from . import meeting, parts, reductions, sparse
+from . import living, meeting, parts, reductions, sparse
 from .asked import asked, listed
 from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
 from .journal import Journal
@@ -58,6 +58,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._messages: list[Started] = []
         self._batch: list[Started] | None = None
         self._open = True
+        living.add(self)
 
     # -- who it is
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import os
 import weakref
 from collections import deque
@@ -74,6 +76,7 @@ class Shared:
         self._ranks = ranks
         self._alive: deque[tuple[int, Call]] = deque()  # what the group's thread still reads and writes
         self._first: dist.DistBackendError | None = None
+        self._lent = 0
         self._dropped: list[tuple[int, torch.Tensor]] = []  # messages under way that nobody will wait for
         try:
             self._group = _native.join(fd, rank, self.size, slot, pids, direct, _ms(timeout))
@@ -142,6 +145,14 @@ class Shared:
     def close(self) -> None:
         self._leave()
         self._alive.clear()
+
+    # -- memory that all have mapped: regions.py
+
+    def lend(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """`places`: where that of each rank is here, and there. By all ranks alike; returns what takes it back."""
+        self._lent += 1
+        _native.lend(self._group, self._lent, size, tuple(word for place in places for word in place))
+        return functools.partial(_withdraw, self._group, self._lent)
 
     def _forget(self) -> None:
         """Tensors whose messages have gone meanwhile."""
@@ -230,6 +241,11 @@ class Started:
         if result > 0:
             raise self._engine._trouble(result, self._call.kind.name.lower(), self._call.timeout)
         return result == 0
+
+
+def _withdraw(group: _native.Group, number: int) -> None:
+    with contextlib.suppress(ValueError):  # it was left, or is another process's
+        _native.withdraw(group, number)
 
 
 class Parcel:

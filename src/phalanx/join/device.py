@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 BOTH = "cpu:gloo,cuda:nccl"
+SHM = "shm"  # ours: shared memory within a machine, gloo between machines
+OURS = (SHM, "mpi")  # each of them is a whole group, for CPU tensors alone
 
 
 def wanted(device: str | torch.device | None, *, local_rank: int) -> torch.device:
@@ -54,13 +56,18 @@ def check_backend(backend: str | None) -> None:
     """Before anybody is met: what torch refuses, it refuses when all have come."""
     import torch.distributed as dist
 
+    from phalanx.collectives import registration
+
+    registration.register()
     if backend is None:
         return
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    here = [name for name in known if dist.is_backend_available(name)]
+    here = [name for name in known if name.upper() in dist.Backend._plugins or dist.is_backend_available(name)]
     parts = str(backend).lower().split(",")
     for part in parts:
         device, colon, name = part.strip().rpartition(":")
+        if name == "mpi" and name not in here:
+            raise UsageError("mpi needs mpi4py, which is not installed", fix='pip install "phalanx[mpi]"')
         if name not in here or (len(parts) > 1 and not device) or (colon and not device):
             built = name in known and name not in here
             raise UsageError(
@@ -68,13 +75,35 @@ def check_backend(backend: str | None) -> None:
                 details=[f"expected {' or '.join([*here, *([BOTH] if 'nccl' in here else [])])}"],
                 fix='leave it out: phalanx.init(); or phalanx.init("gloo")',
             )
+        if name in OURS and (len(parts) > 1 or device not in ("", "cpu")):
+            raise UsageError(
+                f"the backend {backend!r}: {name} is for the CPU, and stands beside no other",
+                fix=f'leave it out: phalanx.init(); or phalanx.init("{name}"), phalanx.init("{BOTH}")',
+            )
 
 
-def backend_for(backend: str | None, device: torch.device) -> str:
+def kind(device: str | torch.device | None) -> str:
+    """Of device that this rank will compute on: "cpu", "cuda"."""
+    import torch
+
+    asked = _parsed(device)
+    return asked.type if asked is not None else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def backend_for(backend: str | None, device: torch.device, kinds: Sequence[str] = ()) -> str:
+    """`kinds`: of the devices of all ranks, so that all of them choose alike."""
     import torch.distributed as dist
 
     if backend is None:
-        return BOTH if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        if device.type == "cuda" and dist.is_nccl_available():
+            return BOTH
+        # With GPUs elsewhere in the group, the others have gloo beside NCCL.
+        return SHM if {device.type, *kinds} == {"cpu"} else "gloo"
+    if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
+        raise DeviceError(
+            f"{backend} works between CPUs, but this rank computes on {device}",
+            fix='leave backend out: phalanx.init(); or phalanx.init(device="cpu")',
+        )
     if "nccl" in backend.lower() and device.type != "cuda":
         raise DeviceError(
             f"nccl works between GPUs, but this rank computes on {device}",

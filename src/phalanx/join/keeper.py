@@ -32,7 +32,7 @@ from phalanx.contract.variables import (
     Membership,
     worker_environment,
 )
-from phalanx.join import kernel
+from phalanx.join import device, kernel
 
 ADDRESS = "127.0.0.1"
 SETTLE = 0.2  # after a failure, for other ranks to tell theirs: the first cause may be reported second
@@ -259,6 +259,9 @@ def _group(backend: str | None) -> Any:
         return
     import torch.distributed as dist
 
+    from phalanx.collectives import registration
+
+    registration.register()
     dist.init_process_group(backend or _usual())
     yield
     if dist.is_initialized():
@@ -270,9 +273,9 @@ def _usual() -> str:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not torch.cuda.is_available() or torch.cuda.device_count() < size:  # NCCL wants a GPU for each
-        return "gloo"
+        return "gloo" if torch.cuda.is_available() else device.SHM  # gloo takes tensors of a GPU too
     torch.cuda.set_device(rank)
-    return "cpu:gloo,cuda:nccl"
+    return device.BOTH
 
 
 def _packed(value: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from phalanx.contract.line import World
 from phalanx.contract.variables import place as place_of
 from phalanx.errors import JoinError, UsageError
 from phalanx.join import addresses, device, ending, methods, rollcall, tcp
-from phalanx.join.device import check_backend
+from phalanx.join.device import check_backend, kind
 from phalanx.join.identity import PHALANX, Identity, identify
 from phalanx.join.methods import Place
 from phalanx.join.rollcall import Presence
@@ -104,7 +104,7 @@ def form(
     place = methods.choose(identity, told, environ, given=store is not None)
     keeper = place.kind == "tcp" and _keeps(identity, place)
     bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout, word=word)
+    where, people = _meet(bare, identity, place, environ, timeout, word=word, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend, device, identity, people, store=where, place=place, keeper=keeper, timeout=timeout, group=asked
@@ -175,7 +175,14 @@ def _leave(path: str, world_size: int, pid: int) -> None:
 
 
 def _meet(
-    bare: Any, identity: Identity, place: Place, environ: Mapping[str, str], timeout: float, *, word: str = ""
+    bare: Any,
+    identity: Identity,
+    place: Place,
+    environ: Mapping[str, str],
+    timeout: float,
+    *,
+    word: str = "",
+    kind: str = "",
 ) -> tuple[Any, tuple[Presence, ...]]:
     """The roll call, and the store under a prefix of this formation's own."""
     global _formed
@@ -188,7 +195,8 @@ def _meet(
         _generations[identity.generation] += 1
         which = f"generation {identity.generation}.{_generations[identity.generation]}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
-    me = rollcall.here(identity, address=_address(place), devices=environ.get("CUDA_VISIBLE_DEVICES"), word=word)
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    me = rollcall.here(identity, address=_address(place), devices=devices, word=word, kind=kind)
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
     return store, rollcall.call(store, me, timeout, place=words, say=tcp.notice)
 
@@ -228,7 +236,7 @@ def _found(
     where = rollcall.topology(people, identity.rank, identity.topology)
     local_rank = rollcall.local_rank(people, where)
     own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
-    name = device.backend_for(backend, own)
+    name = device.backend_for(backend, own, [person.kind for person in people])
     if group:
         device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
     device.use(own)

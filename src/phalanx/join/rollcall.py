@@ -34,6 +34,7 @@ class Presence(msgspec.Struct, frozen=True, array_like=True):
     local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
     word: str = ""  # what it wants all others to know before they begin
+    kind: str = ""  # of device that it computes on: "cpu", "cuda"
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
@@ -44,7 +45,9 @@ _people: msgspec.msgpack.Decoder[tuple[Presence, ...]] = msgspec.msgpack.Decoder
 _person: msgspec.msgpack.Decoder[Presence] = msgspec.msgpack.Decoder(Presence)
 
 
-def here(identity: Identity, *, address: str = "", devices: str | None = None, word: str = "") -> Presence:
+def here(
+    identity: Identity, *, address: str = "", devices: str | None = None, word: str = "", kind: str = ""
+) -> Presence:
     return Presence(
         rank=identity.rank,
         world_size=identity.world_size,
@@ -56,6 +59,7 @@ def here(identity: Identity, *, address: str = "", devices: str | None = None, w
         local_rank=identity.local_rank,
         devices=devices,
         word=word,
+        kind=kind,
     )
 
 

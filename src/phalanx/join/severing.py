@@ -2,7 +2,7 @@
 
 gloo has no way to abort an operation that waits for a peer which neither answers nor closes. It gives up at once when a
 connection ends; so the connections that came to be while a group was formed are ended. They stay open as descriptors:
-gloo closes them itself, when the group is destroyed. NCCL can abort, and is told to.
+gloo closes them itself, when the group is destroyed. NCCL can abort, and so can groups of shared memory: they are told.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Severing:
     def cut(self) -> None:
         if os.getpid() == self._pid:
             self.disconnect()
+            _abort_ours()
             _abort()
 
     def disconnect(self) -> None:
@@ -99,6 +100,12 @@ def _sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(fd)
     return found
+
+
+def _abort_ours() -> None:
+    """Those that are being made, too: they wait in memory, and for no socket."""
+    if (living := sys.modules.get("phalanx.collectives.living")) is not None:
+        living.abort()
 
 
 def _abort() -> None:

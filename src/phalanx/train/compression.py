@@ -42,6 +42,8 @@ def check(compress: Compress) -> None:
 
 
 def register(ddp: Any, compress: Compress) -> None:
+    if compress is None:
+        return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if compress == "powersgd":
@@ -51,16 +53,16 @@ def register(ddp: Any, compress: Compress) -> None:
             None, matrix_approximation_rank=compress.rank, start_powerSGD_iter=compress.start
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif compress is not None:
+    else:
         hook: Any = default_hooks.fp16_compress_hook if compress == "fp16" else default_hooks.bf16_compress_hook
         if compress == "bf16" and ddp.device_type == "cpu":
-            hook = _bf16_of_gloo
+            hook = _bf16_on_cpu
         ddp.register_comm_hook(None, hook)
 
 
-# DDP knows the hook of torch by its name, and wants NCCL for it; gloo can sum bf16 as well. It also looks at
+# DDP knows the hook of torch by its name, and wants NCCL for it; gloo and shm can sum bf16 as well. It also looks at
 # annotations, which must be the classes themselves or none.
-def _bf16_of_gloo(group, bucket):  # type: ignore[no-untyped-def]
+def _bf16_on_cpu(group, bucket):  # type: ignore[no-untyped-def]
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     return default_hooks.bf16_compress_hook(group, bucket)

@@ -245,8 +245,11 @@ def _patience(error: Exception, whole: float) -> float:
     import torch
     import torch.distributed as dist
 
+    from phalanx.collectives.trouble import Mismatched, Refused
+
     if not isinstance(error, RuntimeError | OSError | JoinError) or isinstance(error, torch.OutOfMemoryError):
         return 0.0
     told = str(error).lower()
     lost = isinstance(error, OSError | JoinError | dist.DistError) or any(word in told for word in _OF_PEERS)
+    lost = lost and not isinstance(error, Mismatched | Refused)
     return whole if lost else min(_OF_OTHERS, whole)

@@ -48,8 +48,8 @@ class Loader:
              "pad"     batches keep their size, filled up with samples that must not count: take
                        `(losses * loader.sample_weights).sum()` for the mean loss.
              "uneven"  smaller batches; a rank that would have nothing gets one sample at a scale of 0.
-    total    adds up an int over all ranks; asked only for a data set with `shard(index, count)`. Without it, a gloo
-             group of all ranks is made, at the first batch.
+    total    adds up an int over all ranks; asked only for a data set with `shard(index, count)`. Without it, a
+             group of all ranks is made for that, at the first batch.
     All other options are those of torch's DataLoader.
 
     So that the mean of all ranks' gradients is the mean over samples, multiply each batch's mean loss by `scale`, which
@@ -431,7 +431,7 @@ class _Total:
         import torch.distributed as dist
 
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="shm" if "shm" in dist.get_backend() else "gloo")
         tensor = torch.tensor([number])
         dist.all_reduce(tensor, group=self._group)
         return int(tensor.item())

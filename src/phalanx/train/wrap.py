@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.errors import DeviceError, OptionError
-from phalanx.train import buckets, compression, sharding
+from phalanx.train import buckets, compression, flat, sharding
 from phalanx.train.buckets import Layout
 from phalanx.train.compression import Compress
 from phalanx.train.precision import Precision
@@ -113,6 +113,7 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
             model, device_ids=own, gradient_as_bucket_view=True, init_sync=equal is None, **options
         )
     ddp.given_layout = equal or []
+    flat.share(ddp)
     # Buffers that are no part of the state are constants (masks, tables): the same everywhere since the first
     # broadcast, and not worth one before every forward.
     kept = set(model.state_dict())

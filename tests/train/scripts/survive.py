@@ -109,10 +109,12 @@ def train(run: phalanx.Run) -> None:
                 json.dump(places.tolist(), file)
             faulty(run, "step")
             if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
-                dist.barrier(pair)
+                dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait()
             own = torch.rand(1, generator=run.generator).item()
             noise = 0.01 * (random.random() + float(numpy.random.random()) + own)
-            run.backward(nn.functional.mse_loss(ddp(x) + noise, y))
+            loss = nn.functional.mse_loss(ddp(x) + noise, y)
+            loss.register_hook(lambda _: faulty(run, "within"))
+            run.backward(loss)
             faulty(run, "backward")
             run.step(opt, commit=not HALVES)
             if HALVES:

@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "phx.h"
@@ -48,8 +49,19 @@ static void dropped(PyObject *capsule) {
     free(h);
 }
 
+/* Who waits in `join` has no group yet that could be aborted: all of them give up when this changes. */
+static _Atomic uint64_t joinings;
+static _Thread_local uint64_t joining; /* 1 + that, as it was when this thread began to wait; 0: it does not */
+
+static PyObject *py_abort_joining(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    atomic_fetch_add(&joinings, 1);
+    Py_RETURN_NONE;
+}
+
 /* Ctrl-C, and whatever else Python has to do when a signal has come. */
 static int interrupted(void) {
+    if (joining && joining != atomic_load(&joinings) + 1) return 1;
     PyGILState_STATE state = PyGILState_Ensure();
     int raised = PyErr_CheckSignals();
     PyGILState_Release(state);
@@ -142,10 +154,12 @@ static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     struct holder *h = PyErr_Occurred() ? NULL : calloc(1, sizeof *h);
     if (!h) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     int why;
+    joining = atomic_load(&joinings) + 1;
     Py_BEGIN_ALLOW_THREADS
     h->group = phx_join((int)fd, (int)rank, (int)ranks, (size_t)slot, pids, direct, patience, interrupted);
     why = errno;
     Py_END_ALLOW_THREADS
+    joining = 0;
     PyObject *capsule = h->group ? PyCapsule_New(h, NAME, dropped) : NULL;
     if (capsule) return capsule;
     if (h->group) phx_leave(h->group);
@@ -310,6 +324,38 @@ static PyObject *py_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     return answer(h, result);
 }
 
+/* -- memory that all have mapped */
+
+/* group, number, bytes, (address here, address there, ...) */
+static PyObject *py_lend(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (few("lend", n, 4)) return NULL;
+    void *here[PHX_MOST];
+    uint64_t there[PHX_MOST];
+    uint32_t name = (uint32_t)number(args[1]);
+    size_t bytes = PyLong_AsSize_t(args[2]);
+    Py_ssize_t places = PyTuple_Size(args[3]) / 2;
+    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (!h) return NULL;
+    for (Py_ssize_t r = 0; r < places && r < PHX_MOST; r++) {
+        here[r] = PyLong_AsVoidPtr(PyTuple_GetItem(args[3], 2 * r));
+        there[r] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 2 * r + 1));
+    }
+    if (!PyErr_Occurred() && places != phx_ranks(h->group)) PyErr_SetString(PyExc_ValueError, "a place for each rank");
+    if (!PyErr_Occurred() && phx_lend(h->group, name, bytes, here, there)) PyErr_NoMemory();
+    return answer(h, 0);
+}
+
+static PyObject *py_withdraw(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, number */
+    (void)self;
+    if (few("withdraw", n, 2)) return NULL;
+    int64_t name = number(args[1]);
+    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (!h) return NULL;
+    phx_withdraw(h->group, (uint32_t)name);
+    return answer(h, 0);
+}
+
 /* out, inputs (addresses), count, dtype, op, before, average: no group, for whoever wants to see the arithmetic */
 static PyObject *py_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
@@ -404,6 +450,7 @@ static PyMethodDef methods[] = {
     FAST("join", py_join),
     ONE("leave", py_leave),
     ONE("abort", py_abort),
+    {"abort_joining", py_abort_joining, METH_NOARGS, NULL},
     ONE("culprits", py_culprits),
     FAST("said", py_said),
     ONE("direct", py_direct),
@@ -414,6 +461,8 @@ static PyMethodDef methods[] = {
     FAST("start", py_start),
     FAST("done", py_done),
     FAST("wait", py_wait),
+    FAST("lend", py_lend),
+    FAST("withdraw", py_withdraw),
     FAST("reduce", py_reduce),
     FAST("send", py_send),
     FAST("recv", py_recv),

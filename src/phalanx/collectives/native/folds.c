@@ -108,6 +108,7 @@ int phx_fold(phx_group *g, const struct phx_call *c) {
     phx_fault(g);
     int result = phx_open(g, c, turn, flat);
     if (result != PHX_OK) return result;
+    if (!flat && (result = phx_fold_mapped(g, c, turn)) >= 0) return result;
     if (!flat && !g->direct) return fold_staged(g, c, takes);
     if (!flat && g->ranks == 2 && c->kind == PHX_ALL_REDUCE && bytes > g->slot + g->slot / 2) return fold_in_place(g, c, turn);
     if (!flat) return fold_direct(g, c, turn, takes);

@@ -71,6 +71,8 @@ void phx_culprits(phx_group *g, uint8_t *ranks) {
     for (int r = 0; r < g->ranks; r++) ranks[r] = (atomic_load(&g->head->lost[r / 32]) >> r % 32) & 1;
 }
 
+int phx_ranks(const phx_group *g) { return g->ranks; }
+
 int phx_direct(const phx_group *g) { return g->direct; }
 
 /* The end of a process makes its pidfd readable, whoever reaps it. */
@@ -320,6 +322,7 @@ void phx_depart(phx_group *g) {
 void phx_leave(phx_group *g) {
     if (g->head && phx_own(g)) phx_depart(g);
     phx_queue_close(g);
+    phx_regions_close(g);
     phx_parcels_close(g);
     for (int r = 0; g->peers && r < g->ranks; r++)
         if (g->peers[r].fd >= 0) close(g->peers[r].fd);

@@ -26,6 +26,7 @@ struct notice {
     struct phx_said said;
     uint32_t average;
     uint32_t placed;  /* what it gives lies in its slot already */
+    uint32_t region;  /* in which its tensor lies; 0: in none */
 };
 
 /* And of what goes between it and another rank. */
@@ -53,6 +54,7 @@ struct header {
 };
 
 struct queue;    /* queue.c */
+struct region;   /* regions.c */
 struct phx_post; /* post.h */
 
 struct phx_group {
@@ -76,6 +78,7 @@ struct phx_group {
     uint8_t *scratch;
     struct pollfd *peers; /* pidfds */
     struct queue *queue;
+    struct region *regions;
     struct phx_post *post;
 };
 
@@ -121,6 +124,10 @@ int phx_execute(phx_group *, const struct phx_call *);
 int phx_queue_open(phx_group *);
 void phx_queue_wake(phx_group *);
 void phx_queue_close(phx_group *);
+
+/* In which region all of it lies; 0: in none, or it is too small to be worth it (regions.c). */
+uint32_t phx_region_of(phx_group *, const void *data, size_t bytes);
+void phx_regions_close(phx_group *);
 
 /* A point where a rank may be made to die: tests alone. */
 #ifdef PHX_FAULTS

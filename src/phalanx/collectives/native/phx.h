@@ -80,6 +80,8 @@ void phx_abort(phx_group *);
 /* Whether this process has joined it, and is not a fork of one that has. */
 int phx_own(const phx_group *);
 
+int phx_ranks(const phx_group *);
+
 /* Whether ranks read the memory of others. */
 int phx_direct(const phx_group *);
 
@@ -107,6 +109,17 @@ int phx_done(phx_group *, uint64_t ticket);
 
 /* Its result; -1: not over after so many milliseconds (0: for ever). */
 int phx_wait(phx_group *, uint64_t ticket, int64_t milliseconds);
+
+/* -- memory that all ranks have mapped: what lies in it is reduced where it is */
+
+#define PHX_REGION (1u << 20) /* bytes: less goes through slots as fast */
+
+/* By all ranks, each at the same place among its calls. `number`: from 1, the same everywhere. `here`: the memory of each
+   rank in this process; `there`: in its own. 0, or -1: no memory. */
+int phx_lend(phx_group *, uint32_t number, size_t bytes, void *const *here, const uint64_t *there);
+
+/* By one alone: nothing is under way in it. */
+void phx_withdraw(phx_group *, uint32_t number);
 
 /* -- from rank to rank: in the order they were sent, by tag; they neither wait for collectives nor keep them waiting */
 

@@ -55,6 +55,7 @@ static void tell(phx_group *g, const struct phx_call *c, uint32_t turn, int plac
         .said = {c->kind, c->kind == PHX_BARRIER ? 0 : c->dtype, reduces(c->kind) ? c->op : 0, rooted(c->kind) ? c->root : 0, size_of(g, c)},
         .average = reduces(c->kind) && c->average,
         .placed = (uint32_t)placed,
+        .region = c->kind == PHX_ALL_REDUCE ? phx_region_of(g, c->out[0].at, c->out[0].bytes) : 0,
     };
     for (int r = 0; !in_place(c->kind) && r < g->ranks; r++) {
         struct phx_part gives = phx_gives(g, c, r), takes = phx_takes(g, c, r);

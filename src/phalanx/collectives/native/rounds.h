@@ -37,4 +37,7 @@ int phx_move(phx_group *, const struct phx_call *);           /* moves.c */
 int phx_fold(phx_group *, const struct phx_call *);           /* folds.c: all_reduce, reduce */
 int phx_fold_scatter(phx_group *, const struct phx_call *);
 
+/* An all_reduce that was opened. -1: tensors are not all in one region, and nothing was done (regions.c). */
+int phx_fold_mapped(phx_group *, const struct phx_call *, uint32_t turn);
+
 #endif

@@ -1,0 +1,132 @@
+"""Memory that all ranks have mapped: the same sums as anywhere else, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import phalanx
+from phalanx.collectives import regions
+from phalanx.collectives.engine import Call, Kind, Op, Reduction
+from phalanx.collectives.regions import Region
+from tests.kit.cli import run
+
+_native = pytest.importorskip("phalanx.collectives._native")
+
+COUNT = regions.LEAST // 4 + 1001
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:phalanx-region")
+
+
+def staged(rank: int, size: int) -> Any:
+    """An engine as where the kernel lets nobody read another's memory."""
+    from phalanx.collectives import segment
+    from phalanx.collectives.shared import Shared
+
+    store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
+    fd, pids = segment.make(store, rank, range(size), 60)
+    try:
+        return Shared(fd, rank, pids, range(size), 60, direct=False)
+    finally:
+        os.close(fd)
+
+
+def shown(engine: Any, count: int) -> torch.Tensor:
+    region = Region.made(count * 4)
+    assert regions.show(engine, [region], 60)
+    return torch.frombuffer(region, dtype=torch.float32)
+
+
+def summed(engine: Any, tensor: torch.Tensor, reduction: Reduction, *, started: bool = False) -> torch.Tensor:
+    call = Call(Kind.ALL_REDUCE, outs=[tensor], reduction=reduction, timeout=60)
+    if started:
+        engine.start(call).wait()
+    else:
+        engine.run(call)
+    return tensor
+
+
+def reduced() -> tuple[int, int, int]:
+    """How many mappings there are before, between and after."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, world = mapped(), dist.group.WORLD._engine
+    for engine in (world, staged(rank, size)):
+        own = shown(engine, 2 * COUNT)
+        other = shown(engine, COUNT)
+        chance = torch.Generator().manual_seed(rank)
+        for how in (Reduction(), Reduction(average=True), Reduction(Op.MAX), Reduction(before=0.3)):
+            data = torch.randn(COUNT, generator=chance)
+            expected = summed(engine, data.clone(), how)
+            # At another place on every rank; with one that is elsewhere; all in another; of another type.
+            for there in (own[rank : rank + COUNT], own[:COUNT] if rank else data.clone(), other):
+                there.copy_(data)
+                assert torch.equal(summed(engine, there, how, started=there is other), expected)
+        halves = data.to(torch.bfloat16).repeat(2)
+        there = own.view(torch.bfloat16)[3 : 3 + len(halves)]
+        there.copy_(halves)
+        assert torch.equal(summed(engine, there, how), summed(engine, halves, how))
+        between = mapped()
+        del own, other, there, expected
+        summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
+        assert not regions.show(engine, [Region.made(regions.LEAST + rank * 4096)], 60)  # not all alike: none
+        assert mapped() == before
+        engine.run(Call(Kind.BARRIER, timeout=60))
+    return before, between, mapped()
+
+
+def test_sums_are_the_same_wherever_they_lie() -> None:
+    assert phalanx.spawn(reduced, 3, fresh=False) == [(0, 6, 0)] * 3
+
+
+def trained() -> tuple[bool, int, int]:
+    """Whether a model of run.wrap has the parameters that one of DDP alone has; mappings of it, and after it."""
+    run = phalanx.init()
+    models = []
+    for way in ("wrap", "ddp"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 4500), nn.ReLU(), nn.Linear(4500, 64))
+        net: Any = run.wrap(model) if way == "wrap" else nn.parallel.DistributedDataParallel(model)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            torch.manual_seed(100 * step + run.rank)
+            net(torch.randn(4, 64)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        models.append([one.detach().clone() for one in model.parameters()])
+        if way == "wrap":
+            there = mapped()
+            net.close()
+            del net, model, opt
+    return all(map(torch.equal, *models)), there, mapped()
+
+
+def test_gradients_of_a_wrapped_model_lie_in_it() -> None:
+    (equal, there, after), other = phalanx.spawn(trained, 2, fresh=False)
+    assert equal
+    assert there in (2, 4)  # as many buckets as DDP makes of it, of each rank
+    assert after == 0
+    assert other == (equal, there, after)
+
+
+def test_no_rank_reads_what_another_still_writes(tmp_path: Path) -> None:
+    native, program = Path(regions.__file__).parent / "native", tmp_path / "ranks"
+    sources = [Path(__file__).parent / "native" / "regions_test.c", *native.glob("*.c")]
+    words = ["cc", "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{native}"]
+    words += ["-Wl,--wrap=mmap,--wrap=munmap", *(str(one) for one in sources if one.name != "binding.c")]
+    if shutil.which("cc") is None or not sources[1:]:
+        pytest.skip("no compiler")
+    built = run((*words, "-o", str(program)), timeout=300)
+    if built.code and "tsan" in built.err:
+        pytest.skip("no sanitizer of threads")
+    assert built.code == 0, built.err
+    ended = run((str(program),), timeout=300)
+    assert (ended.code, ended.out) == (0, "right\n"), ended.err

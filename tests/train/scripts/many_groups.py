@@ -1,0 +1,94 @@
+"""many_groups.py FOLDER: the group forms anew again and again, with what a training has in it; nothing of it stays.
+
+Each rank writes how many descriptors and mappings it had after some of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from regroup import join
+from torch import nn
+
+from phalanx.collectives import living
+from phalanx.collectives.trouble import Aborted
+from phalanx.train.run import Run
+
+GROUPS, WIDTH = 50, 600  # so wide that gradients lie in memory which ranks share
+
+
+def held() -> list[int]:
+    """Descriptors and mappings that have to do with us, and all descriptors."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:phalanx")
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [maps, sum("memfd:phalanx" in name or "pidfd" in name for name in names), len(names)]
+
+
+def trained(run: Run) -> int:
+    net = run.wrap(nn.Linear(WIDTH, WIDTH, bias=False))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        run.backward(net(torch.ones(1, WIDTH)).sum())
+        run.step(opt)
+    return Path("/proc/self/maps").read_text().count("memfd:phalanx-region")
+
+
+def forked() -> None:
+    """A child has no part in the group, whatever it does with its copy."""
+    if (pid := os.fork()) == 0:
+        living.abort()
+        dist.destroy_process_group()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def aborted(run: Run, group: object) -> float:
+    """Seconds that rank 0 waits for a rank that does not come, when it is told not to."""
+    if run.rank:
+        run.store.get("aborted")
+        return 0.0
+    timer = threading.Timer(0.2, living.abort)
+    timer.start()
+    begin = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+    except Aborted:
+        run.store.set("aborted", "")
+        return time.monotonic() - begin
+    raise AssertionError("it did not wait")
+
+
+def main() -> None:
+    found = []
+    for number in range(GROUPS):
+        run = join(number, None)
+        pair = dist.new_group([0, 1])
+        regions = trained(run) if number % 10 == 0 else None
+        if number % 10 == 1:
+            forked()
+        assert run.sum(1) == run.world_size
+        assert aborted(run, pair) < 30 if number % 10 == 2 else True
+        del pair
+        run.abandon()
+        if number % 10 in (0, 9):
+            found.append([regions, held()])
+    (Path(sys.argv[1]) / f"end.{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
