@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #define SENT 1              /* ticket of what was over at once */
-#define WORDS 2048u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
+#define WORDS 8192u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
 #define TICK_MS 2           /* how often the helper looks while something is under way and nobody waits */
 #define TICKS 50            /* how often it still looks when nothing is: to be called costs more */
 
