@@ -102,7 +102,7 @@ def raises(error: type[Exception], text: str, action: Callable[[], object]) -> N
 @scene(4)
 def plans(place: Place) -> None:
     """What is sent arrives: once, whole, in the order of sending by source and tag, whoever asks for it and when."""
-    for seed in range(12):
+    for seed in range(8):
         _plan(place, seed)
         place.engine.barrier(PATIENCE)  # or the next plan's messages are anyone's too
 
