@@ -25,7 +25,7 @@ from tests.collectives.forked import LIMIT, ranks
 pytestmark = pytest.mark.xdist_group("native")
 
 NATIVE = Path(shared.__file__).parent / "native"
-PROGRAM = Path(__file__).parent / "native"
+PROGRAM = Path(__file__).parent / "native" / "ranks.c"
 SUM = Reduction()
 
 
@@ -56,11 +56,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def build(flavour: str) -> Path:
         flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-pthread", f"-I{NATIVE}", *FLAVOURS[flavour]]
         parts = []
-        for source in [*sorted(NATIVE.glob("*.c")), *sorted(PROGRAM.glob("*.c"))]:
+        for source in [*sorted(NATIVE.glob("*.c")), PROGRAM]:
             if source.name == "binding.c":
                 continue
             # The program itself has the true mmap: it is the one that shares it.
-            own = [flag for flag in flags if not (source.parent == PROGRAM and flag.startswith("-Dm"))]
+            own = [flag for flag in flags if not (source == PROGRAM and flag.startswith("-Dm"))]
             part = place / f"{flavour}-{source.stem}.o"
             subprocess.run(["gcc", *own, "-c", "-o", part, source], check=True, timeout=LIMIT)
             parts.append(part)
@@ -145,6 +145,10 @@ def test_whole_numbers(dtype: torch.dtype) -> None:
 def test_averages_of_whole_numbers_go_towards_zero() -> None:
     inputs = [torch.tensor([-7, 7, -1], dtype=torch.int32), torch.tensor([0, 0, 0], dtype=torch.int32)]
     assert reduced(inputs, Reduction(average=True)).tolist() == [-3, 3, 0]
+
+
+def test_the_average_of_more_ranks_than_the_type_can_count() -> None:
+    assert reduced([torch.zeros(2, dtype=torch.uint8)] * 256, Reduction(average=True)).tolist() == [0, 0]
 
 
 def test_truths() -> None:

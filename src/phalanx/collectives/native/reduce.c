@@ -18,7 +18,7 @@ static inline bf16 to_bf16(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to the nearest, and to even */
-    return (bits & 0x7fffffff) > 0x7f800000 ? (bf16)((bits >> 16) | 0x40) : (bf16)rounded;
+    return (bf16)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
 static inline float from_f16(f16 h) {
@@ -35,22 +35,21 @@ static inline float from_f16(f16 h) {
     return f;
 }
 
+/* All cases are computed and one is chosen: no branch here either. */
 static inline f16 to_f16(float f) {
-    uint32_t bits;
+    uint32_t bits, low;
     memcpy(&bits, &f, 4);
-    uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return (f16)(sign | 0x7e00);  /* not a number */
-    if (magnitude >= 0x477ff000) return (f16)(sign | 0x7c00); /* too large: it would round to more than 65504 */
-    if (magnitude < 0x38800000) {                              /* subnormal there: let the addition round */
-        float small;
-        memcpy(&small, &magnitude, 4);
-        small += 0.5f;
-        uint32_t out;
-        memcpy(&out, &small, 4);
-        return (f16)(sign | (out - 0x3f000000));
-    }
-    uint32_t odd = (magnitude >> 13) & 1;
-    return (f16)(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
+    uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+    int32_t magnitude = (int32_t)rest;
+    float small;
+    memcpy(&small, &rest, 4);
+    small += 0.5f; /* what is subnormal there is rounded by the addition */
+    memcpy(&low, &small, 4);
+    uint32_t half = (rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13;
+    half = magnitude < 0x38800000 ? low - 0x3f000000 : half;
+    half = magnitude >= 0x477ff000 ? 0x7c00 : half; /* too large: it would round to more than 65504 */
+    half = magnitude > 0x7f800000 ? 0x7e00 : half;  /* not a number */
+    return (f16)(sign | half);
 }
 
 #define SAME(x) (x)
@@ -75,16 +74,16 @@ static int64_t whole(double x) { return x > -0x1p63 && x < 0x1p63 ? (int64_t)x :
 #define EACH(some) _Pragma("GCC ivdep") for (size_t i = 0; i < (some); i++)
 
 /* Over a block that stays in the cache: one loop for the first input, one for each other, one for the result. Two inputs
-   and nothing else, which is the most common case, are one loop. */
-#define REDUCTION(name, type, acc_type, load, store, combine, factor)                                                \
-    static void name(void *out_, const void *const *in, int n, size_t count, double before_, int average) {         \
+   and nothing else, which is the most common case, are one loop, except where it would have to widen and narrow at once. */
+#define REDUCTION(how, name, type, acc_type, load, store, combine, factor)                                          \
+    how static void name(void *out_, const void *const *in, int n, size_t count, double before_, int average) {     \
         acc_type before = factor(acc_type, before_), acc[BLOCK];                                                    \
         int scales = before_ != 1.0;                                                                                \
         for (size_t at = 0; at < count; at += BLOCK) {                                                              \
             size_t some = count - at < BLOCK ? count - at : BLOCK;                                                  \
             type *out = (type *)out_ + at;                                                                          \
             const type *first = (const type *)in[0] + at;                                                           \
-            if (n == 2 && !scales && !average) {                                                                    \
+            if (n == 2 && !scales && !average && sizeof(type) == sizeof(acc_type)) {                                \
                 const type *next = (const type *)in[1] + at;                                                        \
                 EACH(some) {                                                                                        \
                     acc_type x = load(first[i]), y = load(next[i]);                                                 \
@@ -105,32 +104,32 @@ static int64_t whole(double x) { return x > -0x1p63 && x < 0x1p63 ? (int64_t)x :
                     acc[i] = (acc_type)combine(acc[i], x);                                                          \
                 }                                                                                                   \
             }                                                                                                       \
-            if (average) EACH(some) out[i] = store((acc_type)(acc[i] / (acc_type)n));                               \
+            if (average) EACH(some) out[i] = store((acc_type)(acc[i] / n));                                         \
             else EACH(some) out[i] = store(acc[i]);                                                                 \
         }                                                                                                           \
     }
 
 typedef void reduction(void *, const void *const *, int, size_t, double, int);
 
-#define FLOATS(tag, type, acc, load, store)                  \
-    REDUCTION(sum_##tag, type, acc, load, store, ADD, FACTOR_F)        \
-    REDUCTION(product_##tag, type, acc, load, store, MUL, FACTOR_F)    \
-    REDUCTION(min_##tag, type, acc, load, store, FLESS, FACTOR_F)      \
-    REDUCTION(max_##tag, type, acc, load, store, FMORE, FACTOR_F)
+#define FLOATS(how, tag, type, acc, load, store)                     \
+    REDUCTION(how, sum_##tag, type, acc, load, store, ADD, FACTOR_F)     \
+    REDUCTION(how, product_##tag, type, acc, load, store, MUL, FACTOR_F) \
+    REDUCTION(how, min_##tag, type, acc, load, store, FLESS, FACTOR_F)   \
+    REDUCTION(how, max_##tag, type, acc, load, store, FMORE, FACTOR_F)
 
-#define INTEGERS(tag, type)                              \
-    REDUCTION(sum_##tag, type, type, SAME, SAME, ADD, FACTOR_I)     \
-    REDUCTION(product_##tag, type, type, SAME, SAME, MUL, FACTOR_I) \
-    REDUCTION(min_##tag, type, type, SAME, SAME, LESS, FACTOR_I)    \
-    REDUCTION(max_##tag, type, type, SAME, SAME, MORE, FACTOR_I)    \
-    REDUCTION(band_##tag, type, type, SAME, SAME, AND, FACTOR_I)    \
-    REDUCTION(bor_##tag, type, type, SAME, SAME, OR, FACTOR_I)      \
-    REDUCTION(bxor_##tag, type, type, SAME, SAME, XOR, FACTOR_I)
+#define INTEGERS(tag, type)                                    \
+    REDUCTION(, sum_##tag, type, type, SAME, SAME, ADD, FACTOR_I)     \
+    REDUCTION(, product_##tag, type, type, SAME, SAME, MUL, FACTOR_I) \
+    REDUCTION(, min_##tag, type, type, SAME, SAME, LESS, FACTOR_I)    \
+    REDUCTION(, max_##tag, type, type, SAME, SAME, MORE, FACTOR_I)    \
+    REDUCTION(, band_##tag, type, type, SAME, SAME, AND, FACTOR_I)    \
+    REDUCTION(, bor_##tag, type, type, SAME, SAME, OR, FACTOR_I)      \
+    REDUCTION(, bxor_##tag, type, type, SAME, SAME, XOR, FACTOR_I)
 
-FLOATS(f32, float, float, SAME, SAME)
-FLOATS(f64, double, double, SAME, SAME)
-FLOATS(f16, f16, float, from_f16, to_f16)
-FLOATS(bf16, bf16, float, from_bf16, to_bf16)
+FLOATS(, f32, float, float, SAME, SAME)
+FLOATS(, f64, double, double, SAME, SAME)
+FLOATS(, f16, f16, float, from_f16, to_f16)
+FLOATS(, bf16, bf16, float, from_bf16, to_bf16)
 INTEGERS(u8, uint8_t)
 INTEGERS(i8, int8_t)
 INTEGERS(i16, int16_t)
@@ -141,9 +140,9 @@ INTEGERS(u32, uint32_t)
 INTEGERS(u64, uint64_t)
 
 #define TRUTH(x) ((uint8_t)((x) != 0))
-REDUCTION(or_bool, uint8_t, uint8_t, TRUTH, SAME, OR, FACTOR_I)
-REDUCTION(and_bool, uint8_t, uint8_t, TRUTH, SAME, AND, FACTOR_I)
-REDUCTION(xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR, FACTOR_I)
+REDUCTION(, or_bool, uint8_t, uint8_t, TRUTH, SAME, OR, FACTOR_I)
+REDUCTION(, and_bool, uint8_t, uint8_t, TRUTH, SAME, AND, FACTOR_I)
+REDUCTION(, xor_bool, uint8_t, uint8_t, TRUTH, SAME, XOR, FACTOR_I)
 
 #define ROW_F(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, NULL, NULL, NULL}
 #define ROW_I(tag) {sum_##tag, product_##tag, min_##tag, max_##tag, band_##tag, bor_##tag, bxor_##tag}
@@ -155,6 +154,18 @@ static reduction *const table[PHX_DTYPES][PHX_OPS] = {
     [PHX_BOOL] = {or_bool, and_bool, and_bool, or_bool, and_bool, or_bool, xor_bool},
 };
 
+/* Whoever has wider registers converts 16-bit floats twice as fast; the bits are the same. */
+#if defined(__x86_64__)
+FLOATS(__attribute__((target("avx2"))), wide_f16, f16, float, from_f16, to_f16)
+FLOATS(__attribute__((target("avx2"))), wide_bf16, bf16, float, from_bf16, to_bf16)
+
+static reduction *const wide[PHX_DTYPES][PHX_OPS] = {[PHX_F16] = ROW_F(wide_f16), [PHX_BF16] = ROW_F(wide_bf16)};
+
+static reduction *chosen(int dtype, int op) { return wide[dtype][op] && __builtin_cpu_supports("avx2") ? wide[dtype][op] : table[dtype][op]; }
+#else
+static reduction *chosen(int dtype, int op) { return table[dtype][op]; }
+#endif
+
 static const size_t sizes[PHX_DTYPES] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8};
 
 size_t phx_itemsize(int dtype) { return dtype < 0 || dtype >= PHX_DTYPES ? 0 : sizes[dtype]; }
@@ -164,5 +175,5 @@ int phx_reduces(int dtype, int op) {
 }
 
 void phx_reduce(void *out, const void *const *in, int n, size_t count, int dtype, int op, double before, int average) {
-    table[dtype][op](out, in, n, count, before, average && dtype != PHX_BOOL);
+    chosen(dtype, op)(out, in, n, count, before, average && dtype != PHX_BOOL);
 }
