@@ -213,11 +213,11 @@ static void take_in(struct phx_post *q, int rank) {
 static void read_over(struct phx_post *q, struct parcel *p) {
     struct peer *from = &q->peers[p->peer];
     int rank = p->peer, broken = phx_broken(q->group), left = (int)atomic_load(&q->group->seats[rank].left);
-    if (p->verdict > 1) {
+    if (broken) {
+        post_finish(q, p, broken, -1);
+    } else if (p->verdict > 1) {
         if (!from->gone) taken(q, p, p->verdict - 1);
         post_finish(q, p, p->verdict - 1, p->blame);
-    } else if (broken) {
-        post_finish(q, p, broken, -1);
     } else if (left || from->gone) {
         post_finish(q, p, PHX_DEAD, rank);
     } else if (p->verdict || atomic_load(&from->in.ring->withdrawn)) {
@@ -352,7 +352,7 @@ static int all_gone(const struct phx_post *q) {
 /* That rank has ended, or left. What it had written before is still good. */
 static void depart(struct phx_post *q, int rank) {
     struct peer *from = &q->peers[rank];
-    if (from->gone) return;
+    if (from->gone || phx_broken(q->group)) return; /* who ended the group before it went has said why */
     from->gone = 1;
     listen_to(q, rank);
     take_in(q, rank);
