@@ -96,7 +96,7 @@ static void *round_trips(void *arg) {
     phx_group *g = p->g;
     int right = (g->rank + 1) % g->ranks, left = (g->rank + g->ranks - 1) % g->ranks;
     static const size_t sizes[] = {4, 5000, 20000, 700000};
-    for (int i = 0; i < 24; i++) {
+    for (int i = 0; i < 12; i++) {
         size_t bytes = sizes[i % 4];
         uint8_t *out = made(bytes, i), *in = malloc(bytes);
         uint64_t recv = phx_recv(g, in, bytes, left, p->base, 0), send = phx_send(g, out, bytes, right, p->base, 0);
@@ -178,7 +178,7 @@ static void *rank(void *arg) {
     phx_group *g = phx_join(memory_fd, (int)(intptr_t)arg, RANKS, SLOT, pids, !staged, 60000, NULL);
     EXPECT(g != NULL);
     struct phx_call barrier = {.kind = PHX_BARRIER, .before = 1.0};
-    crossing(g, 12);
+    crossing(g, 8);
     any_source(g);
     sizes_differ(g);
     threads(g);

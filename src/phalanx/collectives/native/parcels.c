@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #define SENT 1              /* ticket of what was over at once */
-#define WORDS 2048u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
+#define WORDS 8192u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
 #define TICK_MS 2           /* how often the helper looks while something is under way and nobody waits */
 #define TICKS 50            /* how often it still looks when nothing is: to be called costs more */
 
@@ -226,10 +226,10 @@ int phx_parcel_wait(phx_group *g, uint64_t ticket, int64_t milliseconds, int *fr
         pthread_mutex_unlock(&q->lock);
         int news = spin(q, p, peer);
         pthread_mutex_lock(&q->lock);
-        if (news) continue;
+        if (news && phx_now_ms() - q->looked < LOOK_MS) continue; /* also where others always have something for us */
         check_waiting(q, p);
         if (is_over(p) || (until && phx_now_ms() >= until)) break;
-        sleep_for(q, p, until);
+        if (!news) sleep_for(q, p, until);
     }
     int result = is_over(p) ? p->result : -1;
     *from = p->blame, *bytes = p->seen;

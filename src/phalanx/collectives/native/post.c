@@ -15,6 +15,7 @@
 struct letter {
     struct link link;
     uint64_t order;
+    uint64_t then; /* ticket of what is over once this is said */
     struct record record;
     uint8_t data[];
 };
@@ -80,6 +81,7 @@ void post_finish(struct phx_post *q, struct parcel *p, int result, int blame) {
         return;
     }
     if (p->stage == FILLING) q->peers[p->peer].filling--;
+    if (p->stage == READ) result = PHX_OK, blame = p->peer;
     p->result = result, p->blame = blame;
     q->open--;
     if (p->waiters) q->stirred = 1;
@@ -100,18 +102,21 @@ static int write_to(struct phx_post *q, int rank, struct end *ring, const struct
     return done > 0;
 }
 
-/* Words to the other side, in the order they were said. */
-static void say(struct phx_post *q, int rank, const struct record *r) {
+/* Words to the other side, in the order they were said. Whether it is out. */
+static int say_then(struct phx_post *q, int rank, const struct record *r, uint64_t then) {
     struct peer *to = &q->peers[rank];
-    if (is_empty(&to->unsaid) && write_to(q, rank, &to->say, r, NULL, 0)) return;
+    if (is_empty(&to->unsaid) && write_to(q, rank, &to->say, r, NULL, 0)) return 1;
     struct letter *l = malloc(sizeof *l);
     if (!l) {
         phx_give_up(q->group, PHX_FAILED); /* the other would wait for ever */
-        return;
+        return 1;
     }
-    l->record = *r;
+    l->record = *r, l->then = then;
     append(&to->unsaid, &l->link);
+    return 0;
 }
+
+static void say(struct phx_post *q, int rank, const struct record *r) { say_then(q, rank, r, 0); }
 
 static void taken(struct phx_post *q, const struct parcel *p, int result) {
     say(q, p->peer, &(struct record){.kind = TAKEN, .result = result, .bytes = p->bytes, .to = p->theirs});
@@ -208,19 +213,21 @@ static void take_in(struct phx_post *q, int rank) {
 static void read_over(struct phx_post *q, struct parcel *p) {
     struct peer *from = &q->peers[p->peer];
     int rank = p->peer, broken = phx_broken(q->group), left = (int)atomic_load(&q->group->seats[rank].left);
-    if (p->verdict > 1) {
+    if (broken) {
+        post_finish(q, p, broken, -1);
+    } else if (p->verdict > 1) {
         if (!from->gone) taken(q, p, p->verdict - 1);
         post_finish(q, p, p->verdict - 1, p->blame);
-    } else if (broken) {
-        post_finish(q, p, broken, -1);
     } else if (left || from->gone) {
         post_finish(q, p, PHX_DEAD, rank);
     } else if (p->verdict || atomic_load(&from->in.ring->withdrawn)) {
         p->verdict = 0;
         ask(q, p); /* may not be read, or may have been taken back while we read: then the sender says so */
     } else {
-        taken(q, p, PHX_OK);
-        post_finish(q, p, PHX_OK, rank);
+        /* Over when the sender can see it, whatever becomes of this process: what was received was also sent. */
+        p->stage = READ;
+        struct record done = {.kind = TAKEN, .result = PHX_OK, .bytes = p->bytes, .to = p->theirs};
+        if (say_then(q, rank, &done, post_ticket(p))) post_finish(q, p, PHX_OK, rank);
     }
 }
 
@@ -295,6 +302,8 @@ static void pump(struct phx_post *q, int rank) {
     while (!is_empty(&to->unsaid)) {
         struct letter *l = (struct letter *)to->unsaid.next;
         if (!write_to(q, rank, &to->say, &l->record, NULL, 0)) break;
+        struct parcel *p = post_find(q, l->then);
+        if (p && !is_over(p)) post_finish(q, p, PHX_OK, rank);
         unlink_it(&l->link);
         free(l);
     }
@@ -343,7 +352,7 @@ static int all_gone(const struct phx_post *q) {
 /* That rank has ended, or left. What it had written before is still good. */
 static void depart(struct phx_post *q, int rank) {
     struct peer *from = &q->peers[rank];
-    if (from->gone) return;
+    if (from->gone || phx_broken(q->group)) return; /* who ended the group before it went has said why */
     from->gone = 1;
     listen_to(q, rank);
     take_in(q, rank);

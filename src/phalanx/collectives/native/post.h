@@ -26,6 +26,7 @@ enum stage {
     AWAITED,   /* a receive for which nothing has come */
     READING,   /* a receive from the sender's memory */
     FILLING,   /* a receive in pieces */
+    READ,      /* a receive whose sender is still to be told: there is no room for the word */
 };
 
 struct parcel {
