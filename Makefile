@@ -27,7 +27,7 @@ check: $(VENV)/ready
 	@$(BIN)/lint-imports
 
 # The stamp is newer than what it was made from, so an edited constraint makes the environment anew.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt setup.py $(wildcard src/phalanx/collectives/native/*.[ch])
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"phalanx needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"

@@ -90,15 +90,18 @@ def kind(device: str | torch.device | None) -> str:
     return asked.type if asked is not None else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def backend_for(backend: str | None, device: torch.device, kinds: Sequence[str] = ()) -> str:
-    """`kinds`: of the devices of all ranks, so that all of them choose alike."""
+def backend_for(
+    backend: str | None, device: torch.device, kinds: Sequence[str] = (), machines: Sequence[str] = ()
+) -> str:
+    """`kinds`, `machines`: the devices of all ranks, and where they are, so that all of them choose alike."""
     import torch.distributed as dist
 
     if backend is None:
         if device.type == "cuda" and dist.is_nccl_available():
             return BOTH
-        # With GPUs elsewhere in the group, the others have gloo beside NCCL.
-        return SHM if {device.type, *kinds} == {"cpu"} else "gloo"
+        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Across machines shm pays only where the
+        # network is the limit: it is there by name.
+        return SHM if {device.type, *kinds} == {"cpu"} and len(set(machines)) <= 1 else "gloo"
     if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
         raise DeviceError(
             f"{backend} works between CPUs, but this rank computes on {device}",

@@ -236,7 +236,7 @@ def _found(
     where = rollcall.topology(people, identity.rank, identity.topology)
     local_rank = rollcall.local_rank(people, where)
     own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
-    name = device.backend_for(backend, own, [person.kind for person in people])
+    name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
     if group:
         device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
     device.use(own)
