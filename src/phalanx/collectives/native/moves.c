@@ -57,5 +57,7 @@ int phx_move(phx_group *g, const struct phx_call *c) {
     }
     phx_fault(g);
     if (!any) return PHX_OK;
-    return g->direct ? from_memory(g, c, turn, waits) : through_slots(g, c, turn, waits);
+    /* Where more than one would read the same memory, the kernel lets them in one by one. */
+    int direct = g->direct && !(c->kind == PHX_BROADCAST && g->ranks > 2);
+    return direct ? from_memory(g, c, turn, waits) : through_slots(g, c, turn, waits);
 }
