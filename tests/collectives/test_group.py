@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d as c10d
 
+from phalanx.collectives.registration import register
 from tests.collectives.ranks import ROOT, program
 
 _ALSO_PLAIN = [
@@ -62,6 +64,11 @@ try:
 except dist.DistBackendError as error:
     print(error)
 """
+
+
+def test_a_torch_that_has_changed_is_imported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(c10d.Backend, "_plugins")
+    register()
 
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])

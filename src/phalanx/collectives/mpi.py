@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -56,6 +57,12 @@ def create(ranks: Sequence[int] = ()) -> Mpi | None:
     """`ranks`: of the world, in this order; none: all. None: this process is not among them. Ranks call it together."""
     mpi = _import()
     world = mpi.COMM_WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
+    if world.size == 1 and launched != "1":
+        raise Refused(
+            f"the backend mpi: MPI has started this process alone, and WORLD_SIZE is {launched}",
+            f"mpirun -n {launched} python …, or another backend: shm, gloo",
+        )
     if not ranks:
         return Mpi(mpi, world.Dup())
     if world.rank not in ranks:
@@ -72,8 +79,10 @@ def create(ranks: Sequence[int] = ()) -> Mpi | None:
 
 
 class Mpi(Threaded):
-    """Collectives and messages in communicators of their own, `comm` and a copy of it; all_reduce, broadcast and barrier
-    besides, which make no Call."""
+    """Collectives and messages in communicators of their own, `comm` and a copy of it.
+
+    all_reduce, broadcast and barrier besides, which make no Call.
+    """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
