@@ -19,13 +19,14 @@ _ALSO_PLAIN = [
     "ddp_sparse",
     "objects",
     "works",
+    "asked_twice",
     "forms",
     "numbers",
     "refused",
     "mismatched",
     "lost_in_ddp",
 ]
-_USES = [*_ALSO_PLAIN, "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
+_USES = [*_ALSO_PLAIN, "left", "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
 
 
 @cache
