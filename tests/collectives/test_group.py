@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d as c10d
 
+from phalanx.collectives.registration import register
 from tests.collectives.ranks import ROOT, program
 
 _ALSO_PLAIN = [
@@ -17,13 +19,14 @@ _ALSO_PLAIN = [
     "ddp_sparse",
     "objects",
     "works",
+    "asked_twice",
     "forms",
     "numbers",
     "refused",
     "mismatched",
     "lost_in_ddp",
 ]
-_USES = [*_ALSO_PLAIN, "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
+_USES = [*_ALSO_PLAIN, "left", "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
 
 
 @cache
@@ -62,6 +65,11 @@ try:
 except dist.DistBackendError as error:
     print(error)
 """
+
+
+def test_a_torch_that_has_changed_is_imported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(c10d.Backend, "_plugins")
+    register()
 
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])

@@ -35,11 +35,13 @@ def test_everything_under_mpirun_and_then_one_does_not_come() -> None:
 
 
 def test_alone_and_without_mpi4py() -> None:
-    """Without mpirun it is a world of one; where mpi4py is not installed it says what to type."""
+    """Without mpirun it is a world of one, or refused under torchrun; where mpi4py is missing it says what to type."""
     done = start([sys.executable, "-W", "ignore", SCRIPTS / "alone.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "rank 0 of 1: 3.0",
+        "Refused: the backend mpi: MPI has started this process alone, and WORLD_SIZE is 2",
+        "  fix: mpirun -n 2 python …, or another backend: shm, gloo",
         "Refused: the backend mpi needs mpi4py, which is not installed",
         "  fix: pip install 'phalanx[mpi]'",
     ]

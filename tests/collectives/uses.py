@@ -190,6 +190,37 @@ def works(rank: int, ranks: int) -> None:
     assert work._source_rank() == (rank + 1) % ranks
 
 
+def asked_twice(rank: int, ranks: int) -> None:
+    """By who waits, and by the thread of the future, at the same time."""
+    for number in range(100):
+        if rank == 0:
+            time.sleep(0.0005)
+            dist.send(torch.full((3000,), number), dst=1)
+        if rank == 1:
+            work = dist.irecv(tensor := torch.zeros(3000, dtype=torch.int64), src=0)
+            future = work.get_future()
+            assert work.wait()
+            assert tensor[-1] == number
+            future.wait()
+
+
+def left(rank: int, ranks: int) -> None:
+    """What all have called is done, whoever leaves first; what cannot be is known to be over."""
+    group = dist.new_group(backend="shm")
+    works = [dist.all_reduce(tensor := torch.ones(1 << 20), async_op=True, group=group) for _ in range(3)]
+    never = dist.irecv(torch.ones(1), src=(rank + 1) % ranks, group=group)
+    future = never.get_future()
+    if rank == 0:
+        time.sleep(0.1)
+    dist.destroy_process_group(group)
+    assert tensor.tolist() == [ranks] * (1 << 20)
+    assert all(work.is_completed() and work.wait() and work.get_future().wait() for work in works)
+    assert never.is_completed()
+    for ask in (never.wait, future.wait):
+        with pytest.raises((Aborted, PeerLost, RuntimeError), match="ended"):
+            ask()
+
+
 def forms(rank: int, ranks: int) -> None:
     """The other ways in which a group's own methods are called."""
     group, mine = _world(), torch.ones(2)
@@ -289,8 +320,8 @@ def lost_in_ddp(rank: int, ranks: int) -> None:
 USES: dict[str, Callable[[int, int], None]] = {
     use.__name__: use
     for use in (
-        ddp, ddp_sparse, ddp_join, zero, fsdp, dtensor, functional, compiled, objects, works, forms, numbers, refused,
-        mismatched, aborted, lost_in_ddp,
+        ddp, ddp_sparse, ddp_join, zero, fsdp, dtensor, functional, compiled, objects, works, asked_twice, left, forms,
+        numbers, refused, mismatched, aborted, lost_in_ddp,
     )
 }  # fmt: skip
 

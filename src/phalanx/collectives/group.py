@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +24,7 @@ _Some = Sequence[torch.Tensor]
 _Call = tuple[_Some, _Some]  # what goes in, and where what comes out is written
 _OVER = Done()
 _APART = Apart()
+_LINGER = 2.0  # seconds, when the group ends, for what is under way
 _MESSAGES = 64  # under way before those that are over are let go
 _CPU = torch.device("cpu")
 _ROOTED = frozenset((Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
@@ -124,9 +127,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._open:
             self._open = False
+            self._linger()
+            for work in [*self._started, *self._messages]:
+                work.end()
             self._engine.close()
             self._watcher.close()
             self._journal.close()
+
+    def _linger(self) -> None:
+        """Who leaves has done its part of what all have called, or the others would be told that it has gone."""
+        until = time.monotonic() + _LINGER
+        with contextlib.suppress(Exception):  # one that fails, or for which nobody comes: so do all after it
+            for work in [*self._started]:
+                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     # -- reductions
 
@@ -358,7 +371,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if self._batch is not None:
             self._batch.append(work)
         if len(self._messages) >= _MESSAGES:
-            self._messages = [message for message in self._messages if not message.is_completed()]
+            over = [message for message in self._messages if message.is_completed()]
+            for message in over:
+                message.end()
+            self._messages = [message for message in self._messages if message not in over]
         self._messages.append(work)
         return work
 
@@ -407,6 +423,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             self._batch.append(work)
         started = self._started
         while started and started[0].is_completed():
-            started.popleft()
+            started.popleft().end()
         started.append(work)
         return work

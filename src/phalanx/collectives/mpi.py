@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -23,8 +24,8 @@ from .threaded import ENDED, Threaded
 from .trouble import Aborted, Late, Mismatched, PeerLost, Refused
 
 PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
-_EAGER = 30  # looks that follow each other
-_SHORT, _LONG = 0.00002, 0.001  # seconds between later ones
+_EAGER = 0.0005  # seconds of looks that follow each other
+_SHORT, _LONG = 0.00002, 0.001  # between later ones
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
 _TYPES = {
@@ -56,6 +57,12 @@ def create(ranks: Sequence[int] = ()) -> Mpi | None:
     """`ranks`: of the world, in this order; none: all. None: this process is not among them. Ranks call it together."""
     mpi = _import()
     world = mpi.COMM_WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
+    if world.size == 1 and launched != "1":
+        raise Refused(
+            f"the backend mpi: MPI has started this process alone, and WORLD_SIZE is {launched}",
+            f"mpirun -n {launched} python …, or another backend: shm, gloo",
+        )
     if not ranks:
         return Mpi(mpi, world.Dup())
     if world.rank not in ranks:
@@ -72,7 +79,10 @@ def create(ranks: Sequence[int] = ()) -> Mpi | None:
 
 
 class Mpi(Threaded):
-    """Collectives and messages in communicators of their own, `comm` and a copy of it."""
+    """Collectives and messages in communicators of their own, `comm` and a copy of it.
+
+    all_reduce, broadcast and barrier besides, which make no Call.
+    """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
@@ -88,17 +98,42 @@ class Mpi(Threaded):
         self._held: list[torch.Tensor] = []  # by what is under way
         self._turn: Any = threading.Lock() if alone else contextlib.nullcontext()
 
+    # -- without a Call
+
+    def all_reduce(self, tensor: torch.Tensor, how: Reduction, timeout: float) -> None:
+        if tensor.dtype not in self._types or how.average or how.before != 1.0 or tensor.numel() > PIECE:
+            self.run(Call(Kind.ALL_REDUCE, (), [tensor], how, timeout=timeout))
+            return
+        words = (self._mpi.IN_PLACE, [*self._spec(tensor)[:2], self._types[tensor.dtype]], self._ops[how.op])
+        self._in_turn(lambda: self._at_once("all_reduce", timeout, tensor, "Iallreduce", *words))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: float) -> None:
+        if tensor.numel() > PIECE:
+            self.run(Call(Kind.BROADCAST, (), [tensor], root=root, timeout=timeout))
+            return
+        self._in_turn(lambda: self._at_once("broadcast", timeout, tensor, "Ibcast", self._spec(tensor), root))
+
+    def barrier(self, timeout: float) -> None:
+        self._in_turn(lambda: self._at_once("barrier", timeout, None, "Ibarrier"))
+
+    def _at_once(self, what: str, timeout: float, tensor: torch.Tensor | None, name: str, *words: Any) -> None:
+        if self._ended:
+            raise Aborted(ENDED)
+        self._held = [] if tensor is None else [tensor]
+        with _Ours(what):
+            self._wait(what, timeout, self._begin(name, *words))
+
     # -- from rank to rank
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> Parcel:
         self._check(tag)
-        with self._turn, _ours("send"):
+        with self._turn, _Ours("send"):
             return Parcel(self, "send", self._post.Isend(self._spec(tensor), to, tag), tensor, timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> Parcel:
         self._check(tag)
         whom = self._mpi.ANY_SOURCE if source == ANYONE else source
-        with self._turn, _ours("recv"):
+        with self._turn, _Ours("recv"):
             return Parcel(self, "recv", self._post.Irecv(self._spec(tensor), whom, tag), tensor, timeout)
 
     def _check(self, tag: int) -> None:
@@ -122,7 +157,7 @@ class Mpi(Threaded):
             raise Aborted(ENDED)
         what = call.kind.name.lower()
         self._held = []
-        with _ours(what):
+        with _Ours(what):
             match call.kind:
                 case Kind.ALL_REDUCE | Kind.REDUCE:
                     self._reduce(call, what)
@@ -199,6 +234,8 @@ class Mpi(Threaded):
 
     def _wait(self, what: str, timeout: float, *requests: Any) -> None:
         """Until all are over."""
+        if self._over(requests):
+            return
         pace = Pace()
         while not self._over(requests):
             if self._ended:
@@ -234,20 +271,22 @@ class Mpi(Threaded):
 
 
 class Pace:
-    """Looks are what MPI moves anything by: they come often while there is hope, and then leave the core to others."""
+    """Looks are what MPI moves anything by: they come often while there is hope, and then leave the core to others.
+
+    With more ranks than cores MPI itself yields at each.
+    """
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
-        self._looks = 0
 
     @property
     def waited(self) -> float:
         return time.monotonic() - self._begun
 
     def rest(self) -> None:
-        self._looks += 1
-        if self._looks > _EAGER:  # not by sched_yield, which on a busy machine costs more than a sleep
-            time.sleep(min(_LONG, max(_SHORT, self.waited / 100)))
+        waited = self.waited
+        if waited > _EAGER:  # not by sched_yield, which on a busy machine costs more than a sleep
+            time.sleep(min(_LONG, max(_SHORT, waited / 100)))
 
 
 class Parcel:
@@ -270,7 +309,7 @@ class Parcel:
     def done(self) -> bool:
         with self._looking:
             if self._tensor is not None:
-                with self._engine._turn, _ours(self._what):
+                with self._engine._turn, _Ours(self._what):
                     over = self._request.Test(self._status)
                 self._tensor = None if over else self._tensor
             return self._tensor is None
@@ -312,17 +351,29 @@ def _finish(out: torch.Tensor, part: torch.Tensor, how: Reduction, size: int) ->
         out.copy_(part)
 
 
-@contextlib.contextmanager
-def _ours(what: str) -> Any:
-    from mpi4py import MPI
+class _Ours:
+    """What MPI says is one of our errors. Not a generator: every call comes here."""
 
-    try:
-        yield
-    except MPI.Exception as error:
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        from mpi4py import MPI
+
+        if not isinstance(error, MPI.Exception):
+            return
         _give_up()
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise Mismatched(f"{what}: ranks called different things: more has come than there is room for") from None
-        raise PeerLost(f"{what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
+            raise Mismatched(
+                f"{self._what}: ranks called different things: more has come than there is room for"
+            ) from None
+        raise PeerLost(f"{self._what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
 
 
 def _import() -> Any:

@@ -5,6 +5,7 @@ Nothing is imported here but what torch has already; the rest comes with the fir
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
@@ -14,20 +15,24 @@ _OURS = ("SHM",)
 
 
 def register() -> None:
-    """Once is enough; more do no harm."""
-    try:
-        from torch.distributed import distributed_c10d as c10d
-    except ImportError:  # a torch without torch.distributed
-        return
+    """Once is enough; more do no harm. What goes wrong must not end `import torch`: torch is as it was."""
+    with contextlib.suppress(Exception):  # a torch without torch.distributed, or one that has changed within
+        _register()
+
+
+def _register() -> None:
+    from torch.distributed import distributed_c10d as c10d
+
     backend = c10d.Backend
     if "SHM" in backend._plugins:
         return
     backend.register_backend("shm", _shm, extended_api=True, devices=["cpu"])
     backend._plugins = _Plugins(backend._plugins)
     if not c10d.is_mpi_available():  # a torch that was built with MPI keeps its own
+        # Where a group is made. Who asks `dist.is_mpi_available()` hears what it always did: some then choose mpi
+        # without being told to, under launchers that are not mpirun.
         c10d.is_mpi_available = _mpi_available
         c10d.ProcessGroupMPI = _Mpi
-        sys.modules["torch.distributed"].is_mpi_available = _mpi_available  # type: ignore[attr-defined]
 
 
 class _Plugins(dict[str, Any]):
@@ -59,9 +64,8 @@ def _refuse_others(config: Any) -> None:
 
 
 def _mpi_available() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("mpi4py") is not None
+    """What is missing is said when a group is made, with what to type."""
+    return True
 
 
 class _Mpi:

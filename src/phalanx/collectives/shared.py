@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -262,6 +263,7 @@ class Parcel:
         self._tag = tag
         self._timeout = timeout
         self._over = False
+        self._asks = threading.Lock()  # one thread at a time: a ticket is known until somebody has heard of its end
         self._trouble: dist.DistBackendError | None = None
 
     def __del__(self) -> None:
@@ -273,16 +275,26 @@ class Parcel:
 
     def wait(self, timeout: float = 0.0) -> bool:
         if not self._over:
-            result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
-            if result < 0:
+            if not self._asks.acquire(timeout=timeout or -1):
                 return False
-            self._over = True
-            if result:
-                self._trouble = self._explained(result, peer, size)
-            elif self._what == "recv":
-                self.source = peer
+            try:
+                if not self._over and not self._came(timeout):
+                    return False
+            finally:
+                self._asks.release()
         if self._trouble:
             raise self._trouble
+        return True
+
+    def _came(self, timeout: float) -> bool:
+        result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
+        if result < 0:
+            return False
+        if result:
+            self._trouble = self._explained(result, peer, size)
+        elif self._what == "recv":
+            self.source = peer
+        self._over = True
         return True
 
     def _explained(self, result: int, peer: int, size: int) -> dist.DistBackendError:

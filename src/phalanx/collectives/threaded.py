@@ -76,20 +76,26 @@ class Threaded:
         """From any thread: whoever is in `_do`, or waits for a message, gives up as soon as it can."""
 
     def run(self, call: Call) -> None:
+        self._in_turn(lambda: self._do(call))
+
+    def start(self, call: Call) -> Task:
+        return self._later(lambda: self._do(call))
+
+    def _in_turn(self, job: Callable[[], None]) -> None:
         with self._change:
             at_once = not self._busy and not self._waiting and not self._ended
             if at_once:
                 self._busy = True
         if not at_once:
-            self.start(call).wait()
+            self._later(job).wait()
             return
         try:
-            self._do(call)
+            job()
         finally:
             self._free()
 
-    def start(self, call: Call) -> Task:
-        task = Task(lambda: self._do(call))
+    def _later(self, job: Callable[[], None]) -> Task:
+        task = Task(job)
         with self._change:
             if self._ended:
                 raise Aborted(ENDED)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .engine import Pending
-from .trouble import Late
+from .trouble import Aborted, Late
 
 _AT_ONCE = timedelta(0)  # what torch's C++ side says for "no limit"
 
@@ -43,25 +43,36 @@ class Started(dist.Work):  # type: ignore[misc]
         self._keep = keep
         self._future: Any = None
         self._settled: Any = None  # the future that was given away
+        self._over = False  # and the engine, which may be gone by then, is not asked any more
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        for pending in self.pendings:
+        for pending in () if self._over else self.pendings:
             if not pending.wait(max(seconds, 0.0)):
                 raise Late(f"{self._name} was not over after {seconds:g} s (timeout)")
+        if self._error is not None:
+            raise self._error
         self._finish()
         return True
+
+    def end(self) -> None:
+        """Its engine ends, or its group lets go of it: how it went stays known."""
+        if not self._over:
+            ended = Aborted(f"{self._name}: the group was ended while it was under way")
+            self._error = self.exception() if self.is_completed() else ended
+            self._over = True
 
     def _finish(self) -> None:
         self._keep = None
         if self._once is not None:
             with self._once:
-                after, self._after = self._after, None
-                if after is not None:
-                    after()
+                if self._after is not None:
+                    self._after()
+                self._after = None  # and not before: others take it for done
 
     def is_completed(self) -> bool:
-        if not all(pending.done() for pending in self.pendings):
+        if not self._over and not all(pending.done() for pending in self.pendings):
             return False
         if self._after is not None and self.exception() is None:
             self._finish()
@@ -72,6 +83,8 @@ class Started(dist.Work):  # type: ignore[misc]
 
     def exception(self) -> Exception | None:
         """None too while it is under way."""
+        if self._over:
+            return self._error
         for pending in self.pendings:
             if pending.done():
                 try:

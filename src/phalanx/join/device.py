@@ -54,6 +54,8 @@ def _parsed(device: str | torch.device | None) -> torch.device | None:
 
 def check_backend(backend: str | None) -> None:
     """Before anybody is met: what torch refuses, it refuses when all have come."""
+    from importlib.util import find_spec
+
     import torch.distributed as dist
 
     from phalanx.collectives import registration
@@ -62,7 +64,8 @@ def check_backend(backend: str | None) -> None:
     if backend is None:
         return
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    here = [name for name in known if name.upper() in dist.Backend._plugins or dist.is_backend_available(name)]
+    ours = {*dist.Backend._plugins, *(["MPI"] if find_spec("mpi4py") else [])}  # of mpi torch itself knows nothing
+    here = [name for name in known if name.upper() in ours or dist.is_backend_available(name)]
     parts = str(backend).lower().split(",")
     for part in parts:
         device, colon, name = part.strip().rpartition(":")
