@@ -265,7 +265,7 @@ def test_who_is_late_is_named() -> None:
         return raised(lambda: engine.barrier(0.2))
 
     waited, came = ranks(2, body)
-    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1")
+    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1, and the timeout is over")
     assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
 
 
@@ -290,6 +290,22 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     assert seconds < 10  # 0.22 on a machine that is idle
     assert other == (Aborted.__name__, "barrier: the process group was aborted")
     assert absent == "!"
+
+
+def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 1:
+            return raised(lambda: engine.start(Call(Kind.BROADCAST, (), [torch.ones(1)], timeout=LIMIT)).wait())[0]
+        signal.signal(signal.SIGUSR1, lambda *_: engine.barrier(LIMIT))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(RuntimeError, match="a signal handler cannot wait for a collective of a group in which"):
+            engine.run(Call(Kind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
+        return "refused"
+
+    def absent(engine: Shared, rank: int) -> object:
+        return raised(lambda: engine.recv(torch.ones(1), 0, 0, LIMIT).wait())[0] if rank == 2 else body(engine, rank)
+
+    assert ranks(3, absent) == ["refused", Aborted.__name__, Aborted.__name__]
 
 
 def test_a_wait_in_one_thread_is_ended_by_another() -> None:
