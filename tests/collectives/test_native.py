@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import gc
 import os
+import resource
 import signal
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import _native, segment, shared
+from phalanx.collectives import _native, creation, segment, shared
 from phalanx.collectives.engine import Call, Kind, Op, Reduction
 from phalanx.collectives.shared import DTYPES, Shared
-from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost, Refused
 from tests.collectives.forked import LIMIT, ranks
 
 pytestmark = pytest.mark.xdist_group("native")
@@ -269,7 +274,7 @@ def test_who_is_late_is_named() -> None:
         return found
 
     waited, came = ranks(2, body)
-    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1")
+    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1, and the timeout is over")
     assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
 
 
@@ -294,6 +299,22 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     assert seconds < 10  # 0.22 on a machine that is idle
     assert other == (Aborted.__name__, "barrier: the process group was aborted")
     assert absent == "!"
+
+
+def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        if rank == 1:
+            return raised(lambda: engine.start(Call(Kind.BROADCAST, (), [torch.ones(1)], timeout=LIMIT)).wait())[0]
+        signal.signal(signal.SIGUSR1, lambda *_: engine.barrier(LIMIT))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(RuntimeError, match="a signal handler cannot wait for a collective of a group in which"):
+            engine.run(Call(Kind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
+        return "refused"
+
+    def absent(engine: Shared, rank: int) -> object:
+        return raised(lambda: engine.recv(torch.ones(1), 0, 0, LIMIT).wait())[0] if rank == 2 else body(engine, rank)
+
+    assert ranks(3, absent) == ["refused", Aborted.__name__, Aborted.__name__]
 
 
 def test_a_wait_in_one_thread_is_ended_by_another() -> None:
@@ -399,6 +420,65 @@ def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path)
 
     children = []
     for rank in (0, 2):
+        if (pid := os.fork()) == 0:
+            signal.alarm(int(LIMIT))
+            os._exit(child(rank))
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+
+
+def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
+    memory = segment._create(_native.memory(2, segment.SLOT))
+
+    def body(engine: Shared, rank: int) -> object:
+        pids = torch.zeros(2, dtype=torch.int64)
+        engine.run(Call(Kind.ALL_GATHER, [torch.tensor([os.getpid()])], [pids], timeout=LIMIT))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+        files = []
+        with contextlib.suppress(OSError):
+            while rank == 1:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        answer = raised(lambda: Shared(memory, rank, pids.tolist(), [0, 1], LIMIT))
+        for file in files:
+            os.close(file)
+        return answer
+
+    missed, refused = ranks(2, body)
+    os.close(memory)
+    assert missed == (PeerLost.__name__, "joining: peer lost, a rank of this machine has ended")
+    assert refused[0] == Refused.__name__
+    assert "Too many open files" in refused[1]
+
+
+# Of seccomp: what the numbers of the calls are compared with, one after the other.
+_LOAD, _IS, _RETURN, _ALLOW, _NOT_PERMITTED = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
+_PIDFD_OPEN = 434  # on every processor
+
+
+def forbid(call: int) -> None:
+    """As some containers do."""
+    filters = [(_LOAD, 0, 0, 0), (_IS, 0, 1, call), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in filters))
+    program = struct.pack("H6xQ", len(filters), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, program, 0, 0) == 0
+
+
+@pytest.mark.parametrize("why", ["forbidden", "too many"])
+def test_where_memory_cannot_be_shared_all_ranks_go_another_way(tmp_path: Path, why: str) -> None:
+    def child(rank: int) -> int:
+        if why == "too many":
+            segment.MOST = 1
+        elif rank == 1:
+            forbid(_PIDFD_OPEN)
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        group = creation.shm(store, rank, 2, timedelta(seconds=LIMIT))
+        group.allreduce([ones := torch.ones(2)]).wait()
+        return 0 if type(group._engine).__name__ == "Plain" and ones.tolist() == [2, 2] else 1
+
+    children = []
+    for rank in (0, 1):
         if (pid := os.fork()) == 0:
             signal.alarm(int(LIMIT))
             os._exit(child(rank))

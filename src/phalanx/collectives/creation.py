@@ -12,10 +12,8 @@ from . import meeting, neighbours
 from .engine import Engine
 from .group import Group
 
-_NOTE = (
-    "phalanx: shm goes through gloo, slower, for its native part is not built here; "
-    "with a C compiler: pip install --force-reinstall --no-deps phalanx\n"
-)
+_NOT_BUILT = "its native part is not built here; with a C compiler: pip install --force-reinstall --no-deps phalanx"
+_REFUSED = "shm/refused"
 _noted = False
 
 
@@ -23,14 +21,18 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     """`ranks`: what they are called in the world; none: as in the group."""
     meeting.teach(Group)
     names = tuple(ranks) or tuple(range(size))
+    refused = _refusal()
+    if refused:
+        store.set(_REFUSED, refused)  # before anybody knows of this rank: all of them see it, or none
     known = neighbours.find(store, rank, size, timeout.total_seconds())
+    refused = store.get(_REFUSED).decode() if store.check([_REFUSED]) else ""
     if len(known.machines) > 1:
         from .nodes import Nodes
 
-        inner = _within(store, rank, known.here, names, timeout)
+        inner = _within(store, rank, known.here, names, timeout, refused=refused)
         engine: Engine = Nodes(store, known, inner, timeout.total_seconds(), names)
     else:
-        engine = _within(store, rank, range(size), names, timeout)
+        engine = _within(store, rank, range(size), names, timeout, refused=refused)
     return Group("shm", engine, store, timeout, names)
 
 
@@ -42,22 +44,35 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
     return Group("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
-def _within(store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta) -> Engine:
-    """`here`: the ranks of the group on this machine."""
-    names = [names[one] for one in here]
+def _refusal() -> str:
+    """Why this process can share no memory; none: it can."""
     try:
-        from .shared import join
+        from . import segment
     except ImportError:
-        from .plain import Plain
-
-        _note(rank)
-        inside = dist.PrefixStore(f"machine of {here[0]}", store)
-        return Plain(inside, here.index(rank), len(here), timeout, names)
-    return join(store, rank, here, names, timeout.total_seconds())
+        return _NOT_BUILT
+    return segment.refusal()
 
 
-def _note(rank: int) -> None:
+def _within(
+    store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta, *, refused: str
+) -> Engine:
+    """`here`: the ranks of the group on this machine. `refused`: why one or another can share no memory."""
+    names = [names[one] for one in here]
+    if not refused:
+        from .segment import MOST
+        from .shared import join
+
+        if len(here) <= MOST:
+            return join(store, rank, here, names, timeout.total_seconds())
+        refused = f"of one machine it takes {MOST} ranks, and here are {len(here)}"
+    from .plain import Plain
+
+    _note(rank, refused)
+    return Plain(dist.PrefixStore(f"machine of {here[0]}", store), here.index(rank), len(here), timeout, names)
+
+
+def _note(rank: int, why: str) -> None:
     global _noted
     if rank == 0 and not _noted:
         _noted = True
-        sys.stderr.write(_NOTE)
+        sys.stderr.write(f"phalanx: shm goes through gloo, slower, for {why}\n")

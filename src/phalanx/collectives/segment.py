@@ -13,7 +13,18 @@ from phalanx.collectives import _native
 from phalanx.collectives.trouble import Late, PeerLost
 
 SLOT = 1 << 20  # bytes; each rank has two
+MOST = 256  # ranks: the number of native/phx.h
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def refusal() -> str:
+    """Why this process can share no memory, or not see who ends; none: it can. Some containers forbid it."""
+    try:
+        os.close(os.memfd_create("phalanx", os.MFD_CLOEXEC))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"the kernel lets it not have memfd_create and pidfd_open ({error.strerror})"
+    return ""
 
 
 def make(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slot: int = SLOT) -> tuple[int, list[int]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.collectives import _native, differing, segment
 from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
-from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost, Refused
 
 # Numbers are those of native/reduce.h. What is merely moved may be of other types: one number for all of them.
 DTYPES = {
@@ -349,4 +349,6 @@ def _not_joined(error: OSError, timeout: float) -> Exception:
         return Late(f"joining timed out: a rank of this machine has not come in {timeout:g} s")
     if error.errno == errno.ECONNABORTED:
         return Aborted("joining: the process group was aborted")
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return Refused(f"joining: {error.strerror}; a group takes one for each other rank", "ulimit -n 65536")
     return error

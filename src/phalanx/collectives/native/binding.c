@@ -68,6 +68,32 @@ static int interrupted(void) {
     return raised;
 }
 
+/* Calls of this thread that are not over: more than one where a signal's handler, which runs while one waits, makes another. */
+struct within {
+    struct holder *holder;
+    struct within *outer;
+};
+static _Thread_local struct within *innermost;
+
+/* What comes after a call of the same thread would wait for ever: that one cannot go on before the handler returns. */
+static int in_its_own_way(const struct holder *h) {
+    const struct within *w = innermost;
+    while (w && w->holder != h) w = w->outer;
+    if (w) PyErr_SetString(PyExc_RuntimeError, "a signal handler cannot wait for a collective of a group in which its thread waits already: let it set a flag, and call this afterwards");
+    return w != NULL;
+}
+
+static int run(struct holder *h, const struct phx_call *call) {
+    struct within own = {h, innermost};
+    int result;
+    innermost = &own;
+    Py_BEGIN_ALLOW_THREADS
+    result = phx_run(h->group, call);
+    Py_END_ALLOW_THREADS
+    innermost = own.outer;
+    return result;
+}
+
 /* -- arguments */
 
 static int64_t number(PyObject *o) { return PyLong_AsLongLong(o); }
@@ -239,11 +265,7 @@ static PyObject *run_one(struct holder *h, const struct phx_call *call) {
         PyErr_SetString(PyExc_ValueError, wrong);
         return answer(h, 0);
     }
-    int result;
-    Py_BEGIN_ALLOW_THREADS
-    result = phx_run(h->group, call);
-    Py_END_ALLOW_THREADS
-    return answer(h, result);
+    return answer(h, in_its_own_way(h) ? 0 : run(h, call));
 }
 
 /* group, address, count, dtype, op, before, average, patience_ms */
@@ -283,10 +305,7 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     struct request r = {0};
     if (request(&r, "run", args, n)) return NULL;
-    int result;
-    Py_BEGIN_ALLOW_THREADS
-    result = phx_run(r.holder->group, &r.call);
-    Py_END_ALLOW_THREADS
+    int result = in_its_own_way(r.holder) ? 0 : run(r.holder, &r.call);
     free(r.in);
     free(r.out);
     return answer(r.holder, result);
@@ -317,6 +336,7 @@ static PyObject *py_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     int64_t ticket = number(args[1]), patience = number(args[2]);
     struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
     if (!h) return NULL;
+    if (!phx_done(h->group, (uint64_t)ticket) && in_its_own_way(h)) return answer(h, 0);
     int result;
     Py_BEGIN_ALLOW_THREADS
     result = phx_wait(h->group, (uint64_t)ticket, patience);

@@ -229,7 +229,6 @@ static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
 int phx_own(const phx_group *g) { return g->forks == forks; }
 
 static int open_peers(phx_group *g, const int32_t *pids) {
-    for (int r = 0; r < g->ranks; r++) g->peers[r] = (struct pollfd){-1, POLLIN, 0};
     for (int r = 0; r < g->ranks; r++) {
         if (r == g->rank) continue;
         g->peers[r].fd = (int)syscall(SYS_pidfd_open, pids[r], 0);
@@ -289,11 +288,15 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
     g->peers = calloc((size_t)ranks, sizeof *g->peers);
     g->scratch = aligned_alloc(4096, g->piece * (size_t)ranks);
     if (g->memory == MAP_FAILED) g->memory = NULL;
-    int result = g->memory && g->peers && g->scratch && !open_peers(g, pids) && !phx_queue_open(g) ? PHX_OK : PHX_FAILED;
-    int why = errno;
-    if (result == PHX_OK) {
+    int result = g->memory && g->peers && g->scratch && !phx_queue_open(g) ? PHX_OK : PHX_FAILED;
+    if (result == PHX_OK) { /* from here on the others see it where this one fails */
+        for (int r = 0; r < ranks; r++) g->peers[r] = (struct pollfd){-1, POLLIN, 0};
         g->head = g->memory;
         g->seats = (struct seat *)(g->head + 1);
+        result = open_peers(g, pids) ? PHX_FAILED : PHX_OK;
+    }
+    int why = errno;
+    if (result == PHX_OK) {
         g->shares = (struct share *)(g->seats + ranks);
         g->slots = (uint8_t *)g->memory + before_slots(ranks);
         g->seats[rank].pid = pids[rank];
