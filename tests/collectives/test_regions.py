@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def trained() -> tuple[bool, int, int]:
         model = nn.Sequential(nn.Linear(64, 4500), nn.ReLU(), nn.Linear(4500, 64))
         net: Any = run.wrap(model) if way == "wrap" else nn.parallel.DistributedDataParallel(model)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert pickle.loads(pickle.dumps(net))
         for step in range(4):
             torch.manual_seed(100 * step + run.rank)
             net(torch.randn(4, 64)).square().mean().backward()
