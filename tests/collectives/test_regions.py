@@ -28,6 +28,11 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:phalanx-region")
 
 
+def opened() -> int:
+    names = Path("/proc/self/fd")
+    return sum("memfd:phalanx-region" in os.readlink(one) for one in names.iterdir() if one.is_symlink())
+
+
 def staged(rank: int, size: int) -> Any:
     """An engine as where the kernel lets nobody read another's memory."""
     from phalanx.collectives import segment
@@ -76,6 +81,7 @@ def reduced() -> tuple[int, int, int]:
         there.copy_(halves)
         assert torch.equal(summed(engine, there, how), summed(engine, halves, how))
         between = mapped()
+        assert opened() == 2  # its own, that mmap.mmap keeps
         del own, other, there, expected
         summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
         assert not regions.show(engine, [Region.made(regions.LEAST + rank * 4096)], 60)  # not all alike: none
