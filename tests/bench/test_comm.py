@@ -243,6 +243,8 @@ def test_who_starts_the_ranks() -> None:
         ["--dtypes", "float33"],
         ["--rounds", "-1"],
         ["--json", "/nowhere/at/all.json"],
+        ["--plot", "comm.foo"],
+        ["--backends", "shm,,gloo"],
     ],
 )
 def test_what_cannot_be_measured(argv: list[str]) -> None:
@@ -299,6 +301,11 @@ def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["--backends", "gloo", "-g", "2"], {}) == 1
     assert "exit code 1" in capfd.readouterr().out
+
+
+def test_nothing_measured_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "run", lambda _, __, hear: hear(hello(2)) or "")
+    assert main(["--backends", "nccl", "-g", "2"], {}) == 1
 
 
 def test_wrong_results_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

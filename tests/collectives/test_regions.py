@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ COUNT = regions.LEAST // 4 + 1001
 
 def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:phalanx-region")
+
+
+def opened() -> int:
+    names = Path("/proc/self/fd")
+    return sum("memfd:phalanx-region" in os.readlink(one) for one in names.iterdir() if one.is_symlink())
 
 
 def staged(rank: int, size: int) -> Any:
@@ -75,6 +81,7 @@ def reduced() -> tuple[int, int, int]:
         there.copy_(halves)
         assert torch.equal(summed(engine, there, how), summed(engine, halves, how))
         between = mapped()
+        assert opened() == 2  # its own, that mmap.mmap keeps
         del own, other, there, expected
         summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
         assert not regions.show(engine, [Region.made(regions.LEAST + rank * 4096)], 60)  # not all alike: none
@@ -96,6 +103,7 @@ def trained() -> tuple[bool, int, int]:
         model = nn.Sequential(nn.Linear(64, 4500), nn.ReLU(), nn.Linear(4500, 64))
         net: Any = run.wrap(model) if way == "wrap" else nn.parallel.DistributedDataParallel(model)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert pickle.loads(pickle.dumps(net))
         for step in range(4):
             torch.manual_seed(100 * step + run.rank)
             net(torch.randn(4, 64)).square().mean().backward()

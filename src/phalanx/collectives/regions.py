@@ -86,7 +86,7 @@ def show(engine: Lending, made: Sequence[Region | None], timeout: float) -> bool
     told = torch.empty((engine.size, *own.shape), dtype=own.dtype)
     engine.run(Call(Kind.ALL_GATHER, [own], [told], timeout=timeout))
     mapped: list[list[torch.Tensor | None]] | None = None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # which torch raises where it cannot map
         if len(regions) < len(made):
             raise OSError("this rank has not made all of them")
         mapped = [
@@ -118,6 +118,7 @@ def _opened(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torc
     try:
         if os.fstat(fd).st_size != size:
             raise OSError("it is not what the other rank has told of")
-        return torch.frombuffer(mmap.mmap(fd, size, flags=_FLAGS), dtype=torch.uint8)
+        # Not by mmap.mmap, which keeps a descriptor: there are as many of these as buckets times ranks.
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
     finally:
         os.close(fd)

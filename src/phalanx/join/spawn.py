@@ -46,10 +46,11 @@ def spawn(
 ) -> list[Result]:
     """Call `fn(*args, **kwargs)` in that many processes, and return what each returned.
 
-    The process group is made before the call and ended after it: of `backend`, or shm; where there is a GPU for every
-    rank, gloo with nccl beside it. `join=False` leaves it to the function, as to one that calls `init_process_group`
-    itself. `fresh` says whether ranks come from a new interpreter (True), from this process (False), or from this
-    process if that is safe (None). The first rank to fail ends the others, and is raised as a RankError.
+    The process group is made before the call and ended after it: of `backend`, or shm; where there are GPUs gloo, with
+    nccl beside it if there is one for every rank. `join=False` leaves it to the function, as to one that calls
+    `init_process_group` itself. `fresh` says whether ranks come from a new interpreter (True), from this process
+    (False), or from this process if that is safe (None). The first rank to fail ends the others, and is raised as a
+    RankError.
     """
     _check(fn, ranks)
     why = must_not_fork()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,21 +46,22 @@ def share(ddp: Any) -> None:
     if ddp.find_unused_parameters and not ddp.static_graph:
         return  # it never does
     size = sum(one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad)
-    engine = regions.lender(ddp.process_group)
-    if engine is None or size < regions.LEAST:
+    if regions.lender(ddp.process_group) is None or size < regions.LEAST:
         return
-    theirs, timeout = type(ddp)._pre_forward, ddp.process_group._timeout
+    # A method of that name is pickled and copied as the class's own; it goes when it has done its work.
+    ddp._pre_forward = MethodType(_pre_forward, ddp)
 
-    def before_forward(ddp: Any, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return theirs(ddp, *args, **options)
-        allocating = _Allocating()
-        with allocating:
-            result = theirs(ddp, *args, **options)
-        if ddp._has_rebuilt_buckets:
-            del ddp._pre_forward
-            regions.show(engine, [one() for one in allocating.made], timeout)
-        return result
 
-    held = weakref.proxy(ddp)  # it is not to hold itself
-    ddp._pre_forward = lambda *args, **options: before_forward(held, *args, **options)
+def _pre_forward(ddp: Any, *args: Any, **options: Any) -> Any:
+    theirs = type(ddp)._pre_forward
+    if torch.compiler.is_compiling():
+        return theirs(ddp, *args, **options)
+    allocating = _Allocating()
+    with allocating:
+        result = theirs(ddp, *args, **options)
+    if ddp._has_rebuilt_buckets:
+        del ddp._pre_forward
+        engine = regions.lender(ddp.process_group)
+        if engine is not None:
+            regions.show(engine, [one() for one in allocating.made], ddp.process_group._timeout)
+    return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from phalanx.bench.comm import patterns, traffic
 from phalanx.bench.comm.cells import device_of
 from phalanx.bench.comm.patterns import Tile
-from phalanx.collectives import registration
+from phalanx.collectives import regions, registration
 
 Call = Callable[[], object]
 ROOT = 0
@@ -188,16 +187,16 @@ class Regions(Group):
         super().__init__("shm", torch.device("cpu"), limit)
         self.name = REGIONS
         self._limit = limit
-        self._regions: Any = importlib.import_module("phalanx.collectives.regions")
-        self._engine = self._regions.lender(self.group)
-        if self._engine is None:
+        engine = regions.lender(self.group)
+        if engine is None:
             raise ValueError("the ranks share no memory")
+        self._engine = engine
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:
         if task.operation != "all_reduce":
             return buffers
-        region = self._regions.Region.made(buffers.bytes)
-        self._regions.show(self._engine, [region], self._limit)
+        region = regions.Region.made(buffers.bytes)
+        regions.show(self._engine, [region], self._limit)
         return replace(buffers, whole=torch.frombuffer(region, dtype=buffers.whole.dtype))
 
     def call(self, task: Task, b: Buffers) -> Call | None:

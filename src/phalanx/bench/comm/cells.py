@@ -144,6 +144,12 @@ class Results(msgspec.Struct):
     def wrong(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.wrong]
 
+    @property
+    def measured(self) -> bool:
+        """Whether something was measured of a backend."""
+        done = any(cell.rounds for cell in self.cells if cell.operation != traffic.COPY)
+        return done or bool(self.links) or any(one.rounds for one in self.steps)
+
     def cell(self, key: Key, backend: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.key == key and cell.backend == backend and cell.rounds), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.bench.comm import calls, everybody
 from phalanx.bench.comm.cells import Steps
 from phalanx.bench.launch import rotated
+from phalanx.train import flat
 
 LAYERS, WIDTH, BATCH = 8, 1024, 8
 
@@ -60,7 +60,7 @@ def _training(group: Any, *, shared: bool) -> Step:
     plain = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model = DistributedDataParallel(plain, process_group=group, gradient_as_bucket_view=True)
     if shared:
-        importlib.import_module("phalanx.train.flat").share(model)
+        flat.share(model)
     parameters = list(plain.parameters())
     x = torch.randn(BATCH, WIDTH)
 

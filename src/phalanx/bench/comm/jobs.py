@@ -116,8 +116,7 @@ def usual(gpus: int, *, mpi: bool = True) -> list[str]:
     """Backends that can be measured here."""
     if gpus:
         return ["nccl"]
-    regions = importlib.util.find_spec("phalanx.collectives.regions") is not None
-    return ["shm", *(["regions"] if regions else []), "gloo", *(MPI if mpi and not mpi_missing() else ())]
+    return ["shm", "regions", "gloo", *(MPI if mpi and not mpi_missing() else ())]
 
 
 def mpi_missing() -> str:

@@ -14,6 +14,7 @@ from phalanx.bench.comm.traffic import COPY, write_size
 # Told apart by people who see colours differently.
 _COLOURS = ("#0072b2", "#e69f00", "#222222", "#cc79a7", "#009e73", "#d55e00")
 _LINES = ("-", "--", ":", "-.")
+ENDINGS = (".png", ".svg", ".pdf")
 
 
 def draw(results: Results, path: str) -> list[str]:
@@ -35,7 +36,7 @@ def draw(results: Results, path: str) -> list[str]:
         groups.setdefault((link.ranks, link.backend), []).append(link)
     if groups:
         name, ending = os.path.splitext(path)
-        target = f"{name}-links{ending or '.png'}" if sized else path
+        target = f"{name}-links{ending}" if sized else path
         figure = _matrices(pyplot, list(groups.values()))
         figure.savefig(target, dpi=130)
         pyplot.close(figure)

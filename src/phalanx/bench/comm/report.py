@@ -37,6 +37,8 @@ def check(options: argparse.Namespace) -> None:
         comparison.read(options.compare)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise OptionError("--plot cannot be drawn: matplotlib is not installed", fix="pip install 'phalanx[bench]'")
+    if options.plot and not options.plot.endswith(plots.ENDINGS):
+        raise OptionError(f"--plot {options.plot}: expected {', '.join(plots.ENDINGS)}", fix="--plot comm.png")
     for name in ("json", "plot"):
         folder = os.path.dirname(os.path.abspath(getattr(options, name)))
         if getattr(options, name) and not os.access(folder, os.W_OK):
@@ -57,6 +59,8 @@ def finish(results: Results, options: argparse.Namespace, measured: tuple[Machin
         before, where = comparison.read(options.compare)
         changes = comparison.compare(results.cells, before)
         _differs(where, asdict(measured[0]))
+        if not changes:
+            sys.stderr.write(f"{options.compare} has measured nothing that this run has\n")
     tables.show(results, judged, changes, details=options.details)
     load, cores = measured[0].load_before[0], measured[0].cores
     if load > 0.5 * cores:
@@ -73,7 +77,7 @@ def finish(results: Results, options: argparse.Namespace, measured: tuple[Machin
     if options.plot:
         for path in plots.draw(results, options.plot):
             sys.stderr.write(f"written: {path}\n")
-    return 1 if results.wrong or not results.hellos or any(target.met is False for target in judged) else 0
+    return 1 if results.wrong or not results.measured or any(target.met is False for target in judged) else 0
 
 
 def _data(results: Results, measured: tuple[Machine, Settings]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def read(options: argparse.Namespace, backends: Sequence[str]) -> Settings:
     seconds = options.seconds or (0.01 if options.quick else 0.03)
     if rounds < 1 or seconds <= 0:
         raise OptionError("too little to tell anything", fix="--rounds 5 --seconds 0.03")
+    if options.backends and not all(options.backends.split(",")):
+        raise OptionError(f'--backends "{options.backends}" has one without a name', fix="--backends shm,gloo")
     return Settings(
         backends=tuple(dict.fromkeys(options.backends.split(","))) if options.backends else tuple(backends),
         operations=chosen("--operations", options.operations or ",".join(OPERATIONS), OPERATIONS),
