@@ -274,7 +274,7 @@ def test_who_is_late_is_named() -> None:
         return found
 
     waited, came = ranks(2, body)
-    assert waited == (Late.__name__, "barrier timed out: it waited 0.2 s for rank 1, and the timeout is over")
+    assert waited == (Late.__name__, "barrier: rank 1 did not come within the timeout of 0.2 s")
     assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
 
 

@@ -24,9 +24,9 @@ def lines(text: str) -> list[str]:
 
 def uneven(launcher: str) -> list[str]:
     return [
-        f"rank 0 of 3, local 0 of 2, node 0 of 2, shm on cpu, by {launcher}",
-        f"rank 1 of 3, local 1 of 2, node 0 of 2, shm on cpu, by {launcher}",
-        f"rank 2 of 3, local 0 of 1, node 1 of 2, shm on cpu, by {launcher}",
+        f"rank 0 of 3, local 0 of 2, node 0 of 2, gloo on cpu, by {launcher}",
+        f"rank 1 of 3, local 1 of 2, node 0 of 2, gloo on cpu, by {launcher}",
+        f"rank 2 of 3, local 0 of 1, node 1 of 2, gloo on cpu, by {launcher}",
     ]
 
 
@@ -51,7 +51,7 @@ def test_by_hand_where_the_own_name_is_loopback(lab: Lab) -> None:
     jobs = [lab[rank].start(words=EVERYTHING, env={**env, "RANK": str(rank)}) for rank in range(2)]
     assert [job.wait(120) for job in jobs] == [0, 0], "\n".join(job.both for job in jobs)
     assert lines("\n".join(job.out for job in jobs)) == [
-        f"rank {rank} of 2, local 0 of 1, node {rank} of 2, shm on cpu, by hand-set variables" for rank in range(2)
+        f"rank {rank} of 2, local 0 of 1, node {rank} of 2, gloo on cpu, by hand-set variables" for rank in range(2)
     ]
 
 

@@ -192,7 +192,7 @@ class Shared:
         if result == _TIMEOUT and self.rank in culprits:
             return Late(f"{what}: this rank came too late, the others' wait for {who} timed out")
         if result == _TIMEOUT:
-            return Late(f"{what} timed out: it waited {timeout:g} s for {who}, and the timeout is over")
+            return Late(f"{what}: {who} did not come within the timeout of {timeout:g} s")
         return Aborted(f"{what}: the kernel does not let a rank read its peer's memory any more")
 
     def _named(self, ranks: Sequence[int]) -> str:
