@@ -274,6 +274,7 @@ def test_who_is_late_is_named() -> None:
         return found
 
     waited, came = ranks(2, body)
+    os.close(over), os.close(tell)
     assert waited == (Late.__name__, "barrier: rank 1 did not come within the timeout of 0.2 s")
     assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
 

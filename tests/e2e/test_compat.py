@@ -73,7 +73,10 @@ CASES = [
         "link to the script, other python",
         script=("link.py",),
         cwd="{work}",
-        env=ONE_THREAD | {"PYTHON_EXEC": os.path.realpath(sys.executable), "PYTHONPATH": sysconfig.get_path("purelib")},
+        env=ONE_THREAD
+        | {"PYTHON_EXEC": os.path.realpath(sys.executable), "PYTHONPATH": sysconfig.get_path("purelib")}
+        # torch would look there for our backends, of which that folder has the name alone: they are installed in place.
+        | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         ways=("cold", "fresh"),
     ),
     Case(

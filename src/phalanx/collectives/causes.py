@@ -118,7 +118,7 @@ def _own(error: Exception, call: Call) -> Exception | None:
     if not isinstance(error, tuple(_KINDS.values())):
         return None
     text = re.sub(r" \(of this group: \d+\)", "", str(error))  # its own numbers
-    text = re.sub(r"waited [\d.]+ s", f"waited {call.timeout:g} s", text)
+    text = re.sub(r"timeout of [\d.]+ s", f"timeout of {call.timeout:g} s", text)
     part = next((name for name in _PARTS if text.startswith((f"{name} ", f"{name}:"))), "")
     return _again(Word(type(error).__name__, f"{_name(call)}{text.removeprefix(part)}" if part else text))
 
