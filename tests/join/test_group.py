@@ -191,7 +191,14 @@ def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
 def test_all_ranks_choose_the_same_backend(asked: str | None, own: str, kinds: list[str], chosen: str) -> None:
     import torch
 
-    assert backend_for(asked, torch.device(own), kinds) == chosen
+    assert backend_for(asked, torch.device(own), kinds, ["here"] * len(kinds)) == chosen
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [(None, "gloo"), ("shm", "shm")])
+def test_across_machines_shared_memory_has_to_be_named(asked: str | None, chosen: str) -> None:
+    import torch
+
+    assert backend_for(asked, torch.device("cpu"), ["cpu", "cpu"], ["here", "there"]) == chosen
 
 
 def test_shared_memory_is_not_for_a_gpu() -> None:
