@@ -175,6 +175,16 @@ def test_every_half_and_back() -> None:
         torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_small_halves_are_kept_where_small_floats_are_not() -> None:
+    small = torch.arange(1, 1024, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    assert torch.set_flush_denormal(True)
+    try:
+        doubled = reduced([small, small], SUM)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(doubled, small * 2)
+
+
 # -- the engine
 
 
