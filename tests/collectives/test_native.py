@@ -11,6 +11,7 @@ import resource
 import signal
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -174,6 +175,16 @@ def test_every_half_and_back() -> None:
         torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_small_halves_are_kept_where_small_floats_are_not() -> None:
+    small = torch.arange(1, 1024, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    assert torch.set_flush_denormal(True)
+    try:
+        doubled = reduced([small, small], SUM)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(doubled, small * 2)
+
+
 # -- the engine
 
 
@@ -247,6 +258,14 @@ def test_what_differs_is_told() -> None:
         assert later == (Mismatched.__name__, f"barrier: this group has ended before: {first[1]}")
 
 
+def test_reductions_that_differ_are_told() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        return raised(lambda: engine.all_reduce(torch.ones(4), Reduction(average=rank == 1), LIMIT))[1]
+
+    told = "rank 0 all_reduce of 4 float32 (SUM), rank 1 all_reduce of 4 float32 (AVG)"
+    assert ranks(2, body) == [f"ranks called different things: {told}"] * 2
+
+
 def test_a_killed_rank_is_named_at_once() -> None:
     def body(engine: Shared, rank: int) -> object:
         engine.barrier(LIMIT)
@@ -316,6 +335,38 @@ def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
         return raised(lambda: engine.recv(torch.ones(1), 0, 0, LIMIT).wait())[0] if rank == 2 else body(engine, rank)
 
     assert ranks(3, absent) == ["refused", Aborted.__name__, Aborted.__name__]
+
+
+def test_two_threads_wait_for_one_message() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        sys.setswitchinterval(1e-6)
+        troubles = []
+        for _ in range(300):
+            if rank == 0:
+                engine.send(torch.ones(20000), 1, 0, LIMIT).wait()
+                continue
+            parcel = engine.recv(torch.ones(20000), 0, 0, LIMIT)
+            other = threading.Thread(target=lambda one=parcel: troubles.append(raised(one.wait)))
+            other.start()
+            troubles.append(raised(parcel.wait))
+            other.join()
+        return set(troubles)
+
+    assert ranks(2, body) == [set(), {("", "")}]
+
+
+def test_a_message_that_was_interrupted_says_so_and_the_group_goes_on() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        engine.barrier(LIMIT)
+        if rank == 0:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            parcel = engine.recv(torch.ones(1), 1, 5, LIMIT)
+            with pytest.raises(KeyboardInterrupt):
+                parcel.wait()
+            assert raised(parcel.wait) == (Aborted.__name__, "recv was interrupted before")
+        return raised(lambda: engine.barrier(LIMIT))
+
+    assert ranks(2, body) == [("", "")] * 2
 
 
 def test_a_wait_in_one_thread_is_ended_by_another() -> None:

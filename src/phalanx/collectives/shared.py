@@ -206,7 +206,9 @@ class Shared:
             return f"ranks called {next(iter(said))}, but what one gives is not of the size that another takes"
         return "ranks called different things: " + ", ".join(f"{self._named(who)} {what}" for what, who in said.items())
 
-    def _told(self, kind: int, dtype: int, op: int, root: int, bytes_: int) -> str:
+    def _told(  # noqa: PLR0917
+        self, kind: int, dtype: int, op: int, root: int, average: int, bytes_: int, before: float
+    ) -> str:
         text = Kind(kind).name.lower()
         if kind == Kind.BARRIER:
             return text
@@ -216,7 +218,7 @@ class Shared:
         else:
             text += f" of {bytes_} bytes"
         if kind in _REDUCTIONS:
-            text += f" ({Op(op).name})"
+            text += f" ({'AVG' if average else Op(op).name}{f' of {before:g} times each' if before != 1 else ''})"
         if kind in _FROM_ROOT:
             text += f" from {self._named([root])}"
         if kind in _TO_ROOT:
@@ -263,7 +265,7 @@ class Parcel:
         self._tag = tag
         self._timeout = timeout
         self._over = False
-        self._asks = threading.Lock()  # one thread at a time: a ticket is known until somebody has heard of its end
+        self._lock = threading.RLock()  # its result is given once
         self._trouble: dist.DistBackendError | None = None
 
     def __del__(self) -> None:
@@ -274,28 +276,30 @@ class Parcel:
         return self._over or bool(_native.parcel_done(self._engine._group, self._ticket))
 
     def wait(self, timeout: float = 0.0) -> bool:
-        if not self._over:
-            if not self._asks.acquire(timeout=timeout or -1):
+        if not self._over and not self._trouble:
+            if not self._lock.acquire(timeout=timeout or -1):
                 return False
             try:
-                if not self._over and not self._came(timeout):
+                if not self._over and not self._trouble and not self._settled(timeout):
                     return False
             finally:
-                self._asks.release()
+                self._lock.release()
         if self._trouble:
             raise self._trouble
         return True
 
-    def _came(self, timeout: float) -> bool:
-        result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
-        if result < 0:
-            return False
-        if result:
+    def _settled(self, timeout: float) -> bool:
+        try:
+            result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
+        except BaseException:  # of a signal's handler: it was taken back
+            self._trouble = Aborted(f"{self._what} was interrupted before")
+            raise
+        if result > 0:
             self._trouble = self._explained(result, peer, size)
-        elif self._what == "recv":
+        elif result == 0 and self._what == "recv":
             self.source = peer
-        self._over = True
-        return True
+        self._over = result >= 0
+        return self._over
 
     def _explained(self, result: int, peer: int, size: int) -> dist.DistBackendError:
         engine, what = self._engine, self._what

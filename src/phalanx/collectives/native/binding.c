@@ -236,7 +236,7 @@ static PyObject *py_culprits(PyObject *self, PyObject *capsule) { /* [rank, ...]
     return list;
 }
 
-static PyObject *py_said(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* kind, dtype, op, root, bytes */
+static PyObject *py_said(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* kind, dtype, op, root, average, bytes, before */
     (void)self;
     if (few("said", n, 2)) return NULL;
     int64_t rank = number(args[1]);
@@ -245,7 +245,7 @@ static PyObject *py_said(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     struct phx_said said = {0};
     phx_said(h->group, (int)rank, &said);
     let_go(h);
-    return Py_BuildValue("(iiiiK)", said.kind, said.dtype, said.op, said.root, (unsigned long long)said.bytes);
+    return Py_BuildValue("(iiiiiKd)", said.kind, said.dtype, said.op, said.root, said.average, (unsigned long long)said.bytes, said.before);
 }
 
 static PyObject *py_direct(PyObject *self, PyObject *capsule) {

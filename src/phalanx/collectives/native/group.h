@@ -22,9 +22,7 @@ typedef _Atomic uint32_t word;
 /* What a rank says of the call that it begins. */
 struct notice {
     uint64_t address; /* of its tensor, in its own memory */
-    double before;
     struct phx_said said;
-    uint32_t average;
     uint32_t placed;  /* what it gives lies in its slot already */
     uint32_t region;  /* in which its tensor lies; 0: in none */
 };

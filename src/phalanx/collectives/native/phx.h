@@ -90,8 +90,9 @@ void phx_culprits(phx_group *, uint8_t *ranks);
 
 /* After PHX_MISMATCH: what this rank had called. */
 struct phx_said {
-    int32_t kind, dtype, op, root;
+    int32_t kind, dtype, op, root, average;
     uint64_t bytes;
+    double before;
 };
 void phx_said(phx_group *, int rank, struct phx_said *);
 

@@ -21,16 +21,17 @@ static inline bf16 to_bf16(float f) {
     return (bf16)((int32_t)(bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
 }
 
+/* Subnormal numbers are made of two that are not, since a thread may take what is subnormal as 32 bits for zero. No branch,
+   so that it is vectorised. */
 static inline float from_f16(f16 h) {
-    /* Exponents are moved by a multiplication, which takes care of subnormal numbers; no branch, so that it is vectorised. */
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13, exponent = rest & 0x0f800000;
+    uint32_t bits = rest + 0x38000000 + (exponent == 0x0f800000 ? 0x38000000 : 0), above = bits + 0x00800000, low;
     float f;
-    memcpy(&f, &rest, 4);
-    f *= 0x1p112f;
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
-    bits |= sign | special;
+    memcpy(&f, &above, 4);
+    f -= 0x1p-14f;
+    memcpy(&low, &f, 4);
+    uint32_t subnormal = -(uint32_t)(exponent == 0);
+    bits = (bits & ~subnormal) | (low & subnormal) | sign;
     memcpy(&f, &bits, 4);
     return f;
 }

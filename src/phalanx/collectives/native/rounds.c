@@ -51,9 +51,8 @@ static uint64_t size_of(const phx_group *g, const struct phx_call *c) {
 static void tell(phx_group *g, const struct phx_call *c, uint32_t turn, int placed) {
     *notice_of(g, g->rank, turn) = (struct notice){
         .address = in_place(c->kind) && c->outs ? (uint64_t)(uintptr_t)c->out[0].at : 0,
-        .before = reduces(c->kind) ? c->before : 1.0,
-        .said = {c->kind, c->kind == PHX_BARRIER ? 0 : c->dtype, reduces(c->kind) ? c->op : 0, rooted(c->kind) ? c->root : 0, size_of(g, c)},
-        .average = reduces(c->kind) && c->average,
+        .said = {c->kind, c->kind == PHX_BARRIER ? 0 : c->dtype, reduces(c->kind) ? c->op : 0, rooted(c->kind) ? c->root : 0,
+                 reduces(c->kind) && c->average, size_of(g, c), reduces(c->kind) ? c->before : 1.0},
         .placed = (uint32_t)placed,
         .region = c->kind == PHX_ALL_REDUCE ? phx_region_of(g, c->out[0].at, c->out[0].bytes) : 0,
     };
@@ -65,8 +64,8 @@ static void tell(phx_group *g, const struct phx_call *c, uint32_t turn, int plac
 
 static int same(const struct notice *a, const struct notice *b) {
     const struct phx_said *x = &a->said, *y = &b->said;
-    return x->kind == y->kind && x->dtype == y->dtype && x->op == y->op && x->root == y->root && a->before == b->before &&
-           a->average == b->average && (x->bytes == y->bytes || !(in_place(x->kind) || x->kind == PHX_BROADCAST));
+    return x->kind == y->kind && x->dtype == y->dtype && x->op == y->op && x->root == y->root && x->average == y->average &&
+           !memcmp(&x->before, &y->before, sizeof x->before) && (x->bytes == y->bytes || !(in_place(x->kind) || x->kind == PHX_BROADCAST));
 }
 
 /* Between two ranks: what one gives is what the other takes. */
