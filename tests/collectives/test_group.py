@@ -24,6 +24,7 @@ _ALSO_PLAIN = [
     "numbers",
     "refused",
     "mismatched",
+    "averaged",
     "lost_in_ddp",
 ]
 _USES = [*_ALSO_PLAIN, "left", "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
