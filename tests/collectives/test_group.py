@@ -20,13 +20,15 @@ _ALSO_PLAIN = [
     "objects",
     "works",
     "asked_twice",
+    "left",
     "forms",
     "numbers",
     "refused",
     "mismatched",
+    "averaged",
     "lost_in_ddp",
 ]
-_USES = [*_ALSO_PLAIN, "left", "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
+_USES = [*_ALSO_PLAIN, "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functional", "compiled"]
 
 
 @cache

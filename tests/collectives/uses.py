@@ -261,6 +261,9 @@ def numbers(rank: int, ranks: int) -> None:
     truth = torch.tensor([rank == 1, False])
     dist.all_reduce(truth)
     assert truth.tolist() == [True, False]
+    less = torch.tensor([complex(0, 1)]).conj().imag if rank else torch.tensor([-5.0])  # -1, where 1 is in memory
+    dist.all_reduce(less, dist.ReduceOp.MAX)
+    assert less.tolist() == [-1.0]
     leaf = nn.Parameter(torch.full((2, 2), float(rank)))
     dist.broadcast(leaf, 1)
     dist.broadcast(leaf.t(), 0)
@@ -295,6 +298,12 @@ def mismatched(rank: int, ranks: int) -> None:
         dist.all_reduce(torch.ones(2 + rank))
 
 
+def averaged(rank: int, ranks: int) -> None:
+    """By one rank alone."""
+    with pytest.raises(Mismatched, match=r"all_reduce of 4 float32 .*AVG"):
+        dist.all_reduce(torch.ones(4), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
+
+
 def aborted(rank: int, ranks: int) -> None:
     """From another thread, while all wait."""
     if rank == 0:
@@ -321,7 +330,7 @@ USES: dict[str, Callable[[int, int], None]] = {
     use.__name__: use
     for use in (
         ddp, ddp_sparse, ddp_join, zero, fsdp, dtensor, functional, compiled, objects, works, asked_twice, left, forms,
-        numbers, refused, mismatched, aborted, lost_in_ddp,
+        numbers, refused, mismatched, averaged, aborted, lost_in_ddp,
     )
 }  # fmt: skip
 
@@ -346,7 +355,7 @@ def main() -> int:
                 "shm", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks), timeout=limit
             )
             USES[name](rank, ranks)
-            if name not in ("mismatched", "aborted", "lost_in_ddp"):
+            if name not in ("mismatched", "averaged", "aborted", "lost_in_ddp"):
                 dist.barrier()
             dist.destroy_process_group()
 

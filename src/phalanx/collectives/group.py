@@ -31,7 +31,13 @@ _ROOTED = frozenset((Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
 _REDUCES = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER))
 
 _known = reductions.KNOWN
+_names = reductions.NAMES
 _strided = torch.strided
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Its memory is what it shows. Complex ones come as pairs."""
+    return tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -147,9 +153,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         if type(opts) is c10d.AllreduceOptions and len(tensors) == 1:
             tensor = tensors[0]
             if self._all_reduce is not None and not opts.asyncOp and self._batch is None:
-                reduction = _known.get((tensor.dtype, hash(opts.reduceOp)))
-                if reduction is not None and tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous():
-                    entry = self._enter("all_reduce", tensors, tensors, reduction=reduction.op._name_)
+                number = hash(opts.reduceOp)
+                reduction = _known.get((tensor.dtype, number))
+                if reduction is not None and _plain(tensor):
+                    entry = self._enter("all_reduce", tensors, tensors, reduction=_names[number])
                     asked_for = opts.timeout
                     self._all_reduce(
                         tensor, reduction, self._timeout if asked_for.days < 0 else asked_for.total_seconds()
@@ -208,7 +215,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tensors, opts = listed(tensors), asked(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         if self._broadcast is not None and not opts.asyncOp and self._batch is None and len(tensors) == 1:
             tensor = tensors[0]
-            if tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous():
+            if _plain(tensor):
                 root = opts.rootRank
                 entry = self._enter("broadcast", tensors, tensors, root=root)
                 self._broadcast(tensor, root, self._seconds(opts.timeout))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +113,8 @@ class Plain(Threaded):
         counts = [tensor.nbytes for tensor in (*ins, *outs)]
         reduction = call.reduction or Reduction()
         of = _DTYPES.index((call.ins or call.outs or ins)[0].dtype)
-        said = torch.tensor([call.kind, of, reduction.op, call.root, *counts])
+        how = (reduction.average, _bits(reduction.before))
+        said = torch.tensor([call.kind, of, reduction.op, call.root, *counts, *how])
         heard = [torch.empty_like(said) for _ in range(self.size)]
         options = c10d.AllgatherOptions()
         options.timeout = _timedelta(call.timeout)
@@ -240,7 +243,7 @@ def _combined(a: torch.Tensor, b: torch.Tensor, op: Op) -> torch.Tensor:
 
 
 def _agreed(rows: Sequence[Sequence[int]], size: int) -> bool:
-    """Each row: kind, type, operation, root, bytes that go to each rank, bytes that come from each."""
+    """Each row: kind, type, operation, root, bytes that go to each rank, bytes that come from each, average, factor."""
     kind = rows[0][0]
     if any((row[0], row[3]) != (kind, rows[0][3]) for row in rows):
         return False
@@ -259,9 +262,14 @@ def _called(row: Sequence[int]) -> str:
         return "barrier"
     reduces = kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
     rooted = kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
-    of = max(*row[4:]) // _DTYPES[row[1]].itemsize
+    of = max(*row[4:-2]) // _DTYPES[row[1]].itemsize
     said = f"{kind.name.lower()} of {of} {dtype}"
-    return said + (f" ({Op(row[2]).name})" if reduces else "") + (f", root {row[3]}" if rooted else "")
+    how = "AVG" if row[-2] else "PREMUL_SUM" if row[-1] != _bits(1.0) else Op(row[2]).name
+    return said + (f" ({how})" if reduces else "") + (f", root {row[3]}" if rooted else "")
+
+
+def _bits(number: float) -> int:
+    return int.from_bytes(struct.pack("=d", number), sys.byteorder, signed=True)
 
 
 def _timedelta(seconds: float) -> timedelta:

@@ -35,11 +35,11 @@ KNOWN: dict[tuple[torch.dtype, int], Reduction] = {
     for dtype in dtypes
     for number, reduction in some.items()
 }
-_NAMES: dict[int, str] = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
+NAMES: dict[int, str] = {int(number): name for name, number in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 def name(op: Any) -> str:
-    return _NAMES.get(hash(op), str(op))
+    return NAMES.get(hash(op), str(op))
 
 
 def find(dtype: torch.dtype, op: Any) -> Reduction:

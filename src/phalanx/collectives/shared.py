@@ -203,7 +203,10 @@ class Shared:
         for rank in range(self.size):
             said.setdefault(self._told(*_native.said(self._group, rank)), []).append(rank)
         if len(said) == 1:
-            return f"ranks called {next(iter(said))}, but what one gives is not of the size that another takes"
+            but = "what one gives is not of the size that another takes"
+            if _native.said(self._group, self.rank)[0] in (Kind.ALL_REDUCE, Kind.REDUCE):  # whose sizes were said
+                but = "some for the average (AVG), or with another factor (PREMUL_SUM)"
+            return f"ranks called {next(iter(said))}, but {but}"
         return "ranks called different things: " + ", ".join(f"{self._named(who)} {what}" for what, who in said.items())
 
     def _told(  # noqa: PLR0917

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .engine import Pending
 from .trouble import Aborted, Late
 
+_telling = threading.Lock()  # once each
 _AT_ONCE = timedelta(0)  # what torch's C++ side says for "no limit"
 
 
@@ -62,6 +63,7 @@ class Started(dist.Work):  # type: ignore[misc]
             ended = Aborted(f"{self._name}: the group was ended while it was under way")
             self._error = self.exception() if self.is_completed() else ended
             self._over = True
+            self._tell()  # what the engine still waits in may take its time
 
     def _finish(self) -> None:
         self._keep = None
@@ -111,9 +113,10 @@ class Started(dist.Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Sequence[torch.Tensor]]:
         """Kept by a thread of the group: the C++ side waits for it where no Python may run."""
         if self._settled is None:
-            self._future = torch.futures.Future()
+            future: torch.futures.Future[None] = torch.futures.Future()
             # An exception that Python sets is not one for C++; one that is raised in a callback is.
-            self._settled = self._future.then(lambda _: self.result())
+            self._settled = future.then(lambda _: self.result())
+            self._future = future
             if self.is_completed():
                 self.settle()
             else:
@@ -126,12 +129,18 @@ class Started(dist.Work):  # type: ignore[misc]
 
     def settle(self) -> None:
         """Until it is over: then whoever waits for the future goes on."""
-        for pending in self.pendings:
+        for pending in () if self._over else self.pendings:
             try:
                 pending.wait()
             except Exception:  # it is raised where the result is asked for
                 break
-        self._future.set_result(None)
+        self._tell()
+
+    def _tell(self) -> None:
+        with _telling:
+            future, self._future = self._future, None
+        if future is not None:
+            future.set_result(None)
 
 
 class Done(dist.Work):  # type: ignore[misc]
