@@ -3,7 +3,8 @@
 
 #include <string.h>
 
-#define FLAT (64u << 10)   /* bytes up to which every rank reduces everything by itself: one meeting */
+#define FLAT (128u << 10) /* bytes of all ranks up to which each reduces everything by itself: one meeting */
+#define SHARE (64u << 10) /* bytes of each rank in a piece of what is larger */
 
 static void reduce(const struct phx_call *c, void *out, const void *const *inputs, int ranks, size_t count) {
     phx_reduce(out, inputs, ranks, count, c->dtype, c->op, c->before, c->average);
@@ -46,24 +47,6 @@ static void take_parts(phx_group *g, const struct phx_call *c, size_t at, size_t
     }
 }
 
-/* Each rank reads its part from the memory of the others and leaves the result in its slot. Who has met the others knows
-   that they are through with its own memory, and may write there. */
-static int fold_direct(phx_group *g, const struct phx_call *c, uint32_t opened, int takes) {
-    size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item, most = g->slot / item * (size_t)g->ranks;
-    uint64_t where[PHX_MOST], at[PHX_MOST];
-    for (int r = 0; r < g->ranks; r++) where[r] = notice_of(g, r, opened)->address;
-    for (size_t done = 0; done < count; done += most) {
-        size_t some = less(count - done, most), from = begins(g, some, g->rank), to = begins(g, some, g->rank + 1);
-        uint32_t turn = ++g->turn;
-        for (int r = 0; r < g->ranks; r++) at[r] = where[r] + (done + from) * item;
-        int result = reduce_from_memory(g, c, slot_of(g, g->rank, turn), at, to - from);
-        if (result == PHX_OK) result = phx_meet(g);
-        if (result != PHX_OK) return result;
-        if (takes) take_parts(g, c, done, some, turn);
-    }
-    return PHX_OK;
-}
-
 /* Two ranks, and more than fits into slots: the result stays where it is, and the other reads it there. That is a copy less, and for more ranks
    it does not pay. */
 static int fold_in_place(phx_group *g, const struct phx_call *c, uint32_t opened) {
@@ -79,10 +62,11 @@ static int fold_in_place(phx_group *g, const struct phx_call *c, uint32_t opened
     return result == PHX_OK ? phx_meet(g) : result; /* until both have read, the memory is the other's too */
 }
 
-/* Through slots: one for what is given, and the other for the results of the same. */
+/* Through slots: one for what is given, and the other for the results of the same. In pieces that stay in the caches, so
+   that memory is gone through once: for more than two ranks that is faster than to read each other's. */
 static int fold_staged(phx_group *g, const struct phx_call *c, int takes) {
     const void *inputs[PHX_MOST];
-    size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item, most = g->slot / item;
+    size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item, most = less(g->slot, SHARE * (size_t)g->ranks) / item;
     uint8_t *data = c->out[0].at;
     for (size_t done = 0; done < count; done += most) {
         size_t some = less(count - done, most), from = begins(g, some, g->rank), to = begins(g, some, g->rank + 1);
@@ -102,16 +86,15 @@ static int fold_staged(phx_group *g, const struct phx_call *c, int takes) {
 
 int phx_fold(phx_group *g, const struct phx_call *c) {
     size_t bytes = c->out[0].bytes, item = phx_itemsize(c->dtype);
-    int flat = bytes <= less(FLAT, g->slot), takes = c->kind == PHX_ALL_REDUCE || g->rank == c->root;
+    int flat = bytes <= less(FLAT / (size_t)g->ranks, g->slot), takes = c->kind == PHX_ALL_REDUCE || g->rank == c->root;
     uint32_t turn = ++g->turn;
     if (flat && bytes) memcpy(slot_of(g, g->rank, turn), c->out[0].at, bytes);
     phx_fault(g);
     int result = phx_open(g, c, turn, flat);
     if (result != PHX_OK) return result;
     if (!flat && (result = phx_fold_mapped(g, c, turn)) >= 0) return result;
-    if (!flat && !g->direct) return fold_staged(g, c, takes);
-    if (!flat && g->ranks == 2 && c->kind == PHX_ALL_REDUCE && bytes > g->slot + g->slot / 2) return fold_in_place(g, c, turn);
-    if (!flat) return fold_direct(g, c, turn, takes);
+    if (!flat && g->direct && g->ranks == 2 && c->kind == PHX_ALL_REDUCE && bytes > g->slot + g->slot / 2) return fold_in_place(g, c, turn);
+    if (!flat) return fold_staged(g, c, takes);
     if (!takes || !bytes) return PHX_OK;
     const void *inputs[PHX_MOST];
     for (int r = 0; r < g->ranks; r++) inputs[r] = r == g->rank ? c->out[0].at : slot_of(g, r, turn);
