@@ -383,7 +383,12 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
         if rank == 1:
             return os.read(over, 1).decode()  # it does not come
         engine.start(Call(Kind.BARRIER, timeout=LIMIT))
-        closing = threading.Timer(0.2, lambda: (engine.close(), kept.append(len(engine._alive))))
+
+        def close() -> None:
+            engine.close()
+            kept.append(len(engine._alive))
+
+        closing = threading.Timer(0.2, close)
         closing.start()
         waited, later = raised(lambda: engine.barrier(LIMIT)), raised(lambda: engine.barrier(LIMIT))
         closing.join()
