@@ -13,8 +13,8 @@ setup(
             sorted(glob(f"{NATIVE}/*.c")),
             depends=sorted(glob(f"{NATIVE}/*.h")),
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            # Products and sums are rounded one by one on every machine: the same bits as torch's. Nobody traps on what is
-            # computed and then not chosen, without which less could be vectorised.
+            # Products and sums are rounded one by one on every machine: the same bits as torch's. Nobody traps on what
+            # is computed and then not chosen: else less could be vectorised.
             extra_compile_args=[
                 *("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fwrapv"),
                 *("-pthread", "-fvisibility=hidden"),

@@ -258,6 +258,17 @@ def test_what_differs_is_told() -> None:
         assert later == (Mismatched.__name__, f"barrier: this group has ended before: {first[1]}")
 
 
+def test_sizes_that_differ_between_two_are_told_to_all() -> None:
+    def body(engine: Shared, rank: int) -> object:
+        outs = [torch.zeros(5 if rank == 1 else 4), torch.zeros(5), torch.zeros(5)]
+        call = Call(Kind.ALL_GATHER, [torch.ones(4 if rank == 0 else 5)], outs, timeout=LIMIT)
+        return raised(lambda: engine.run(call))
+
+    said = ranks(3, body)
+    assert said == [said[0]] * 3
+    assert said[0][0] == Mismatched.__name__
+
+
 def test_reductions_that_differ_are_told() -> None:
     def body(engine: Shared, rank: int) -> object:
         return raised(lambda: engine.all_reduce(torch.ones(4), Reduction(average=rank == 1), LIMIT))[1]
@@ -371,20 +382,30 @@ def test_a_message_that_was_interrupted_says_so_and_the_group_goes_on() -> None:
 
 def test_a_wait_in_one_thread_is_ended_by_another() -> None:
     over, tell = os.pipe()
+    kept: list[int] = []
 
     def body(engine: Shared, rank: int) -> object:
         if rank == 1:
             return os.read(over, 1).decode()  # it does not come
-        threading.Timer(0.2, engine.close).start()
-        waited, later = raised(lambda: engine.barrier(LIMIT)), raised(lambda: engine.barrier(LIMIT))
-        os.write(tell, b"!")
-        return waited, later
+        engine.start(Call(Kind.BARRIER, timeout=LIMIT))
 
-    (waited, later), _ = ranks(2, body)
+        def close() -> None:
+            engine.close()
+            kept.append(len(engine._alive))
+
+        closing = threading.Timer(0.2, close)
+        closing.start()
+        waited, later = raised(lambda: engine.barrier(LIMIT)), raised(lambda: engine.barrier(LIMIT))
+        closing.join()
+        os.write(tell, b"!")
+        return waited, later, kept
+
+    (waited, later, held), _ = ranks(2, body)
     os.close(over)
     os.close(tell)
     assert waited == (Aborted.__name__, "barrier: the process group was aborted")
     assert later == ("ValueError", "this group was left")
+    assert held == [1]  # what the group's thread may still write to
 
 
 def test_a_rank_that_has_left_is_missed() -> None:
@@ -536,6 +557,17 @@ def test_where_memory_cannot_be_shared_all_ranks_go_another_way(tmp_path: Path, 
             os._exit(child(rank))
         children.append(pid)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+
+
+def test_the_memory_of_another_group_is_not_taken_for_ours() -> None:
+    first, second = segment._create(4096), segment._create(4096)
+    where = f"{os.getpid()}:{first}:{os.fstat(first).st_ino}"
+    os.close(segment._open(where, 0, 4096))
+    os.dup2(second, first)  # the number goes on, as that of a group whose making was given up
+    with pytest.raises(PeerLost, match="what rank 0 shares is not the memory of this group"):
+        segment._open(where, 0, 4096)
+    os.close(first)
+    os.close(second)
 
 
 def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def make(store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slo
         return _open(store.get(f"shm/memory/{leader}").decode(), leader, size), pids
     fd = _create(size)
     try:
-        store.set(f"shm/memory/{leader}", f"{os.getpid()}:{fd}")
+        store.set(f"shm/memory/{leader}", f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}")
         return fd, _pids(store, ranks, timeout)
     except BaseException:
         os.close(fd)
@@ -62,12 +62,14 @@ def _create(size: int) -> int:
 
 
 def _open(where: str, leader: int, size: int) -> int:
-    pid, number = (int(part) for part in where.split(":"))
+    pid, number, inode = (int(part) for part in where.split(":"))
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         raise PeerLost(f"joining: peer lost, rank {leader} has ended") from None
-    if os.fstat(fd).st_size != size:
+    if (
+        found := os.fstat(fd)
+    ).st_size != size or found.st_ino != inode:  # it has been closed, and the number has gone on
         os.close(fd)
         raise PeerLost(f"joining: what rank {leader} shares is not the memory of this group")
     return fd

@@ -144,8 +144,8 @@ class Shared:
             _native.abort(self._group)
 
     def close(self) -> None:
-        self._leave()
-        self._alive.clear()
+        if self._leave():  # else the group's thread may still be writing: they go with this object
+            self._alive.clear()
 
     # -- memory that all have mapped: regions.py
 

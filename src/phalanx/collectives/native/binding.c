@@ -194,7 +194,7 @@ static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     return PyErr_Occurred() ? NULL : PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static PyObject *py_leave(PyObject *self, PyObject *capsule) {
+static PyObject *py_leave(PyObject *self, PyObject *capsule) { /* whether it has ended: nobody was in a call */
     (void)self;
     struct holder *h = PyCapsule_GetPointer(capsule, NAME);
     if (!h) return NULL;
@@ -204,7 +204,7 @@ static PyObject *py_leave(PyObject *self, PyObject *capsule) {
         if (phx_own(h->group)) phx_depart(h->group); /* whoever is in a call returns, and the last of them ends the group */
         let_go(h);
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(!h->group);
 }
 
 static PyObject *py_abort(PyObject *self, PyObject *capsule) {

@@ -79,7 +79,7 @@ static int agreed(const phx_group *g, const struct phx_call *c, uint32_t turn) {
     for (int r = 0; r < g->ranks; r++)
         if (r != g->rank && !same(own, notice_of(g, r, turn))) return 0;
     if (in_place(c->kind)) return 1;
-    int all = c->kind == PHX_ALL_TO_ALL || c->kind == PHX_REDUCE_SCATTER;
+    int all = !rooted(c->kind);
     for (int r = 0; r < g->ranks; r++) {
         if (!fits(g, g->rank, r, turn) || (rooted(c->kind) && !fits(g, c->root, r, turn))) return 0;
         for (int other = r; all && other < g->ranks; other++)
