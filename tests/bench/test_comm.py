@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from phalanx.bench.comm import calls, cells, comparison, jobs, links, main, patt
 from phalanx.bench.comm.calls import Buffers, Task
 from phalanx.bench.comm.cells import Cell, Hello, Link, Note, Results, Steps
 from phalanx.bench.comm.jobs import Job
+from phalanx.bench.comm.rounds import Pace, Rounds
 from phalanx.bench.comm.settings import Settings
 from phalanx.bench.comm.traffic import KIB, MIB, OPERATIONS
 from phalanx.errors import OptionError
+from phalanx.join.spawn import spawn
 from tests.kit.cli import Result, phalanx
 
 CPU = torch.device("cpu")
@@ -250,6 +253,24 @@ def test_who_starts_the_ranks() -> None:
 def test_what_cannot_be_measured(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
+
+
+def slow_in_one() -> tuple[int, str]:
+    """A call that one rank finds too slow to be made many times, and the other does not."""
+
+    class Slow(calls.Group):
+        def call(self, task: Task, b: Buffers) -> calls.Call | None:
+            does = super().call(task, b)
+            return lambda: (does and does(), time.sleep(0.2 * self.rank))
+
+    rounds = Rounds([Slow("gloo", CPU, 10)], Pace(1, 0.001))
+    buffers = functools.partial(Buffers.make, KIB, "float32", rank=torch.distributed.get_rank(), ranks=2)
+    (found,) = rounds.measure(Task("broadcast", "float32", "in", KIB), buffers, ())
+    return len(found.rounds), found.failure
+
+
+def test_ranks_that_find_a_call_differently_slow_do_as_many() -> None:
+    assert spawn(slow_in_one, 2, backend="gloo", fresh=False) == [(1, "")] * 2
 
 
 @functools.cache

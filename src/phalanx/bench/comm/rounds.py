@@ -89,15 +89,14 @@ class Rounds:
                 met = True
                 once = _once(party, call)
                 turn.wrong += calls.wrong(turn.task, turn.buffers)
-                if not turn.means and once < _SLOW:
-                    party.meet()
-                    once = min(_once(party, call) for _ in range(_WARM))
             except Exception as error:
                 failure = calls.first_line(error)
                 if not met:  # of no use any more
                     self.broken[party.name] = failure
             if not turn.means:
                 self._agree(turn, once, failure)
+                if not turn.failure and turn.each < _SLOW:
+                    self._estimate(turn)
             elif failure:
                 turn.failure = self.broken[party.name] = failure
         if turn.failure:
@@ -119,6 +118,16 @@ class Rounds:
         turn.means.append(mean / half)
         turn.times += [seconds / half for seconds in times]
         turn.calls += number
+
+    def _estimate(self, turn: _Turns) -> None:
+        """Without what the first call alone takes. Whether there is time for it, all have agreed on before."""
+        once, failure = 0.0, ""
+        try:
+            turn.party.meet()
+            once = min(_once(turn.party, turn.call) for _ in range(_WARM))
+        except Exception as error:
+            failure = calls.first_line(error)
+        self._agree(turn, once, failure)
 
     def _agree(self, turn: _Turns, once: float, failure: str) -> None:
         """On how long it takes, and whether it works: all must do as much as the others."""
