@@ -25,6 +25,7 @@ from .trouble import Aborted, Late, Mismatched, PeerLost, Refused
 
 PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
 _EAGER = 0.0005  # seconds of looks that follow each other
+_SLOW = 2e8  # bytes a second: so much longer, for it is by looks that MPI moves them
 _SHORT, _LONG = 0.00002, 0.001  # between later ones
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
@@ -236,7 +237,7 @@ class Mpi(Threaded):
         """Until all are over."""
         if self._over(requests):
             return
-        pace = Pace()
+        pace = Pace(sum(tensor.nbytes for tensor in self._held))
         while not self._over(requests):
             if self._ended:
                 _give_up(self._held, requests)
@@ -276,8 +277,9 @@ class Pace:
     With more ranks than cores MPI itself yields at each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
         self._begun = time.monotonic()
+        self._eager = _EAGER + size / _SLOW
 
     @property
     def waited(self) -> float:
@@ -285,7 +287,7 @@ class Pace:
 
     def rest(self) -> None:
         waited = self.waited
-        if waited > _EAGER:  # not by sched_yield, which on a busy machine costs more than a sleep
+        if waited > self._eager:  # not by sched_yield, which on a busy machine costs more than a sleep
             time.sleep(min(_LONG, max(_SHORT, waited / 100)))
 
 
@@ -315,7 +317,7 @@ class Parcel:
             return self._tensor is None
 
     def wait(self, timeout: float = 0.0) -> bool:
-        pace = Pace()
+        pace = Pace(self._tensor.nbytes if self._tensor is not None else 0)
         while not self.done():
             if self._engine._ended:
                 _give_up(self._tensor, self._request)

@@ -55,7 +55,7 @@ def other(x):
 
 registration.register()
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-kinds, backends = (words.split(",") for words in (*sys.argv[1:], "op", "gloo")[:2])
+kinds, backends = (words.split(",") for words in [*sys.argv[1:], *("op", "gloo")[len(sys.argv) - 1 :]])
 dist.init_process_group(backends[attempt % len(backends)])
 rank = dist.get_rank()
 for _ in range(40):  # more than are remembered
