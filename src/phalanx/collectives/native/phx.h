@@ -2,8 +2,9 @@
 
    Every collective is made of rounds: each rank fills its slot, all meet, each takes what it needs from the slots of the
    others. Slots are double, so that the next round may be filled while a slow rank still reads this one: who has met the
-   others in round k knows that they are through with round k-1. Large tensors are not copied into slots where the kernel
-   lets a rank read the memory of another (process_vm_readv): then only addresses are exchanged.
+   others in round k knows that they are through with round k-1. What is large goes through slots in pieces that stay in
+   the caches; or only addresses are exchanged, where the kernel lets a rank read the memory of another
+   (process_vm_readv) and that is faster.
 
    Nothing here knows of Python or PyTorch. */
 #ifndef PHX_H
