@@ -570,6 +570,15 @@ def test_the_memory_of_another_group_is_not_taken_for_ours() -> None:
     os.close(second)
 
 
+def test_what_is_no_memory_of_ours_is_not_opened(tmp_path: Path) -> None:
+    """A pipe without a reader would hold us up, and a file be written to."""
+    with open(tmp_path / "precious", "wb") as file:
+        file.truncate(4096)
+        where = f"{os.getpid()}:{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
+        with pytest.raises(PeerLost, match="what rank 0 shares is not the memory of this group"):
+            segment._open(where, 0, 4096)
+
+
 def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3)
     with pytest.raises(Late, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this machine"):
