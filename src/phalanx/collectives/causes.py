@@ -82,7 +82,9 @@ class Causes:
             return as_ours(error, _name(call), call.timeout)
         where = "on another machine" if len(others) == 1 else "on other machines"
         if late:
-            return Late(f"{_name(call)} waited {call.timeout:g} s for {self._named(ranks)} {where}")
+            return Late(
+                f"{_name(call)}: {self._named(ranks)} {where} did not come within the timeout of {call.timeout:g} s"
+            )
         have = "have" if len(ranks) > 1 else "has"
         return PeerLost(
             f"{_name(call)}: {self._named(ranks)} {where} {have} ended, or cannot be reached: {plainly(error)}"
