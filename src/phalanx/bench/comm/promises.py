@@ -20,7 +20,7 @@ DDP = 1.5
 def targets(results: Results) -> list[Target]:
     """None where shm was not measured."""
     found = []
-    for ranks in dict.fromkeys(hello.ranks for hello in results.hellos):
+    for ranks in dict.fromkeys(hello.ranks for hello in results.hellos if len(hello.nodes) == 1):  # of one machine
         own = [cell for cell in results.cells if _is(cell, ranks, "shm")]
         small = [cell for cell in own if cell.size <= SMALL]
         large = [cell for cell in own if cell.size == LARGE]
