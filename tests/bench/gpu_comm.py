@@ -27,7 +27,9 @@ def bench(work: Path, name: str, *words: str) -> tuple[subprocess.CompletedProce
 
 
 def measured(data: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """By operation, type and size; of those in two places, out of place."""
     cells = [cell for cell in data.get("cells", []) if cell["rounds"]]
+    cells.sort(key=lambda cell: cell["place"] == "out")
     return {(cell["operation"], cell["dtype"], cell["size"]): cell for cell in cells}
 
 

@@ -102,8 +102,8 @@ def backend_for(
     if backend is None:
         if device.type == "cuda" and dist.is_nccl_available():
             return BOTH
-        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Across machines shm pays only where the
-        # network is the limit: it is there by name.
+        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Across machines shm is
+        # there by name: that ranks recover from a lost machine is proven with gloo.
         return SHM if {device.type, *kinds} == {"cpu"} and len(set(machines)) <= 1 else "gloo"
     if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
         raise DeviceError(
