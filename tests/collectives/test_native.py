@@ -293,6 +293,26 @@ def test_a_killed_rank_is_named_at_once() -> None:
         assert seconds < 5  # 0.02 on a machine that is idle
 
 
+def test_one_that_is_killed_while_it_waits_is_named_before_the_last_has_come() -> None:
+    over, tell = os.pipe()
+
+    def body(engine: Shared, rank: int) -> object:
+        engine.barrier(LIMIT)
+        if rank == 1:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # is its end, within the barrier
+        if rank == 2:
+            os.read(over, 1)  # the first has been told already
+        found = raised(lambda: engine.barrier(LIMIT))
+        os.write(tell, b".")
+        return found
+
+    waited, killed, came = ranks(3, body)
+    os.close(over), os.close(tell)
+    assert killed == -signal.SIGALRM
+    assert waited == came == (PeerLost.__name__, "barrier: peer lost, rank 1 has ended")
+
+
 def test_who_is_late_is_named() -> None:
     over, tell = os.pipe()
 

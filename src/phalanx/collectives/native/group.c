@@ -102,13 +102,16 @@ int phx_lost(phx_group *g, int rank) {
     return accuse(g, marked, PHX_DEAD);
 }
 
-/* Whether one that has not come to this round never will, or the time is over: then the group has ended. */
+static int met(const phx_group *g) { return reached(atomic_load(&g->head->met), g->round); }
+
+/* Whether somebody has gone before all had come to this round, or the time is over: then the group has ended. One that had
+   come itself counts, too: why should whoever waits with it for a third learn of that only when the third comes? */
 static int look(phx_group *g) {
     uint8_t missing[PHX_MOST] = {0}, lost[PHX_MOST] = {0};
     int any = 0;
     for (int r = 0; r < g->ranks; r++) {
         missing[r] = (uint8_t)absent(g, r);
-        any |= lost[r] = missing[r] && phx_gone(g, r) && absent(g, r); /* it may have come just before it went */
+        any |= lost[r] = r != g->rank && phx_gone(g, r) && !met(g); /* all may have met just before it went */
     }
     if (any) return accuse(g, lost, PHX_DEAD);
     if (g->asks && g->interrupted && g->interrupted()) return phx_give_up(g, PHX_ABORTED);
