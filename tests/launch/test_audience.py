@@ -172,6 +172,18 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
     assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
 
 
+def test_how_it_began_is_told_first(tmp_path: Path) -> None:
+    """A sight is of a whole second, and the first of them may have begun before the run."""
+    folder = RunFolder(str(tmp_path))
+    folder.sight(events.Sight(time=7.0, seconds=1.0))
+    folder.event(events.RunStarted(time=7.4, run="r", command=("train.py",), world_size=1, pid=1))
+    folder.event(events.Note(time=8.5, text="later"))
+    folder.sight(events.Sight(time=8.0, seconds=1.0))
+    folder.close()
+    lines, _ = past.part(str(tmp_path), past.begin(str(tmp_path)))
+    assert [events.decode(line).time for line in lines.splitlines()] == [7.4, 7.0, 8.0, 8.5]
+
+
 def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
     note = events.encode(events.Note(time=2.0, text="ä"))
     cut = note[: note.index("ä".encode()) + 1]

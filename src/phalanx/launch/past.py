@@ -71,7 +71,8 @@ def part(folder: str, cursor: Cursor) -> tuple[bytes, Cursor | None]:
             there = [file for file in files if file.line]
             if not there:
                 return b"".join(lines), None
-            first = min(there, key=lambda file: file.time)
+            # How it began stands before everything, even if a first sight is of the whole second in which it did.
+            first = there[0] if there[0] is files[0] and not files[0].at else min(there, key=lambda file: file.time)
             if first.time >= cursor.since and first.line.endswith(b"\n"):
                 lines.append(first.line)
                 size += len(first.line)

@@ -48,6 +48,7 @@ class Living:
         self._record = run
         self._since: float | None = None  # when the newest of what was given happened
         self._given: dict[int, None] = {}  # in order
+        self._begun = False  # how it began was given
 
     @property
     def alive(self) -> bool:
@@ -116,8 +117,10 @@ class Living:
                         continue
                     with contextlib.suppress(msgspec.MsgspecError):  # of a supervisor of another version
                         event = events.decode(line)
-                        if isinstance(event, events.RunStarted) and self._since is not None:
-                            continue  # another node leads now, and tells how it began itself
+                        if isinstance(event, events.RunStarted):
+                            if self._begun:
+                                continue  # another node leads now, and tells how it began itself
+                            self._begun = not early
                         if not early:
                             self._since = max(self._since or 0.0, event.time)
                         yield event
