@@ -160,9 +160,9 @@ import os, socket, time
 where = ("node1", {PORT})
 def say(data):
     with socket.create_connection(where, 5) as sock:
-        sock.sendall(data)
         sock.settimeout(1)
         try:
+            sock.sendall(data)  # it may hang up on us before we have said all of it
             return sock.recv(1 << 16)
         except OSError:
             return b""

@@ -209,10 +209,9 @@ def test_a_process_that_the_kernel_refuses_is_told() -> None:
 def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
     write(
         tmp_path,
-        main="import os, signal, datetime, torch.distributed as dist\n"
-        "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
-        "    with open(f'/proc/{pid}/stat') as file: parent = int(file.read().rpartition(')')[2].split()[1])\n"
-        "    if parent == os.getppid() and int(pid) != os.getpid(): os.kill(int(pid), signal.SIGKILL)\n"
+        main="import os, datetime, psutil, torch.distributed as dist\n"
+        "for child in psutil.Process(os.getppid()).children():\n"
+        "    if child.pid != os.getpid(): child.kill()\n"
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=20))\n"
         "print('joined'); dist.destroy_process_group()\n",
     )
