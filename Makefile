@@ -15,9 +15,9 @@ demo: $(VENV)/ready
 # Three on two cores, because tests wait nearly as often as they compute. Real processes race on a machine that is full:
 # what fails beside others is run again by itself, and has to pass there. Both are seen in the output.
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone" || { \
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone" --failed-to $(VENV)/failed || { \
 	    echo "once more, with nothing beside them:"; \
-	    $(BIN)/python -m pytest -n 1 --dist loadgroup --last-failed --last-failed-no-failures none -m "not alone"; }
+	    $(BIN)/python -m pytest @$(VENV)/failed; }
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 check: $(VENV)/ready

@@ -81,6 +81,10 @@ def _inside(folder: str) -> list[str]:
 _places = pytest.StashKey[Own]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failed-to", metavar="FILE", help="what has failed, a line each: pytest @FILE runs that again")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
     config.addinivalue_line("markers", "warmed: what the test runs finds torch imported already")
@@ -94,6 +98,32 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.stash[_places] = Own()
+    if config.getoption("failed_to") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failed(config), "failed-to")
+
+
+class _Failed:
+    """pytest's own --last-failed does not find again what xdist has put into a group."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._file = str(config.getoption("failed_to"))
+        self._names: dict[str, None] = {}
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._file)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._names[ungrouped(report.nodeid)] = None
+
+    def pytest_sessionfinish(self) -> None:
+        if self._names:  # or it has ended for another reason, and there is nothing to run again
+            with open(self._file, "w") as file:
+                file.writelines(f"{name}\n" for name in self._names)
+
+
+def ungrouped(name: str) -> str:
+    """A test without the group that xdist puts behind it."""
+    return name.rpartition("@")[0] if name.rfind("@") > name.rfind("]") else name
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
