@@ -14,7 +14,7 @@
 #define SENT 1              /* ticket of what was over at once */
 #define WORDS 8192u         /* bytes of a ring for TAKEN, GO, WITHDRAWN */
 #define TICK_MS 2           /* how often the helper looks while something is under way and nobody waits */
-#define TICKS 50            /* how often it still looks when nothing is: to be called costs more */
+#define TICKS 50            /* how often it still does, once nothing is or nothing comes: to be called costs more */
 
 /* With many ranks there are many rings. */
 static uint32_t ring_bytes(int ranks) { return ranks <= 64 ? 64u << 10 : 16u << 10; }
@@ -64,11 +64,12 @@ static void release(struct phx_post *q) {
 
 static void *help(void *post) {
     struct phx_post *q = post;
-    int quiet = 0;
+    int quiet = 0, idle = 0; /* looks since anything was under way, and since anything came */
     pthread_mutex_lock(&q->lock);
     while (!q->closing) {
         if (post_read(q, NULL)) continue;
         int alone = q->open && !q->waiters;
+        idle = alone && !has_mail(q) ? idle + 1 : 0;
         if (alone) post_move(q);
         if (!is_empty(&q->reads)) continue;
         set_wake(q);
@@ -82,7 +83,7 @@ static void *help(void *post) {
         quiet = alone ? 0 : quiet + 1;
         q->dozing = quiet > TICKS;
         pthread_mutex_unlock(&q->lock);
-        sleep_at(q->bell, seen, quiet > TICKS ? 0 : phx_now_ms() + TICK_MS, HELPER);
+        sleep_at(q->bell, seen, quiet > TICKS ? 0 : phx_now_ms() + (idle > TICKS ? LOOK_MS : TICK_MS), HELPER);
         pthread_mutex_lock(&q->lock);
         q->dozing = 0;
     }
