@@ -3,6 +3,7 @@
     python -m tests.collectives.suite --backend shm        all of them: what fails, and is no exception, is listed
     python -m tests.collectives.suite --backend gloo       the same tests on gloo: what we are measured by
     python -m tests.collectives.suite --backend shm test_all_reduce_sum test_broadcast
+    python -m tests.collectives.suite --places aab         rank 2 is, so it says, on another machine
 
 The tests ask whether they are on gloo: they are told yes, and run on the backend that is asked for. Ranks are forked
 from one process that has imported torch: that is what makes it fast.
@@ -28,6 +29,7 @@ PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 _SKIPS = range(70, 100)  # how torch's tests end where something is missing
 _SKIP, _FAIL = 77, 10
 _LONG = 120.0  # seconds for one test
+_PLACES = "SUITE_PLACES"
 
 # What gloo passes here and shm does not, and why.
 EXCEPTIONS: dict[str, str] = {}
@@ -178,6 +180,10 @@ def _rank(module: Any, name: str, rank: int, store: Path) -> int:
     import torch.distributed as dist
     from torch.testing._internal import common_utils
 
+    from phalanx.collectives import neighbours
+
+    if places := os.environ.get(_PLACES):
+        neighbours.machine = lambda: places[rank]
     test = _test(module, name, rank, store)
     dist.init_process_group(
         init_method=test.init_method,
@@ -220,10 +226,14 @@ def main() -> int:
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="shm without its native part")
+    parser.add_argument("--places", default="", help="a letter for each rank: the machine that it is on, so it says")
     parser.add_argument("--json", help="outcomes, to compare")
     parser.add_argument("--verbose", action="store_true", help="what the ranks of a failed test have said")
     parser.add_argument("tests", nargs="*")
     given = parser.parse_args()
+    if given.places:
+        given.ranks = len(given.places)
+        os.environ[_PLACES] = given.places
     if given.plain:
         sys.modules["phalanx.collectives._native"] = None  # type: ignore[assignment]
     module = load(given.backend, given.ranks)

@@ -44,7 +44,7 @@ class Head:
             how = "AVG" if average else "PREMUL_SUM" if factor else Op(op).name
             text += f" of {size // _TYPES[dtype].itemsize} {str(_TYPES[dtype]).removeprefix('torch.')} ({how})"
         elif kind not in (Kind.BARRIER, Kind.ALL_TO_ALL):
-            text += f" of {size} bytes"
+            text += f" of {size} bytes{' in all' * (kind == Kind.ALL_GATHER)}"
         if kind in _ROOTED:
             text += f" {'from' if kind in (Kind.BROADCAST, Kind.SCATTER) else 'to'} rank {root}"
         return text
@@ -66,7 +66,8 @@ def _words(call: Call) -> tuple[int, ...]:
     tensor = next(iter(call.ins if kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs), None)
     if kind in (Kind.BARRIER, Kind.ALL_TO_ALL) or tensor is None:
         return kind, 0, 0, 0, 0, 0, 0
-    size, root = tensor.numel() * tensor.element_size(), call.root if kind in _ROOTED else 0
+    parts = call.outs if kind == Kind.ALL_GATHER else [tensor]  # ranks may give unequal parts there
+    size, root = sum(part.numel() * part.element_size() for part in parts), call.root if kind in _ROOTED else 0
     if kind not in _REDUCING:
         return kind, 0, size, 0, 0, 0, root
     return kind, _TYPES.index(tensor.dtype), size, how.op, how.average, how.before != 1.0, root

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from .engine import Call
 from .trouble import Aborted
 
@@ -76,10 +78,14 @@ class Threaded:
         """From any thread: whoever is in `_do`, or waits for a message, gives up as soon as it can."""
 
     def run(self, call: Call) -> None:
-        self._in_turn(lambda: self._do(call))
+        self._in_turn(lambda: self._silently(call))
 
     def start(self, call: Call) -> Task:
-        return self._later(lambda: self._do(call))
+        return self._later(lambda: self._silently(call))
+
+    def _silently(self, call: Call) -> None:
+        with torch.no_grad():  # what is reduced may want a gradient: this is nothing to take one of
+            self._do(call)
 
     def _in_turn(self, job: Callable[[], None]) -> None:
         with self._change:
