@@ -12,13 +12,20 @@ import torch.distributed as dist
 
 from .engine import Call, Kind
 from .neighbours import Neighbours
+from .threaded import ENDED
 from .trouble import Aborted, Late, Mismatched, PeerLost
 
 _PATIENCE = 1.0  # seconds for the leaders of other machines to say what they know
 _LONGER = 3.0  # for the leader of this machine, who waits for those
 _MOMENT = 0.3  # for those who are told
+_FIRST = (
+    0.1  # before anybody is asked: who is about to form a new group takes the store away, and torch would lament it
+)
 _LOOK = 0.01
 _KINDS: dict[str, type[dist.DistBackendError]] = {kind.__name__: kind for kind in (PeerLost, Late, Mismatched, Aborted)}
+_GLOO = re.compile(
+    r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE
+)  # or it is of a bug, and no wire
 _PARTS = [kind.name.lower() for kind in Kind]
 
 
@@ -30,9 +37,17 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Causes:
+    """`over`: whether the group was aborted. Then its store may be gone as well, and is not asked any more."""
+
     def __init__(
-        self, store: dist.Store, rank: int, neighbours: Neighbours, named: Callable[[Iterable[int]], str]
+        self,
+        store: dist.Store,
+        rank: int,
+        neighbours: Neighbours,
+        named: Callable[[Iterable[int]], str],
+        over: Callable[[], bool],
     ) -> None:
+        self._over = over
         self._rank = rank
         self._named = named
         self._store = store
@@ -54,7 +69,7 @@ class Causes:
         keys = [f"heard by {rank}" for rank in self._machines[self._mine][1:]]
         until = time.monotonic() + _MOMENT
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < until and not self._store.check(keys):
+            while time.monotonic() < until and not self._over() and not self._store.check(keys):
                 time.sleep(_LOOK)
 
     def _lead(self, error: Exception, call: Call) -> Exception:
@@ -67,8 +82,11 @@ class Causes:
     def _asked(self, error: Exception, call: Call) -> Exception:
         """A wire ended, or nothing came: whoever is alive says what it has seen."""
         others = {number for number in range(len(self._machines)) if number != self._mine}
+        self._wait()
         until = time.monotonic() + _PATIENCE
         while others and time.monotonic() < until:
+            if self._over():
+                return Aborted(ENDED)
             for number in sorted(others):
                 if self._store.check([f"seen by {number}"]):
                     others.remove(number)
@@ -96,14 +114,20 @@ class Causes:
             self._tell("seen by", known)
         if not isinstance(known, Aborted | Late):
             return known
+        self._wait()
         until = time.monotonic() + _LONGER
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._over():
             if self._store.check([f"cause at {self._mine}"]):
                 word = msgspec.json.decode(self._store.get(f"cause at {self._mine}"), type=Word)
                 self._store.set(f"heard by {self._rank}", "")
                 return _again(word)
             time.sleep(_LOOK)
         return known
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _FIRST
+        while time.monotonic() < until and not self._over():
+            time.sleep(_LOOK)
 
     def _tell(self, how: str, error: Exception | None) -> None:
         word = Word(type(error).__name__, str(error)) if error else Word()
@@ -126,8 +150,8 @@ def _own(error: Exception, call: Call) -> Exception | None:
 
 
 def as_ours(error: Exception, what: str, timeout: float) -> Exception:
-    """What gloo says, in our words."""
-    if isinstance(error, tuple(_KINDS.values())):
+    """What gloo says, in our words; what is not gloo's, as it is."""
+    if isinstance(error, tuple(_KINDS.values())) or not _GLOO.search(str(error)):
         return error
     if "timed out" in str(error).lower():
         return Late(f"{what} timed out after {timeout:g} s")

@@ -49,7 +49,8 @@ class Nodes(Threaded):
         self._leads = rank == self._here[0]
         self._others = [number for number in range(len(self._machines)) if number != self._mine]
         self._wires = Wires(dist.PrefixStore("wires", store), rank, size, timeout)
-        self._causes = Causes(dist.PrefixStore("causes", store), rank, neighbours, self._named)
+        words = dist.PrefixStore("causes", store)
+        self._causes = Causes(words, rank, neighbours, self._named, over=lambda: self._ended)
         self._heads = [Head() for _ in self._machines] if self._leads else []
         self._next_heads = [Head() for _ in self._heads]
         self._coming: list[Any] = []

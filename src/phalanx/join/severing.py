@@ -53,8 +53,8 @@ class Severing:
 
     def cut(self) -> None:
         if os.getpid() == self._pid:
+            _abort_ours()  # first: or they ask a store that has just been cut off, about which torch makes a noise
             self.disconnect()
-            _abort_ours()
             _abort()
 
     def disconnect(self) -> None:

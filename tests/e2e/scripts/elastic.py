@@ -42,11 +42,14 @@ def train(run: phalanx.Run) -> None:
     run.on_resize(lambda before, now: run.print(f"resized from {before} to {now}"))
     run.keep(model=model, opt=opt, data=data)
     ddp = run.wrap(model)
-    print(f"generation {run.generation}: rank {run.rank} of {run.world_size}", flush=True)
+    group = f"{run.world_size} by {run.backend}, pid {os.getpid()}"
+    print(f"generation {run.generation}: rank {run.rank} of {group}", flush=True)
     for _ in run.epochs(EPOCHS or 10_000):
         for x, y, places in run.batches(data):
             taken = [run.generation, run.world_size, places.tolist()]
-            (FOLDER / f"{run.steps + 1}.{run.rank}").write_text(json.dumps(taken))
+            own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # whole or not at all: this rank may be killed
+            own.write_text(json.dumps(taken))
+            own.rename(FOLDER / f"{run.steps + 1}.{run.rank}")
             run.backward(nn.functional.mse_loss(ddp(x), y))
             run.step(opt)
             time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
