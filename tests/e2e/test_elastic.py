@@ -17,7 +17,7 @@ from tests.e2e.crew import all_gone, codes, texts
 from tests.e2e.places import script
 from tests.kit.cli import Env, phalanx, stage, until
 from tests.kit.handle import Handle
-from tests.kit.lab import Lab
+from tests.kit.lab import Lab, Node
 
 SHORT = ("--lost-after", "4s")
 STEPS = 8  # an epoch
@@ -49,18 +49,29 @@ def node(
     folder: Path,
     *options: str,
     nodes: str = "1:3",
+    ranks: int = 1,
     master: int = 0,
     env: Env | None = None,
 ) -> Handle:
-    where = ("-n", nodes, "-g", "1", "--cpu", "--master", lab[master].name)
+    where = ("-n", nodes, "-g", str(ranks), "--cpu", "--master", lab[master].name)
     words = (*options, script("elastic.py"), str(folder))
     return lab[place].start("run", *where, "-i", str(place), *words, env={**warm_places, **(env or {})})
 
 
-def entered(job: Handle, generation: int | str, size: int, timeout: float = 60) -> None:
+def entered(job: Handle, generation: int | str, size: int | str, timeout: float = 60) -> None:
     """A rank that this node shows is in a group of so many. Of which generation, is not sure: each survivor that gloo
     does not let go makes one more."""
     job.wait_for(re.compile(rf"generation {generation}: rank \d of {size}\b"), timeout=timeout)
+
+
+def inside(node: Node, pid: int) -> int:
+    """The process that a host knows by this number, which is another one here."""
+    (found,) = (
+        process.pid
+        for process in node.living()
+        if re.search(rf"^NSpid:.*\t{pid}$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    )
+    return found
 
 
 def learnt(folder: Path) -> None:
@@ -105,6 +116,27 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     assert "2 changes of nodes" in jobs[0].err
     learnt(tmp_path)
+    all_gone(lab, besides=zygotes)
+
+
+@pytest.mark.parametrize("fault", ["node", "link", "rank"])
+def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None:
+    """They have memory within and gloo between them: whatever is lost, the others go on."""
+    jobs = [node(lab, place, tmp_path, *SHORT, ranks=2) for place in range(3)]
+    entered(jobs[0], 0, "6 by shm")
+    if fault == "rank":
+        (born,) = jobs[2].wait_for(re.compile(r"generation 0: rank 4 of 6 by shm, pid (\d+)"))
+        os.kill(inside(lab[2], int(born[1])), signal.SIGKILL)
+        entered(jobs[0], "[12]", "6 by shm")
+    else:
+        jobs[2].process.kill() if fault == "node" else lab[2].link(False)
+        entered(jobs[0], "[12]", "4 by shm")
+    (tmp_path / "end").touch()
+    staying = jobs if fault == "rank" else jobs[:2]
+    assert codes(staying) == [0] * len(staying), texts(jobs)
+    learnt(tmp_path)
+    if fault == "link":
+        assert jobs[2].wait(30) == 1
     all_gone(lab, besides=zygotes)
 
 

@@ -194,11 +194,22 @@ def test_all_ranks_choose_the_same_backend(asked: str | None, own: str, kinds: l
     assert backend_for(asked, torch.device(own), kinds, ["here"] * len(kinds)) == chosen
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [(None, "gloo"), ("shm", "shm")])
-def test_across_machines_shared_memory_has_to_be_named(asked: str | None, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "machines", "chosen"),
+    [
+        (None, ["here"], "shm"),
+        (None, ["here", "there"], "gloo"),
+        ("shm", ["here", "there"], "shm"),
+        (None, ["here", "there", "here"], "shm"),
+        ("gloo", ["here", "there", "here"], "gloo"),
+    ],
+)
+def test_memory_is_shared_where_there_is_anybody_to_share_it_with(
+    asked: str | None, machines: list[str], chosen: str
+) -> None:
     import torch
 
-    assert backend_for(asked, torch.device("cpu"), ["cpu", "cpu"], ["here", "there"]) == chosen
+    assert backend_for(asked, torch.device("cpu"), ["cpu"] * len(machines), machines) == chosen
 
 
 def test_shared_memory_is_not_for_a_gpu() -> None:

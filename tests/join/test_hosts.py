@@ -24,9 +24,9 @@ def lines(text: str) -> list[str]:
 
 def uneven(launcher: str) -> list[str]:
     return [
-        f"rank 0 of 3, local 0 of 2, node 0 of 2, gloo on cpu, by {launcher}",
-        f"rank 1 of 3, local 1 of 2, node 0 of 2, gloo on cpu, by {launcher}",
-        f"rank 2 of 3, local 0 of 1, node 1 of 2, gloo on cpu, by {launcher}",
+        f"rank 0 of 3, local 0 of 2, node 0 of 2, shm on cpu, by {launcher}",
+        f"rank 1 of 3, local 1 of 2, node 0 of 2, shm on cpu, by {launcher}",
+        f"rank 2 of 3, local 0 of 1, node 1 of 2, shm on cpu, by {launcher}",
     ]
 
 

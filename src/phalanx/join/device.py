@@ -102,9 +102,10 @@ def backend_for(
     if backend is None:
         if device.type == "cuda" and dist.is_nccl_available():
             return BOTH
-        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Across machines shm is
-        # there by name: that ranks recover from a lost machine is proven with gloo.
-        return SHM if {device.type, *kinds} == {"cpu"} and len(set(machines)) <= 1 else "gloo"
+        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Where each rank has a machine of its own,
+        # there is nobody to share memory with, and gloo alone is faster.
+        alone = 1 < len(set(machines)) == len(machines)
+        return SHM if {device.type, *kinds} == {"cpu"} and not alone else "gloo"
     if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
         raise DeviceError(
             f"{backend} works between CPUs, but this rank computes on {device}",
