@@ -354,7 +354,8 @@ def test_jobs_at_once_do_not_meet(by: Launchers) -> None:
 def test_training_step_is_the_same_to_the_last_digit(by: Launchers) -> None:
     results = {name: by.run(name, *EXAMPLES["elastic"], "ddp_step.py", "5") for name in ("torchrun", *WAYS)}
     assert all(result.code == 0 for result in results.values()), results
-    found = {name: _said(r"rank \d loss \S+ weights \S+", result) for name, result in results.items()}
+    # As a set: where gloo does not let go of a rank in time, torchrun has both do it all once more.
+    found = {name: {*_said(r"rank \d loss \S+ weights \S+", result)} for name, result in results.items()}
     assert len(found["torchrun"]) == 2
     assert all(said == found["torchrun"] for said in found.values()), found
 

@@ -21,7 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 CONFTEST = """
 from tests.kit import leaks
-leaks.GRACE = 0.3
+leaks.GRACE = leaks.LONGER = 0.3
 """
 
 LEAKING = """
