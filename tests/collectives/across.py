@@ -112,6 +112,10 @@ def moves(engine: nodes.Nodes, count: int) -> None:
     for outs in ([torch.empty(count * size, dtype=torch.float64)], [torch.empty_like(mine) for _ in range(size)]):
         engine.run(Call(Kind.ALL_GATHER, ins=[alls[rank]], outs=outs, timeout=LIMIT))
         same("all_gather", torch.cat(outs), torch.cat(alls))
+    uneven = [part[: of * (count // size)] for of, part in enumerate(alls)]  # rank 0 gives nothing
+    outs = [torch.empty_like(part) for part in uneven]
+    engine.run(Call(Kind.ALL_GATHER, ins=[uneven[rank]], outs=outs, timeout=LIMIT))
+    same("uneven all_gather", torch.cat(outs), torch.cat(uneven))
     rows = [[(count // 9) * ((of * 3 + to * 5) % 4) + of % 2 for to in range(size)] for of in range(size)]
     ins = [torch.full((rows[rank][to],), rank * size + to) for to in range(size)]
     outs = [torch.empty(rows[of][rank], dtype=torch.int64) for of in range(size)]

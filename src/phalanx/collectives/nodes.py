@@ -112,7 +112,7 @@ class Nodes(Threaded):
             raise type(self._broken)(f"{call.kind.name.lower()}: this group has ended before: {self._broken}")
         self._deadline = time.monotonic() + call.timeout if call.timeout else 0.0
         self._count += 1
-        own = call.ins if call.kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs
+        own = call.ins if call.kind == Kind.GATHER else call.outs
         nothing = call.kind != Kind.ALL_TO_ALL and not any(tensor.numel() for tensor in own)
         way = self._barrier if nothing else self._ways[call.kind]
         try:
