@@ -18,14 +18,10 @@ from .trouble import Aborted, Late, Mismatched, PeerLost
 _PATIENCE = 1.0  # seconds for the leaders of other machines to say what they know
 _LONGER = 3.0  # for the leader of this machine, who waits for those
 _MOMENT = 0.3  # for those who are told
-_FIRST = (
-    0.1  # before anybody is asked: who is about to form a new group takes the store away, and torch would lament it
-)
+_FIRST = 0.1  # before anybody is asked: whoever forms a new group takes the store away, which torch would lament
 _LOOK = 0.01
 _KINDS: dict[str, type[dist.DistBackendError]] = {kind.__name__: kind for kind in (PeerLost, Late, Mismatched, Aborted)}
-_GLOO = re.compile(
-    r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE
-)  # or it is of a bug, and no wire
+_GLOO = re.compile(r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE)  # anything else is no wire's
 _PARTS = [kind.name.lower() for kind in Kind]
 
 
