@@ -197,6 +197,34 @@ def while_computing(place: Place) -> None:
 
 
 @scene(2)
+def long_awaited(place: Place) -> None:
+    """Nobody is woken all the time for a message that does not come; once it does, it arrives."""
+    if place.rank == 1:
+        place.told()
+        place.send(content(4, 100), 0).wait()
+        return
+    awaited = place.recv(100, 1)
+    for _ in range(2):  # seconds; in the first it may still hurry
+        before = _woken()
+        time.sleep(1)
+    assert _woken() - before < 150, "times a second"  # 50, and some 500 if it went on as it begins
+    place.tell(1)
+    until = time.monotonic() + PATIENCE
+    while not awaited.parcel.done() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert awaited.wait() == content(4, 100)
+
+
+def _woken() -> int:
+    """How often threads of this process have slept."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            found += int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", file.read(), re.MULTILINE)[1])
+    return found
+
+
+@scene(2)
 def beside_collectives(place: Place) -> None:
     total = torch.ones(3)
     call = Call(Kind.ALL_REDUCE, outs=[total], reduction=Reduction(Op.SUM), timeout=PATIENCE)

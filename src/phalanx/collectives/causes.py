@@ -78,7 +78,7 @@ class Causes:
     def _asked(self, error: Exception, call: Call) -> Exception:
         """A wire ended, or nothing came: whoever is alive says what it has seen."""
         others = {number for number in range(len(self._machines)) if number != self._mine}
-        self._wait()
+        self._pause()
         until = time.monotonic() + _PATIENCE
         while others and time.monotonic() < until:
             if self._over():
@@ -110,7 +110,7 @@ class Causes:
             self._tell("seen by", known)
         if not isinstance(known, Aborted | Late):
             return known
-        self._wait()
+        self._pause()
         until = time.monotonic() + _LONGER
         while time.monotonic() < until and not self._over():
             if self._store.check([f"cause at {self._mine}"]):
@@ -120,7 +120,7 @@ class Causes:
             time.sleep(_LOOK)
         return known
 
-    def _wait(self) -> None:
+    def _pause(self) -> None:
         until = time.monotonic() + _FIRST
         while time.monotonic() < until and not self._over():
             time.sleep(_LOOK)
