@@ -125,21 +125,32 @@ def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
-            return Started(zygotes.make(plan, fresh_ones=True, welcome=(), log=log))
-        found, words = _warm(plan, base)
-        if found is not None:
-            return Started(found, words=tuple(words))
-        lesson = lessons.recall(plan.command, base)
-        zygote = zygotes.make(plan, fresh_ones=False, welcome=lesson.modules, log=log)
-        return Started(zygote, lesson, tuple(words))
+            return Started(zygotes.make(plan, None, log=log))
+        lesson = lessons.recall(plan.command, base, plan.environ)
+        if lesson.varying:
+            return Started(zygotes.make(plan, None, log=log), words=(_varies(plan, lesson),))
+        words = [_assumes(plan, lesson)] if lesson.variables else []
+        found, more = _warm(plan, base, lesson)
+        return Started(found or zygotes.make(plan, lesson, log=log), lesson, (*words, *more))
     finally:
         os.close(log)
 
 
-def _warm(plan: Plan, base: str) -> tuple[Zygote | None, list[str]]:
+def _assumes(plan: Plan, lesson: Lesson) -> str:
+    values = ", ".join(name if value is None else f"{name}={value}" for name, value in lesson.variables.items())
+    return f"{os.path.basename(plan.command.target)} sets {values} before it imports torch: imported with that"
+
+
+def _varies(plan: Plan, lesson: Lesson) -> str:
+    script, names = os.path.basename(plan.command.target), ", ".join(lesson.varying)
+    return f"{script} sets {names} before it imports torch, to several values: one interpreter per rank (as --fresh)"
+
+
+def _warm(plan: Plan, base: str, lesson: Lesson) -> tuple[Zygote | None, list[str]]:
     if not plan.start.warm and not plan.start.keep_warm:
         return None, []
-    place = warmth.place(base, plan.command.python, plan.environ)
+    environ = lesson.applied(plan.environ)
+    place = warmth.place(base, plan.command.python, environ)
     found = warmth.find(place, plan.start.preload, plan.start.keep_warm)
     if isinstance(found, Zygote):
         return found, []
@@ -147,7 +158,7 @@ def _warm(plan: Plan, base: str) -> tuple[Zygote | None, list[str]]:
     if not plan.start.keep_warm:
         return None, words
     modules = [*warmth.MODULES, *plan.start.preload]
-    warmth.start(place, plan.command.python, plan.environ, modules, plan.start.keep_warm)
+    warmth.start(place, plan.command.python, environ, modules, plan.start.keep_warm)
     found = warmth.find(place, plan.start.preload, plan.start.keep_warm)
     if isinstance(found, Zygote):
         return found, words

@@ -130,6 +130,7 @@ class Attempt:
         self._stage = stage
         self._zygote = zygote
         self._lesson = lesson
+        self._set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
         self._store_started = False
         self._store_stops = False  # it is no longer needed
         self._stores_lost = 0
@@ -252,8 +253,10 @@ class Attempt:
             memory=self._stage.memory,
         )
         order = zygotes.worker_order(self._zygote, name, plan.command, seat, environ)
-        if seat.rank == 0 and self._lesson is not None:
-            order["lesson"] = self._lesson.path
+        if self._lesson is not None:
+            order["assumed"] = list(self._lesson.variables)
+            if seat.rank == 0 and self._zygote.way == "cold":
+                order["lesson"] = self._lesson.path
         out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
         stdin = self._stdin(seat.rank)
         witness = self._witness(name)
@@ -287,11 +290,26 @@ class Attempt:
         """What a worker's witness says unasked."""
         if message.get("is") == "differs" and name in self.workers:
             self.workers[name].differs = message
+        elif message.get("is") == "stale" and name in self.workers:
+            self._imported_too_early(self.workers[name], message)
         elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
         else:
             for fd in fds:
                 os.close(fd)
+
+    def _imported_too_early(self, worker: Worker, message: wire.Message) -> None:
+        """Its script has set variables that the fork server's imports have read before: the next run knows."""
+        if self._lesson is None:
+            return
+        if not self._set:
+            does = "ignored there" if message["late"] else "starting it again as a fresh interpreter"
+            names = ", ".join(message["variables"])
+            self._stage.note(f"rank {worker.seat.rank} set {names} before an import that reads it: {does}")
+        self._set.append(message["variables"])
+        self._lesson.learned(self._set).keep()
+        if message["late"]:
+            self._lesson.refuse()
 
     def _stdin(self, rank: int) -> int:
         """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""

@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from phalanx.launch import script_environment
 from phalanx.launch.command import Command
 
 # Building an optimizer, wrapping or compiling a model each import this, slowly, in every rank.
@@ -34,28 +36,71 @@ class Lesson:
     """Where a script's lesson lies, and what is known so far."""
 
     path: str
-    modules: tuple[str, ...]  # welcome, not required
+    modules: tuple[str, ...] = ()  # welcome, not required
+    variables: Mapping[str, str | None] = field(default_factory=dict)  # that the script sets before it imports torch
+    varying: tuple[str, ...] = ()  # the same, but not to one value: no import before the fork can know it
+    seen: bool = False  # in an earlier run; else these variables are a guess
+    script: str = ""  # a digest of its text: what is known about variables holds for that text alone
+
+    def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the fork server's imports are to see."""
+        merged = {**environ, **self.variables}
+        return {name: value for name, value in merged.items() if value is not None}
 
     def refuse(self) -> None:
         """What was learned made the zygote unsafe to fork: do not learn it again."""
         with contextlib.suppress(OSError), open(f"{self.path}.refused", "w"):
             pass
 
+    def learned(self, ranks: Sequence[Mapping[str, str | None]]) -> Lesson:
+        """After ranks have imported torch with other values than were assumed: theirs, and which have more than one."""
+        values: dict[str, set[str | None]] = {}
+        for variables in [*([self.variables] if self.seen else []), *ranks]:
+            for name, value in variables.items():
+                values.setdefault(name, set()).add(value)
+        several = {name for name, found in values.items() if len(found) > 1}
+        known = {**self.variables, **{name: value for variables in ranks for name, value in variables.items()}}
+        return replace(self, variables=known, varying=tuple(sorted({*self.varying, *several})), seen=True)
 
-def recall(command: Command, base: str) -> Lesson:
-    """What its text suggests, and what rank 0 of an earlier run had to import itself."""
+    def keep(self) -> None:
+        """For the next run."""
+        record = {"script": self.script, "variables": dict(self.variables), "varying": self.varying}
+        with contextlib.suppress(OSError):
+            with open(f"{self.path}.variables.part", "w") as file:
+                json.dump(record, file)
+            os.replace(f"{self.path}.variables.part", f"{self.path}.variables")
+
+
+def recall(command: Command, base: str, environ: Mapping[str, str]) -> Lesson:
+    """What its text suggests, and what an earlier run has shown."""
     source = _source(command)
     folder = os.path.join(base, "lessons")
     key = hashlib.sha256(f"{command.python}\0{command.kind}\0{source or command.target}".encode()).hexdigest()[:24]
     path = os.path.join(folder, f"{key}.json")
-    if os.path.exists(f"{path}.refused"):
-        return Lesson(path, ())
     with contextlib.suppress(OSError):
         os.makedirs(folder, mode=0o700, exist_ok=True)
+    text = _read(source)
+    sets = script_environment.read(source, command.path0, environ)
+    lesson = _variables(Lesson(path, variables=sets.before, script=hashlib.sha256(text.encode()).hexdigest()))
+    if os.path.exists(f"{path}.refused") or sets.later:  # each of these is read when one of those is imported
+        return lesson
     learned: list[str] = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         learned = [name for name in json.load(file) if isinstance(name, str) and _is_safe(name)]
-    return Lesson(path, tuple(dict.fromkeys([*guess(_read(source)), *learned])))
+    return replace(lesson, modules=tuple(dict.fromkeys([*guess(text), *learned])))
+
+
+def _variables(lesson: Lesson) -> Lesson:
+    """With what an earlier run of the same text has shown."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        with open(f"{lesson.path}.variables") as file:
+            record = json.load(file)
+        if record["script"] == lesson.script:
+            variables = {
+                str(name): None if value is None else str(value) for name, value in record["variables"].items()
+            }
+            return replace(lesson, variables=variables, varying=tuple(map(str, record["varying"])), seen=True)
+    return lesson
 
 
 def guess(text: str) -> tuple[str, ...]:

@@ -323,10 +323,8 @@ class Supervisor:
         if self._ends:
             return False
         self._lost_zygote = ""
-        welcome = self._lesson.modules if self._lesson is not None else ()
         with open(f"{self._folder.path}/zygote.log", "ab") as log:
-            fresh = not self._zygote.forks
-            self._zygote = zygotes.make(self._plan, fresh_ones=fresh, welcome=welcome, log=log.fileno())
+            self._zygote = zygotes.make(self._plan, self._lesson, log=log.fileno())
         return await self._zygote_ready()
 
     async def _renew(self, attempt: Attempt) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.cluster.placement import Seat
 from phalanx.launch.command import Command
+from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.zygote import wire
 
@@ -49,12 +50,12 @@ class Zygote:
         return None if self.process is None else self.process.wait()
 
 
-def make(plan: Plan, *, fresh_ones: bool, welcome: Sequence[str], log: int) -> Zygote:
-    """One that has yet to import: at the start of a run, and in the place of one that was killed."""
-    if fresh_ones:
+def make(plan: Plan, lesson: Lesson | None, *, log: int) -> Zygote:
+    """At the start of a run, and in the place of one that was killed. No lesson: fresh interpreters."""
+    if lesson is None:
         return fresh(plan.environ, log=log)
     required = [*_TORCH, *plan.start.preload]
-    return cold(plan.command, plan.environ, required=required, welcome=welcome, log=log)
+    return cold(plan.command, lesson.applied(plan.environ), required=required, welcome=lesson.modules, log=log)
 
 
 def cold(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-import importlib
 import os
 import sys
 import threading
 import time
+from importlib.machinery import PathFinder
 from typing import Any
+
+from . import finalisation, groups
+from .preloaded import Preloaded
+
+modules = Preloaded()  # of this process, and hidden in those that it forks
 
 
 def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[str, Any]:
@@ -18,8 +24,11 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
     The collector is off: a start-up makes no garbage worth looking for, and objects frozen afterwards are not
     touched by a worker's collections, so their pages stay shared.
     """
+    guard = None if path0 is None else _Guard(path0, {name.partition(".")[0] for name in required} - {"torch"})
     if path0 is not None:
         sys.path.insert(0, path0)
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), guard)  # type: ignore[arg-type]
+    atexit.register(finalisation.finalize)
     gc.disable()
     seconds: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -28,16 +37,47 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
             continue
         start = time.perf_counter()
         try:
-            importlib.import_module(name)
+            modules.load(name)
         except BaseException as error:
             if name in required:
                 failed[name] = f"{type(error).__name__}: {error}"
         seconds[name] = round(time.perf_counter() - start, 4)
-    if path0 is not None and path0 in sys.path:
-        sys.path.remove(path0)
+    if guard is not None:
+        sys.meta_path.remove(guard)  # type: ignore[arg-type]
+        failed.update(guard.met)
+        if path0 in sys.path:
+            sys.path.remove(path0)
+    groups.watch()
+    if "tempfile" in sys.modules:  # an import has asked for it, and a script may set TMPDIR before it does
+        sys.modules["tempfile"].__dict__["tempdir"] = None
     gc.freeze()
     gc.enable()
     return {"seconds": seconds, "failed": failed, "unsafe": unsafe()}
+
+
+class _Guard:
+    """A finder that keeps the script's own modules from being executed here, such as a `glob.py` that torch would find.
+
+    Each rank executes them itself, as often as Python would. Only modules that the user has named are imported here.
+    """
+
+    def __init__(self, folder: str, named: set[str]) -> None:
+        self._folder = folder
+        self._named = named
+        self.met: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: object, _: object) -> None:
+        if path is None and name not in self._named:
+            found = PathFinder.find_spec(name, [self._folder])
+            if found is not None and found.loader is not None and found.origin != _elsewhere(name):
+                self.met[name] = f"{found.origin} has its name"
+                raise ImportError(self.met[name], name=name)
+
+
+def _elsewhere(name: str) -> str | None:
+    """What would be found without the script's folder: it may be the same, where a package is installed in place."""
+    found = PathFinder.find_spec(name, sys.path[1:])
+    return None if found is None else found.origin
 
 
 def unsafe() -> str:
@@ -64,8 +104,6 @@ def _holds(path: str) -> bool:
 
 def note_lesson(path: str) -> None:
     """When this worker ends, write down what it had to import itself: the next zygote may do so beforehand."""
-    import atexit
-
     atexit.register(_write_lesson, path, frozenset(sys.modules))
 
 

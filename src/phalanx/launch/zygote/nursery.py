@@ -12,8 +12,9 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, imports, kernel, store, wire
+from . import birth, finalisation, imports, kernel, store, wire
 from .leftovers import Leftovers
+from .restart import FreshStart
 from .witness import witness
 
 
@@ -138,11 +139,14 @@ class Nursery:
         for fd in fds[:3]:
             os.close(fd)
         birth.dress(order)
+        kept: list[int] = []
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]
-            witness.begin(board, order["witness"], channel, stacks)
+            kept = witness.begin(board, order["witness"], channel, stacks)
         if order.get("lesson"):
             imports.note_lesson(order["lesson"])
+        imports.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
+        finalisation.begin()
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
+from .. import groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
 from . import checker, debugger, ledger, page, patience, recorder, sampler, terminal
 from .steps import Steps
 
@@ -33,23 +33,22 @@ _GONE = 0.05  # the same, for the kernel to take it away
 current: Witness | None = None  # of this process
 
 
-def begin(board: int, slot: int, channel: int, stacks: int) -> None:
-    """In a worker that is about to run its script, which runs without a witness as well."""
+def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
+    """In a worker that is about to run its script, which runs without a witness as well. Returns where they are now."""
     try:
         memory = kernel.shared(board)
     except OSError as error:  # `ulimit -v`, say
         sys.stderr.write(f"phalanx: nobody will see what this process is at: {error}\n")
-        os.close(channel)
-        os.close(stacks)
-    else:
-        _begin(memory, slot, channel, stacks)
-    finally:
-        os.close(board)
+        for fd in (board, channel, stacks):
+            os.close(fd)
+        return []
+    board, channel, stacks = (_out_of_the_way(fd) for fd in (board, channel, stacks))
+    _begin(memory, slot, channel, stacks)
+    return [board, channel, stacks]
 
 
 def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
-    channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
@@ -143,6 +142,7 @@ class Witness:
         self._over = True
         self.stop()
         self._resign()
+        groups.leave()
 
     def _resign(self) -> None:
         """That nobody looks any more must not be taken for a lock of Python's that is held."""
@@ -204,6 +204,7 @@ class Witness:
         with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
             terminal.tidy()
             self._sampler.publish(time.monotonic_ns())
+            groups.watch()
             if self._sampler.phase not in ("import", "optimizer"):
                 self._steps.lay()
 

@@ -1,0 +1,89 @@
+"""The end of a forked worker: the script's objects are finalized as at the end of plain Python.
+
+At exit, Python collects everything that is left and calls each finalizer once: files are flushed and closed, `__del__`
+runs, while all names are still there. In a forked worker the modules imported before the fork are frozen (`gc.freeze`),
+so the collector does not see them. An object that a frozen one refers to, such as a handler of `logging`, and all that
+it refers to in turn, would never be finalized. Collecting frozen objects as well would take each rank half a second.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import gc
+import io
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+_FAR = 10_000  # objects that a stream or a thread may refer to
+
+# Of files on top of each other; a GzipFile, say, is none of these.
+_DEPTHS = {io.TextIOBase: 1, io.BufferedReader: 3, io.BufferedWriter: 3, io.BufferedRandom: 3, io.RawIOBase: 4}
+
+_worker = False
+
+
+def begin() -> None:
+    """In a worker, just before its script."""
+    global _worker
+    _worker = True
+    gc.freeze()  # what exists now is not the script's
+    # Python clears the names of the main module at exit only if something still refers to the module.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
+
+
+def finalize() -> None:
+    """The last function called at exit, so it has to be the first that is registered."""
+    if not _worker:
+        return
+    gc.collect()  # as Python does; the objects are in the order of the collector afterwards
+    kinds: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in kinds:
+            kinds[kind] = hasattr(kind, "__del__")
+        if kinds[kind]:
+            found.append(one)
+    found.sort(key=_depth)
+    spared = _in_use()
+    call = ctypes.pythonapi.PyObject_CallFinalizer
+    call.argtypes, call.restype = (ctypes.py_object,), None
+    for one in found:
+        if id(one) not in spared:
+            call(one)
+
+
+def _depth(one: Any) -> int:
+    """Files last, and those last that others write to: the collector's order may close a file before its buffer."""
+    if not isinstance(one, io.IOBase):
+        return 0
+    return next((depth for kind, depth in _DEPTHS.items() if isinstance(one, kind)), 2)
+
+
+def _in_use() -> set[int]:
+    """By `id`, objects that Python keeps to its very end: standard streams, and what running threads use."""
+    roots = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None and thread != threading.get_ident():
+            roots += frame.f_locals.values()
+            frame = frame.f_back
+    return _reachable(roots)
+
+
+def _reachable(roots: Iterable[Any]) -> set[int]:
+    """From these objects, but not by way of a module's names."""
+    names = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting and len(found) < _FAR:
+        one = waiting.pop()
+        if id(one) in found or id(one) in names or isinstance(one, ModuleType | FunctionType | type):
+            continue
+        found.add(id(one))
+        waiting += gc.get_referents(one)
+    return found

@@ -1,0 +1,243 @@
+"""Modules that the fork server has imported, hidden from a worker until its script imports them.
+
+    modules.load("torch")     in the fork server: import it, and record what the import did
+    modules.hide(…)           in a worker: sys.modules is as it was before
+    import torch              in its script: the modules reappear, without being executed again
+
+An import may read environment variables. If the script has given one of them another value since, `stale` is called
+before the modules reappear: the worker then starts again as a fresh interpreter, in which that value counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+_finalize: Any = weakref.finalize
+_FINALIZE = _finalize._exitfunc  # which the very first finalizer registers
+
+Environment = dict[bytes, bytes]
+Changed = dict[str, "str | None"]  # variable -> its value now; None: not set
+
+# Read by native libraries while they are loaded, which cannot be recorded; TQDM_ is looked for in all variables.
+_NATIVE = tuple(
+    b"""
+    OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ GOTO_ BLIS_ ONEDNN_ DNNL_ MKLDNN_ GFORTRAN_ ATEN_ NPY_ NUMPY_ TORCH_ PYTORCH_ KINETO_
+    ACC_ INTEL_LIBITTNOTIFY OPENSSL_ TQDM_
+    """.split()
+)
+_READ_LATER = (b"TORCH_NCCL_", b"TORCH_FR_", b"TORCH_HOME", b"TORCH_EXTENSIONS_DIR", b"TORCH_SHOW_CPP_STACKTRACES")
+# Recorded, but what was made of them is not kept.
+_NOT_KEPT = frozenset(b"TMPDIR TEMP TMP LOGNAME USER LNAME USERNAME PYTHONUSERBASE".split())
+
+
+class Layer:
+    """What one import has done."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.modules: dict[str, ModuleType] = {}
+        self.reads: dict[bytes, set[str]] = {}  # variable -> modules that were being imported
+        self.writes: Environment = {}
+        self.exits: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []  # module, arguments of atexit.register
+
+    def part(self, name: str) -> set[str]:
+        """What reappears when `name` is imported: everything if it belongs to the root's package, else its package."""
+        top = name.partition(".")[0]
+        everything = top == self.root.partition(".")[0]
+        return {module for module in self.modules if everything or module.partition(".")[0] == top}
+
+
+class Preloaded:
+    """Also the finder and loader of what is hidden."""
+
+    def __init__(self) -> None:
+        self._layers: list[Layer] = []
+        self._seen: Environment = {}  # by the imports
+        self._hidden: dict[str, Layer] = {}
+        self._parents: dict[str, ModuleType] = {}  # of hidden modules, if another import made them
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # specification and loader of a module that is reappearing
+        self._launchers: set[bytes] = set()  # variables that the launcher gave this worker
+        self._stale: Callable[[Changed], None] = lambda _: None
+
+    def load(self, name: str) -> None:
+        """In the fork server. Raises what the import raises."""
+        layer = Layer(name)
+        self._layers.append(layer)
+        self._seen = self._seen or environment()
+        before = frozenset(sys.modules)
+        try:
+            with _recorded(layer):
+                importlib.import_module(name)
+        finally:
+            layer.modules = {found: module for found, module in list(sys.modules.items()) if found not in before}
+
+    def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
+        """In a worker. `assumed`: variables that the imports saw because the script was expected to set them."""
+        self._stale = stale
+        now = environment()
+        changed = {name for name in {*now, *self._seen} if now.get(name) != self._seen.get(name)}
+        self._launchers = changed - {os.fsencode(name) for name in assumed}
+        for layer in reversed(self._layers):
+            for name, module in layer.modules.items():
+                if sys.modules.get(name) is module:
+                    self._hide(name, module, layer)
+            for _, function, _, _ in layer.exits:
+                atexit.unregister(function)
+                _finalize._registered_with_atexit &= function != _FINALIZE
+        if self._hidden:
+            sys.meta_path.insert(0, self)
+
+    def _hide(self, name: str, module: ModuleType, layer: Layer) -> None:
+        package, _, child = name.rpartition(".")
+        parent = sys.modules.get(package) if package not in layer.modules else None
+        if parent is not None and vars(parent).get(child) is module:
+            self._parents[name] = parent
+            delattr(parent, child)
+        self._hidden[name] = layer
+        del sys.modules[name]
+
+    # -- as the import system asks
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name not in self._hidden:
+            return None
+        known = getattr(self._hidden[name].modules[name], "__spec__", None)
+        spec = ModuleSpec(name, self, origin=getattr(known, "origin", None))  # type: ignore[arg-type]
+        spec.submodule_search_locations = getattr(known, "submodule_search_locations", None)
+        spec.has_location = getattr(known, "has_location", False)
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        layer = self._hidden.get(spec.name)
+        if layer is None:  # another thread has imported it meanwhile
+            return sys.modules[spec.name]
+        part = layer.part(spec.name)
+        changed = self._changed(layer, part)
+        if changed:
+            self._stale(changed)
+        module = layer.modules[spec.name]
+        self._replaced[id(module)] = (getattr(module, "__spec__", None), getattr(module, "__loader__", None))
+        self._reveal(layer, part)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It was executed in the fork server; only what the import system has just replaced is put back."""
+        if id(module) in self._replaced:
+            module.__spec__, module.__loader__ = self._replaced.pop(id(module))
+
+    def _reveal(self, layer: Layer, part: set[str]) -> None:
+        new = part & self._hidden.keys()
+        for name in new:
+            del self._hidden[name]
+            module = sys.modules.setdefault(name, layer.modules[name])
+            if name in self._parents:
+                setattr(self._parents.pop(name), name.rpartition(".")[2], module)
+        for importer, function, args, kwargs in layer.exits:
+            if importer in new and not (function == _FINALIZE and _finalize._registered_with_atexit):
+                atexit.register(function, *args, **kwargs)
+                _finalize._registered_with_atexit |= function == _FINALIZE
+        if layer.root in new:
+            for variable, value in layer.writes.items():
+                os.environb.setdefault(variable, value)
+        if not self._hidden and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def _changed(self, layer: Layer, part: set[str]) -> Changed:
+        """What these modules would read now and have not read when they were imported."""
+        readers = {name for name in part if name.partition(".")[0] not in sys.stdlib_module_names}
+        if not readers:
+            return {}
+        native = environment()
+        by_python = {name for name, by in layer.reads.items() if by & readers}
+        by_native = {name for name in {*native, *self._seen} if _is_native(name)}
+        changed = {}
+        for names, now in ((by_python, os.environb), (by_native, native)):
+            for name in names - self._launchers - _NOT_KEPT:
+                value = now.get(name)
+                if value != self._seen.get(name):
+                    changed[os.fsdecode(name)] = None if value is None else os.fsdecode(value)
+        return dict(sorted(changed.items()))
+
+
+def environment() -> Environment:
+    """As C sees it, which `os.putenv` changes and `os.environ` does not show."""
+    found = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    variables: Environment = {}
+    place = 0
+    while found and (entry := found[place]) is not None:
+        name, _, value = entry.partition(b"=")
+        variables.setdefault(name, value)
+        place += 1
+    return variables
+
+
+def _is_native(name: bytes) -> bool:
+    return name.startswith(_NATIVE) and not name.startswith(_READ_LATER)
+
+
+def _importing(frame: FrameType) -> str:
+    """The module that is being imported there."""
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+@contextlib.contextmanager
+def _recorded(layer: Layer) -> Iterator[None]:
+    """Variables that are read and written meanwhile, and functions that are to be called at exit."""
+    data: Any = os.environ._data  # type: ignore[attr-defined]
+    register = atexit.register
+    recording = True
+
+    def note(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if recording:
+            layer.exits.append((_importing(sys._getframe(1)), function, args, kwargs))
+        return register(function, *args, **kwargs)
+
+    os.environ._data = _Variables(data, layer)  # type: ignore[attr-defined]
+    atexit.register = note  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.environ._data, atexit.register, recording = data, register, False  # type: ignore[attr-defined]
+
+
+class _Variables:
+    """What `os.environ` is made of, for the time of an import."""
+
+    def __init__(self, data: Environment, layer: Layer) -> None:
+        self._data = data
+        self._layer = layer
+
+    def __getitem__(self, name: bytes) -> bytes:
+        frame = sys._getframe(2)  # who asks os.environ
+        if frame.f_code.co_name not in ("__iter__", "copy"):  # whoever takes all of them is not interested in each
+            self._layer.reads.setdefault(name, set()).add(_importing(frame))
+        return self._data[name]
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        self._layer.writes[name] = value
+        self._data[name] = value
+
+    def __delitem__(self, name: bytes) -> None:
+        self._layer.writes.pop(name, None)
+        del self._data[name]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)

@@ -1,0 +1,65 @@
+"""A forked worker that starts again as a fresh interpreter: what was imported before the fork is not what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import Any
+
+from . import birth
+from .witness import witness
+
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+
+
+class FreshStart:
+    """`FreshStart(order, fds)(changed)`: tell the agent, and execute the worker's own command line in this process.
+
+    The process keeps its pid, session and streams. Only a worker that has not joined a group yet can do this.
+    """
+
+    def __init__(self, order: birth.Order, fds: list[int]) -> None:
+        self._order = order
+        self._fds = fds  # of its probe: board, channel, stacks; empty: it has none
+        self._pid = os.getpid()
+        self._cwd = os.getcwd()
+        self._umask = os.umask(0o077)
+        os.umask(self._umask)
+        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def __call__(self, changed: dict[str, str | None]) -> None:
+        """Returns where it cannot be done: then the old values count, and that is said."""
+        if os.getpid() != self._pid:  # a child that the script has forked: it goes on with what its parent has
+            return
+        joined = _joined()
+        if witness.current is not None:
+            with contextlib.suppress(OSError):
+                witness.current.say({"is": "stale", "variables": changed, "late": joined})
+        if joined:
+            names = ", ".join(changed)
+            os.write(2, f"phalanx: {names}: set after the import that reads it; use phalanx run --fresh\n".encode())
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._as_before()
+        order = {**self._order, "exec": self._order["command"], "hook": _HOOK}
+        if self._fds:
+            birth.hook(order, self._fds)
+        birth.execute(order)
+
+    def _as_before(self) -> None:
+        """What a process keeps when it executes a program, and the script may have changed."""
+        with contextlib.suppress(OSError):
+            os.chdir(self._cwd)
+        os.umask(self._umask)
+        for number, handler in self._signals.items():
+            if signal.getsignal(number) is signal.SIG_IGN and handler is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _joined() -> bool:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return c10d is not None and bool(c10d.is_initialized())

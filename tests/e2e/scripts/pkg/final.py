@@ -1,0 +1,15 @@
+"""A module of the script's own that tells when it goes."""
+
+import os
+import sys
+
+
+class Told:
+    def __init__(self):
+        self.out = sys.modules["__main__"].OUT
+
+    def __del__(self, write=os.write):
+        write(self.out, b"del in a module of the script's own\n")
+
+
+told = Told()

@@ -1,0 +1,96 @@
+"""Variables that a script sets before it imports torch count, however they are set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cli import phalanx, python
+
+pytestmark = pytest.mark.xdist_group("environment")
+
+SEEN = """
+import torch, torch.distributed as dist, torch._dynamo
+print("seen", torch.get_num_threads(), torch._dynamo.config.disable, dist.get_debug_level(),
+      torch.jit._state._enabled.enabled, torch._logging._internal.log_state.log_qname_to_level)
+"""
+SET = {
+    "assigned": 'import os\nos.environ["OMP_NUM_THREADS"] = "3"\nos.environ["TORCH_COMPILE_DISABLE"] = "1"\n',
+    "setdefault and update": "import os\nos.environ.setdefault('TORCH_DISTRIBUTED_DEBUG', 'DETAIL')\n"
+    "os.environ.update(TORCH_LOGS='dynamo')\n",
+    "putenv": "import os\nos.putenv('OMP_NUM_THREADS', '5')\n",
+    "a loop": "import os\nfor name in ['PYTORCH_JIT', 'TORCH_COMPILE_DISABLE']:\n"
+    "  os.environ[name] = str(int(name[0] == 'T'))\n",
+    "a file": "import dotted\n",
+    "a file, by a loop": "import looped\nimport os\n",
+}
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / "dotted.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '6'\n")
+    (folder / "looped.py").write_text(
+        "import os\nfor line in open('.env'):\n  name, value = line.strip().split('=')\n  os.environ[name] = value\n"
+    )
+    (folder / ".env").write_text("OMP_NUM_THREADS=7\nTORCH_DISTRIBUTED_DEBUG=INFO\n")
+    (folder / "train.py").write_text(text + SEEN)
+
+
+def seen(out: str) -> list[str]:
+    return re.findall(r"seen .*", out)
+
+
+@pytest.mark.parametrize("how", SET)
+def test_the_value_counts_in_the_first_run_and_in_the_second(tmp_path: Path, how: str) -> None:
+    write(tmp_path, SET[how])
+    one = {"OMP_NUM_THREADS": "1"}  # as launchers have it
+    expected = seen(python("train.py", cwd=str(tmp_path), env=one).out)
+    assert len(expected) == 1
+    for _ in range(2):
+        result = phalanx("run", "-g", "2", "--cpu", "train.py", cwd=str(tmp_path), env=one)
+        assert seen(result.out) == expected * 2, result.err
+    # The first run has shown what the text did not.
+    assert "imported with that" in result.err
+    assert "fresh" not in result.err
+
+
+def test_values_that_differ_between_ranks_get_an_interpreter_each(tmp_path: Path) -> None:
+    write(tmp_path, "import os\nos.environ['OMP_NUM_THREADS'] = str(2 + int(os.environ['RANK']))\n")
+    for told in ("starting it again as a fresh interpreter", "one interpreter per rank"):
+        result = phalanx("run", "-g", "2", "--cpu", "train.py", cwd=str(tmp_path))
+        assert sorted(line.split()[1] for line in seen(result.out)) == ["2", "3"]
+        assert told in result.err
+
+
+def test_a_variable_that_is_set_after_torch_and_before_its_compiler_counts(tmp_path: Path) -> None:
+    write(tmp_path, "import os, torch\nopt = torch.optim.SGD\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\n")
+    result = phalanx("run", "-g", "1", "--cpu", "train.py", cwd=str(tmp_path))
+    assert "seen" in result.out
+    assert result.out.split()[2] == "True"
+
+
+def test_the_replacement_of_a_worker_starts_where_it_was(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import os, signal, sys\nassert sys.argv[1:] == ['a b', ''], sys.argv\nstart = (os.getcwd(), os.getpid())\n"
+        "print('start', *start, signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, os.umask(0o22),"
+        "'SET' in os.environ)\n"
+        "os.chdir('/'); signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.umask(0o77); os.environ['SET'] = '1'\n"
+        "sys.path.insert(0, start[0])\nimport looped\n",
+    )
+    (tmp_path / "looped.py").write_text("import os\nfor name in ['OMP_NUM_THREADS']: os.environ[name] = '4'\n")
+    result = phalanx("run", "-g", "1", "--cpu", "train.py", "a b", "", cwd=str(tmp_path))
+    starts = re.findall(r"start .*", result.out)
+    assert len(set(starts)) == 1, starts
+    assert "True 18 False" in starts[0]
+    assert seen(result.out)[0].split()[1] == "4"
+    assert result.code == 0
+
+
+def test_a_module_of_the_scripts_own_is_never_executed_before_the_fork(tmp_path: Path) -> None:
+    """torch imports glob, and would find this one."""
+    (tmp_path / "glob.py").write_text("import os\nprint(__name__, os.environ['RANK'])\n")
+    result = phalanx("run", "-g", "1", "--cpu", "glob.py", cwd=str(tmp_path))
+    assert result.out == "__main__ 0\n"
+    assert "glob.py has its name" in result.err

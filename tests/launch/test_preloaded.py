@@ -1,0 +1,94 @@
+"""Modules that are imported before the fork: hidden until they are asked for, and checked then."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.e2e.places import SCRIPTS as E2E
+from tests.kit.cli import run
+
+SCRIPTS = Path(E2E).parents[1] / "launch/scripts"
+
+# Recorded, and nothing is kept of them.
+NOT_KEPT = {"LNAME", "LOGNAME", "PYTHONUSERBASE", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME", "_PYTHON_PROJECT_BASE"}
+
+
+def test_a_change_of_any_variable_that_the_import_of_torch_reads_is_noticed(tmp_path: Path) -> None:
+    """Found by looking: native code by its calls of getenv, Python by its reads of os.environ."""
+    shim = tmp_path / "getenv.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SCRIPTS / "getenv.c"], check=True)
+    log = str(tmp_path / "log")
+    result = run(
+        (sys.executable, str(SCRIPTS / "reads.py"), log), env={"LD_PRELOAD": str(shim), "ENVLOG": log}, timeout=120
+    )
+    found = json.loads(result.out)
+    assert found["read"] > 300
+    assert found["unnoticed"].keys() <= NOT_KEPT
+
+
+def test_the_modules_reappear_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import os\nVALUE = os.environ.get('LATE')\nos.environ['WRITTEN'] = 'by import'\n"
+    )
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("import late, json\n")
+    (tmp_path / "pack/part.py").write_text("import atexit\natexit.register(print, 'part at exit')\n")
+    (tmp_path / "test.py").write_text(
+        textwrap.dedent("""
+        import atexit, importlib.util, os, sys
+        from phalanx.launch.zygote import preloaded
+        before = set(sys.modules)
+        modules = preloaded.Preloaded()
+        modules.load("pack")
+        modules.load("pack.part")
+        pack, spec = sys.modules["pack"], sys.modules["pack"].__spec__
+        os.environ.pop("WRITTEN")
+        stale = []
+        modules.hide(frozenset(), stale.append)
+        assert set(sys.modules) == before, set(sys.modules) - before
+        assert importlib.util.find_spec("pack").origin == spec.origin
+        assert "pack" not in sys.modules
+        atexit.register(print, "mine at exit")
+        import pack as again
+        assert again is pack and again.__spec__ is spec
+        assert "late" in sys.modules and "json" in sys.modules and "pack.part" not in sys.modules
+        assert not hasattr(pack, "part")
+        assert os.environ["WRITTEN"] == "by import"
+        assert not stale
+        os.environ["LATE"] = "now"
+        import pack.part
+        assert pack.part and not stale  # part does not read it
+        assert modules not in sys.meta_path
+        print("done")
+        """)
+    )
+    result = run((sys.executable, str(tmp_path / "test.py")), cwd=str(tmp_path))
+    # What an import registers is called in the order of imports, not of what was imported before the fork.
+    assert result.out.split("\n") == ["done", "part at exit", "mine at exit", ""], result.err
+
+
+def test_a_variable_that_an_import_has_read_and_the_script_has_set_since_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("import os\nVALUE = os.environ.get('LATE')\n")
+    (tmp_path / "test.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        from phalanx.launch.zygote import preloaded
+        modules = preloaded.Preloaded()
+        os.environ["ASSUMED"] = "1"
+        modules.load("late")
+        os.environ["RANK"] = "3"  # the launcher's
+        stale = []
+        modules.hide(frozenset(), stale.append)
+        os.environ["RANK"] = "4"
+        os.environ["LATE"] = "now"
+        os.putenv("OMP_NUM_THREADS", "5")
+        import late
+        print(stale)
+        """)
+    )
+    result = run((sys.executable, str(tmp_path / "test.py")), cwd=str(tmp_path), env={"OMP_NUM_THREADS": None})
+    assert result.out.strip() == "[{'LATE': 'now', 'OMP_NUM_THREADS': '5'}]", result.err
