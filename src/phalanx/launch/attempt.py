@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -16,6 +16,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
+from phalanx.diagnose.timeouts import Timeout
 from phalanx.launch import cause, differing, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
@@ -29,9 +30,14 @@ from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
+Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # of a rank that timed out: who made it, in lines
+
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
 _MOST_SPARES = 3  # likewise
+_TAIL = 60  # last lines of stderr that may say why a worker failed
+_DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
 _LOOK = 0.1  # seconds between two looks at who has come
+_ASK = 5.0  # seconds to find out who made a rank time out, before the others are stopped
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
 
@@ -59,6 +65,9 @@ class Worker:
     sampled: float = 0.0  # when it did
     witness: Witness | None = None
     differs: wire.Message | None = None  # what it has called, told when others called something else
+    raised: wire.Message | None = None  # where it was in its groups when it raised an exception about other ranks
+    told: float = 0.0  # when it was told to stop
+    blame: Sequence[str] = ()  # who did not come, of one that timed out
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class Stage:
     board: Board | None = None  # where workers publish what they are at
     witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
     measured: Callable[[words.Measured], None] | None = None  # what rank 0 says of its steps
+    blame: Blame | None = None  # who made a rank time out
 
 
 class Attempt:
@@ -134,6 +144,8 @@ class Attempt:
         self._store_stops = False  # it is no longer needed
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
+        self._gave_up: list[Worker] = []  # of which it is asked who made them
+        self._asking: asyncio.Task[None] | None = None
         stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
         self._duplicate()
 
@@ -287,6 +299,8 @@ class Attempt:
         """What a worker's witness says unasked."""
         if message.get("is") == "differs" and name in self.workers:
             self.workers[name].differs = message
+        elif message.get("is") == "raised" and name in self.workers:
+            self.workers[name].raised = message
         elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
         else:
@@ -345,13 +359,47 @@ class Attempt:
         elif code == 0:
             self._tell_able()
         elif not worker.stopped:
-            self._stage.failing(self.fall(cause.summary(self._death(worker, "")), worker))
+            self._failed(worker)
             if not self.stopping:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
+    def _failed(self, worker: Worker) -> None:
+        """Of one that timed out, the others are asked first where they are: afterwards they are gone."""
+        death = self.death(worker)
+        late = self._late(death)
+        if self.stopping or late is None or self._stage.blame is None:
+            self._stage.failing(self.fall(cause.summary(death), worker))
+            return
+        self._gave_up.append(worker)
+        if self._asking is None:
+            self._asking = asyncio.get_running_loop().create_task(self._blame(late, self._stage.blame))
+
+    def _late(self, death: cause.Death) -> cause.Death | None:
+        """The one that timed out: this one, or another, whose timeout has closed the connections of this one."""
+        deaths = [death]
+        if cause.lost_a_peer(death):
+            deaths += [self.death(worker) for worker in self.workers.values() if worker.raised is not None]
+        return next((each for each in deaths if cause.timeout(each) is not None), None)
+
+    async def _blame(self, late: cause.Death, ask: Blame) -> None:
+        """Tell of the failures when it is known who is to blame for them, or when nobody can tell."""
+        timeout, blame = cause.timeout(late), list[str]()
+        with contextlib.suppress(Exception):  # what only explains a failure must not hide it
+            blame = await asyncio.wait_for(ask(late.rank, timeout), _ASK) if timeout is not None else blame
+        fallen, self._gave_up, self._asking = self._gave_up, [], None
+        for worker in self.workers.values():
+            worker.blame = blame if cause.timeout(self.death(worker)) is not None else ()
+        for worker in fallen:
+            if not self.stopping:
+                self._stage.failing(self.fall(cause.summary(self.death(worker)), worker))
+        if self.stopping:
+            self._look_for_the_end()
+
     def _look_for_the_end(self) -> None:
         """Spares of this node have nobody left to stand in for."""
+        if self._asking is not None:  # it looks when it has its answer
+            return
         if not self.living:
             self.over.set()
         elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
@@ -378,7 +426,7 @@ class Attempt:
         return Fall(
             rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=cause.place(self._death(worker, "")) if worker is not None else place,
+            place=cause.place(self.death(worker)) if worker is not None else place,
             time=time.time(),
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
@@ -429,7 +477,7 @@ class Attempt:
         """Tell the living to stop, unless they were told; those that do not, are stopped."""
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
-            worker.stopped = True
+            worker.stopped, worker.told = True, time.time()
             if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
                 self.tell(name, signal.SIGTERM)
             elif not told:
@@ -463,7 +511,7 @@ class Attempt:
         for worker in self.workers.values():
             if worker.witness is not None:
                 worker.witness.close()
-        for task in (self._listening, self._missing):
+        for task in (self._listening, self._missing, self._asking):
             if task is not None:
                 task.cancel()
 
@@ -679,11 +727,10 @@ class Attempt:
 
     def autopsy(self, kills: str) -> tuple[list[cause.Death], str]:
         """All who failed, and what to tell about the first. `kills`: what the kernel says about memory."""
-        deaths = [self._death(worker, kills) for worker in self.failed]
+        deaths = [self.death(worker, kills) for worker in self.failed]
         death = cause.first_cause(deaths)
         if death is None:
             return deaths, ""
-        also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
         here = {one.seat.rank for one in self.workers.values()}
@@ -691,9 +738,10 @@ class Attempt:
         left = sorted(well | (here & cause.lost(death)))
         told = {one.seat.rank: one.differs for one in self.workers.values() if one.differs is not None}
         means = differing.words(told) if cause.differs(death) else ()
-        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left, means=means)
+        return deaths, cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
 
-    def _death(self, worker: Worker, kills: str) -> cause.Death:
+    def death(self, worker: Worker, kills: str = "") -> cause.Death:
+        """What is known of a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
@@ -706,8 +754,10 @@ class Attempt:
             hung=worker.hung,
             device=str(worker.seat.slot.device or ""),
             error=error,
-            stderr=self.output.tail(worker.seat.rank, "stderr", 60),
+            stderr=self.output.tail(worker.seat.rank, "stderr", _DUMP if code < 0 else _TAIL),
             memory=kills if code == -signal.SIGKILL else "",
+            told=worker.told,
+            blame=worker.blame,
         )
 
 

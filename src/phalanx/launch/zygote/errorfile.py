@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from typing import Any
 
 _GROUPS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "collectives", "")
+_BETWEEN_RANKS = re.compile(r"gloo|nccl|store|socket|peer|timed? ?out|barrier|\bLate\b|Connection", re.IGNORECASE)
 _THEIRS = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
 
 
@@ -21,6 +24,10 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         frames = traceback.extract_tb(trace)
         while frames and frames[-1].filename.startswith(_GROUPS):  # where a wait was given up is of no interest
             frames.pop()
+        if isinstance(value, SyntaxError) and value.filename:
+            frames.append(
+                traceback.FrameSummary(value.filename, value.lineno or 0, "", line=(value.text or "").strip())
+            )
         text = f"{kind.__name__}: {value}"
         story = "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is of no interest
@@ -43,6 +50,18 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         os.replace(f"{path}.part", path)
     except Exception:
         pass
+
+
+def tell(value: Any, trace: Any) -> None:
+    """To the supervisor, where this rank was in its groups when it lost the others: it is about to end."""
+    with contextlib.suppress(Exception):
+        if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
+            return
+        from .witness import witness
+
+        if witness.current is not None:
+            stack = [[frame.filename, frame.lineno, frame.name] for frame in reversed(traceback.extract_tb(trace))]
+            witness.current.raised(stack)
 
 
 def _shown(frames: list[Any]) -> list[Any]:

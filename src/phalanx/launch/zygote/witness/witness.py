@@ -154,6 +154,12 @@ class Witness:
         """A group of ours has found that ranks call different things, and is about to say so."""
         self.say({"is": "differs", **recorder.everything()})
 
+    def raised(self, stack: list[list[Any]]) -> None:
+        """An exception ends the script. `stack`: where it was raised, the innermost frame first."""
+        told = recorder.everything()
+        threads = [one if not one["main"] else {**one, "frames": stack} for one in told.pop("threads")]
+        self.say({"is": "raised", "threads": threads, **told})
+
     # -- in a thread of its own
 
     def _run(self) -> None:

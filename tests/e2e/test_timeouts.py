@@ -1,0 +1,65 @@
+"""A collective that times out names the rank that did not come, and where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cli import phalanx
+
+pytestmark = [pytest.mark.xdist_group("failures"), pytest.mark.warmed]
+
+HEAD = """\
+import os, threading, time, torch, torch.distributed as dist
+from datetime import timedelta
+rank = int(os.environ["RANK"])
+dist.init_process_group({backend!r}, timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(1))
+def load():
+    time.sleep(1000)
+def evaluate():
+    x = torch.ones(200, 200)
+    while True:
+        x = (x @ x).clamp(0, 1)
+"""
+LATE = {
+    "gloo, sleeping": (
+        "gloo",
+        "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
+        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+    ),
+    "gloo, computing": (
+        "gloo",
+        "if rank == 0: evaluate()\ndist.barrier()\n",
+        "rank 0 did not come to barrier #2",
+    ),
+    "shm": (
+        "shm",
+        "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
+        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+    ),
+    "monitored barrier": (
+        "gloo",
+        "if rank == 2: load()\ndist.monitored_barrier(timeout=timedelta(seconds=1))\n",
+        "rank 2 did not come to monitored_barrier at late.py:13 within 1 s: it was sleeping at late.py:7 in load",
+    ),
+    "two groups in different order": (
+        "gloo",
+        "both = dist.new_group([0, 1, 2])\ndist.all_reduce(torch.ones(1), group=both if rank == 1 else None)\n",
+        "deadlock between two groups",
+    ),
+}
+
+
+@pytest.mark.parametrize(("backend", "body", "said"), LATE.values(), ids=LATE.keys())
+def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: str, body: str, said: str) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(HEAD.format(backend=backend) + body)
+    result = phalanx("run", "-g", "3", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert result.code == 1
+    assert told.startswith(f"phalanx: {said}")
+    assert " timed out: " in told
+    why = phalanx("why")  # the run has ended: from its folder alone
+    assert said in why.out
