@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.diagnose.absent import blame
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.timeouts import Timeout, blame, read
+from phalanx.diagnose.timeouts import Timeout, read
 from tests.diagnose.scene import C10D, behind, beside, call, evidence, frame, process, rank, waiting
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
@@ -17,7 +18,8 @@ NCCL = (
 MESSAGES = {
     "gloo": (GLOO + "Timed out waiting 4000ms for recv operation to complete", Timeout(seconds=4.0)),
     "monitored barrier": (
-        "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms",
+        f"RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms\n Original exception:\n{GLOO}"
+        "Timed out waiting 3000ms for recv operation to complete",
         Timeout(seconds=3.0, ranks=(1,)),
     ),
     "several": (

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from phalanx.contract import events
 from phalanx.control import obstacles
-from phalanx.diagnose import diagnosis, report, timeouts, words
+from phalanx.diagnose import absent, diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.standing import LONGER
 from phalanx.diagnose.timeouts import Timeout
@@ -287,7 +287,7 @@ class Observer:
         because = await self._why()
         if because is None:
             return []
-        return await asyncio.to_thread(timeouts.blame, because.evidence, rank, timeout)
+        return await asyncio.to_thread(absent.blame, because.evidence, rank, timeout)
 
     @property
     def _held(self) -> str:
