@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phalanx.diagnose import words
+from phalanx.diagnose import children, words
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.standing import MEETINGS, PATIENCE, Field, Standing, being, described, survey
@@ -108,10 +108,11 @@ def _doing(standing: Standing) -> str:
 
 
 def _shown(group: Sequence[Standing], verdicts: Sequence[Verdict]) -> list[str]:
-    """The line itself, and what is known of the wait."""
-    numbers = set(_numbers(group))
+    """The processes that it waited for, the line itself, and what to do."""
+    first, numbers = group[0], set(_numbers(group))
+    awaited = children.awaited(first.rank, first.act)
     found = next((verdict for verdict in verdicts if numbers & set(verdict.ranks)), None)
     if found is not None:
-        return [*found.details[:4], *([f"fix: {found.fix}"] if found.fix else [])]
-    place = group[0].place
-    return [f"its line: {place.source}"] if place is not None and place.source else []
+        details = [detail for detail in found.details if detail not in awaited]
+        return [*awaited, *details[:4], *([f"fix: {found.fix}"] if found.fix else [])]
+    return [f"its line: {first.place.source}"] if first.place is not None and first.place.source else []
