@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,38 @@ def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: s
     assert " timed out: " in told
     why = phalanx("why")  # the run has ended: from its folder alone
     assert said in why.out
+
+
+def test_a_script_that_sets_its_own_port_is_told_where_each_rank_waits(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import os, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "os.environ['MASTER_PORT'] = str(1 + int(os.environ['RANK']))\n"  # where nobody listens
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=2))\n"
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert told.startswith(
+        "phalanx: rank 0 waits for a store at 127.0.0.1:1; rank 1 waits for a store at 127.0.0.1:2 in "
+        "init_process_group at own.py:4: the script has set MASTER_PORT (no rank listens there, the launcher's store is at 127.0.0.1:"
+    )
+    assert "fix: do not set MASTER_PORT in the script" in told
+
+
+def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(tmp_path: Path) -> None:
+    path = tmp_path / "child.py"
+    path.write_text(
+        HEAD.format(backend="gloo").replace("seconds=2", "seconds=6")
+        + "import subprocess\nif rank == 1: subprocess.run(['sleep', '1000'])\ndist.all_reduce(torch.ones(1))\n"
+    )
+    result = phalanx("run", "-g", "3", "--cpu", "--stall-after", "2", str(path))
+    assert re.search(
+        r"rank 1 is waiting for a process that it has started \(process \d+ `sleep 1000`, sleeping\)", result.err
+    )
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert told.startswith(
+        "phalanx: rank 1 did not come to all_reduce #2 (4 B) at child.py:14 within 6 s: it was waiting for"
+    )
+    assert "`sleep 1000`, sleeping" in told
+    assert "the run goes on" not in result.err

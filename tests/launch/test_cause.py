@@ -95,6 +95,16 @@ def test_the_socket_of_a_dataloader_worker_is_no_lost_peer() -> None:
     assert "a DataLoader worker of this rank has died" in block(worker, tail=(), folder="x")
 
 
+def test_a_port_in_use_is_told_with_what_to_do() -> None:
+    text = (
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+        "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    )
+    assert "port 29500 is in use: leave MASTER_PORT" in block(
+        Death(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder=""
+    )
+
+
 def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
     frames = [["/t.py", 4, "load", "read()"]]
     text = "RuntimeError: " + "\n".join(["a" * 400, "b", "c", "d", "e", "f"])

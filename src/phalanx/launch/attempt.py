@@ -177,6 +177,11 @@ class Attempt:
         return self._escalation is not None
 
     @property
+    def ending(self) -> bool:
+        """A rank has raised an exception about others, and is about to end: what moves now is no progress."""
+        return any(worker.raised is not None for worker in self.workers.values())
+
+    @property
     def held(self) -> str:
         """Why its ranks wait, and are meant to; empty: they are not."""
         return self._held

@@ -26,6 +26,7 @@ _PEER_LOST = re.compile(
 _PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
 _OF_GROUP = re.compile(r" \(of this group: \d+\)")
 _CLOSED = re.compile(r"(ConnectionResetError|ConnectionRefusedError|BrokenPipeError|EOFError)\b")
+_IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
 _LOADER = "torch/utils/data/"
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
 
@@ -259,6 +260,8 @@ def _placed(frames: Sequence[Line]) -> list[str]:
 
 def _explained(death: Death, report: Report) -> list[str]:
     """What ended it, where its own words do not say that."""
+    if port := _IN_USE.search(report.exception):
+        return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher has set it, to a free port"]
     if _lost_a_loader(report):
         return ["  a DataLoader worker of this rank has died: run with num_workers=0 to see its error"]
     if death.memory:

@@ -146,6 +146,7 @@ class Observer:
         if (
             attempt is None
             or attempt.stopping
+            or attempt.ending
             or attempt.held
             or (self._company.leads and attempt.over.is_set() and not members)
         ):
@@ -287,7 +288,10 @@ class Observer:
         because = await self._why()
         if because is None:
             return []
-        return await asyncio.to_thread(absent.blame, because.evidence, rank, timeout)
+        lines = await asyncio.to_thread(absent.blame, because.evidence, rank, timeout)
+        if lines:  # what is told in the end says it again
+            self._standing = None
+        return lines
 
     @property
     def _held(self) -> str:

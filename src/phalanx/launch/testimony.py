@@ -56,6 +56,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
     calls: tuple[Call, ...] = ()
+    store: str = ""
+    given: str = ""
+    hosts: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -115,6 +118,9 @@ async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, belo
         threads=threads,
         groups=told.groups,
         calls=told.calls,
+        store=told.store,
+        given=told.given,
+        hosts=told.hosts,
         process=process,
         silent=round(time.monotonic() - looked, 1) if looked and not told.threads else 0.0,
         note=note,
@@ -135,7 +141,8 @@ def _gave_up(bare: Rank, worker: Worker, death: cause.Death) -> Rank:
     calls = _undone(told.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
     if timeout.seq:  # NCCL's watchdog names the call, and ends the process without an exception
         calls = (*calls, Call(group=timeout.group, seq=timeout.seq, op=timeout.op))
-    return replace(bare, threads=threads, groups=told.groups, calls=calls)
+    found = replace(bare, threads=threads, groups=told.groups, calls=calls)
+    return replace(found, store=told.store, given=told.given, hosts=told.hosts)
 
 
 def _undone(calls: tuple[Call, ...], functions: set[str]) -> tuple[Call, ...]:
@@ -166,7 +173,8 @@ def read(answer: dict[str, Any]) -> Told:
     """Frames come as [file, line, function]: most of an answer is frames."""
     threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
     calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
-    return msgspec.convert({"threads": threads, "calls": calls, "groups": answer.get("groups", ())}, Told, strict=False)
+    rest: dict[str, Any] = {name: answer[name] for name in ("groups", "store", "given", "hosts") if name in answer}
+    return msgspec.convert({"threads": threads, "calls": calls, **rest}, Told, strict=False)
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:

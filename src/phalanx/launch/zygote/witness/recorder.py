@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import pickle
 import sys
 import time
@@ -63,6 +64,7 @@ _UNRECORDED = {
     "new_group": "",
 }
 
+given = ("", "")  # host and port of the store, by the launcher
 _known: dict[tuple[str, str], str] = {}  # recorder, its number of a group -> the group's name
 _rests = 0.0  # until when that is not done
 
@@ -124,12 +126,31 @@ def everything(still: float = 0.0) -> dict[str, Any]:
 
     `still` seconds has the main thread been where it is.
     """
-    found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": []}
+    found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": [], **_store()}
     try:
         _tell(found, still)
     except Exception as error:  # of another torch, or of groups that are taken down: stacks are evidence too
         found["why"] = f"torch's records cannot be read: {error!r}"[:200]
     return _bounded(found)
+
+
+def _store() -> dict[str, Any]:
+    """Where this rank looks for the store, if the script has set that to something else than the launcher."""
+    own = _address()
+    if own == given or not all(given):
+        return {}
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return {"store": ":".join(own), "given": ":".join(given), "hosts": not agents}
+
+
+def _address() -> tuple[str, str]:
+    return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+
+
+def begin() -> None:
+    """Before the script: it may change what the launcher has set."""
+    global given
+    given = _address()
 
 
 def _tell(found: dict[str, Any], still: float) -> None:

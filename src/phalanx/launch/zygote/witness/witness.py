@@ -50,6 +50,7 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> None:
 def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
     channel, stacks = _out_of_the_way(channel), _out_of_the_way(stacks)
+    recorder.begin()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
