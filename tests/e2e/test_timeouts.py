@@ -78,7 +78,8 @@ def test_a_script_that_sets_its_own_port_is_told_where_each_rank_waits(tmp_path:
     told = result.err[result.err.rindex("phalanx: ") :]
     assert told.startswith(
         "phalanx: rank 0 waits for a store at 127.0.0.1:1; rank 1 waits for a store at 127.0.0.1:2 in "
-        "init_process_group at own.py:4: the script has set MASTER_PORT (no rank listens there, the launcher's store is at 127.0.0.1:"
+        "init_process_group at own.py:4: the script has set MASTER_PORT (no rank listens "
+        "there, the launcher's store is at 127.0.0.1:"
     )
     assert "fix: do not set MASTER_PORT in the script" in told
 

@@ -72,12 +72,15 @@ def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None
     assert first_cause([victim, obeyed]) == victim
 
 
+TRACE = ["Traceback (most recent call last):", '  File "/w/a.py", line 3, in <module>', "ValueError: x"]
 COUNTED = {
     "by an exit code": (Death(1, 3, 10.0), 1),
     "by a signal": (Death(1, -9, 10.0), 1),
     "stopped by us": (Death(1, -15, 10.0, True, told=9.0), 0),
     "ended by itself when we told it to": (Death(1, 1, 10.0, True, told=9.0, error=error("KeyError: 1", 9.5)), 0),
     "raised before, and then stopped": (Death(1, -15, 10.0, True, told=9.0, error=error("KeyError: 1", 8.9)), 1),
+    "raised, nobody knows when": (Death(1, 1, 10.0, True, told=9.9, stderr=TRACE), 1),
+    "by our signal, after an error that it survived": (Death(1, -15, 10.0, True, told=9.9, stderr=TRACE), 0),
     "crashed meanwhile": (Death(1, -11, 10.0, True, told=9.9), 1),
 }
 

@@ -105,8 +105,11 @@ def count(deaths: Sequence[Death]) -> int:
 
 
 def _raised_before(death: Death) -> bool:
-    when = report_of(death).when
-    return when is not None and 0 < when <= death.told
+    """It had raised an exception when we told it to stop; where no time is known, one that is not by our signal."""
+    report = report_of(death)
+    if report.when is None:
+        return bool(report.exception) and not _obeyed(death)
+    return 0 < report.when <= death.told
 
 
 def counted(block: str, others: int) -> str:
