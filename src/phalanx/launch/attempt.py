@@ -37,6 +37,7 @@ _MOST_SPARES = 3  # likewise
 _TAIL = 60  # last lines of stderr that may say why a worker failed
 _DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
 _LOOK = 0.1  # seconds between two looks at who has come
+_ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
 _ASK = 5.0  # seconds to find out who made a rank time out, before the others are stopped
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
@@ -65,7 +66,10 @@ class Worker:
     sampled: float = 0.0  # when it did
     witness: Witness | None = None
     differs: wire.Message | None = None  # what it has called, told when others called something else
-    raised: wire.Message | None = None  # where it was in its groups when it raised an exception about other ranks
+    raised: wire.Message | None = (
+        None  # where it was in its groups when an exception about other ranks ended its script
+    )
+    ending: float = 0.0  # until when it is expected to end of that
     told: float = 0.0  # when it was told to stop
     blame: Sequence[str] = ()  # who did not come, of one that timed out
 
@@ -179,7 +183,7 @@ class Attempt:
     @property
     def ending(self) -> bool:
         """A rank has raised an exception about others, and is about to end: what moves now is no progress."""
-        return any(worker.raised is not None for worker in self.workers.values())
+        return any(worker.ending > time.monotonic() for worker in self.workers.values())
 
     @property
     def held(self) -> str:
@@ -305,7 +309,7 @@ class Attempt:
         if message.get("is") == "differs" and name in self.workers:
             self.workers[name].differs = message
         elif message.get("is") == "raised" and name in self.workers:
-            self.workers[name].raised = message
+            self.workers[name].raised, self.workers[name].ending = message, time.monotonic() + _ENDS
         elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
         else:

@@ -93,7 +93,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
-    if worker.code or worker.raised is not None:
+    if worker.code or worker.ending > time.monotonic():
         death = attempt.death(worker)
         if cause.gave_up(death):
             return _gave_up(bare, worker, death)
