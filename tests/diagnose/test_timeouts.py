@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.absent import blame
-from phalanx.diagnose.evidence import Evidence
+from phalanx.diagnose.evidence import Call, Evidence
 from phalanx.diagnose.timeouts import Timeout, read
-from tests.diagnose.scene import C10D, behind, beside, call, evidence, frame, process, rank, waiting
+from tests.diagnose.scene import C10D, behind, beside, call, collective, evidence, frame, process, rank, waiting
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
 NCCL = (
@@ -121,6 +121,17 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
         [
             "no rank set the key 'never' that rank 0 waited for at train.py:6 within 4 s",
             "rank 1: it was sleeping at train.py:8 in load",
+        ],
+    ),
+    "a message": (
+        evidence(
+            rank(0, collective("recv", 6), [Call(group="0", seq=0, op="recv", peer=1)], size=2),
+            rank(1, [LOAD]),
+        ),
+        FIVE,
+        [
+            "rank 1 did not send what rank 0 waited for in recv from rank 1 at train.py:6 within 5 s: it was sleeping "
+            "at train.py:8 in load"
         ],
     ),
     "named by the message alone": (

@@ -45,6 +45,11 @@ LATE = {
         "if rank == 2: load()\ndist.monitored_barrier(timeout=timedelta(seconds=1))\n",
         "rank 2 did not come to monitored_barrier at late.py:13 within 1 s: it was sleeping at late.py:7 in load",
     ),
+    "recv": (
+        "gloo",
+        "if rank == 0: dist.recv(torch.ones(1), 2)\nelse: load()\n",
+        "rank 2 did not send what rank 0 waited for in recv from rank 2 at late.py:12 within 2 s: it was sleeping",
+    ),
     "two groups in different order": (
         "gloo",
         "both = dist.new_group([0, 1, 2])\ndist.all_reduce(torch.ones(1), group=both if rank == 1 else None)\n",

@@ -190,6 +190,6 @@ def test_the_dumps_of_faulthandler() -> None:
     crash, later = read_dump(DUMP.splitlines()), read_dump(["before", *LATER.splitlines()])
     assert crash.exception == "Fatal Python error: Segmentation fault"
     assert [name for _, _, name, _ in crash.frames] == ["<module>", "crash", "string_at"]
-    assert later.exception == "Timeout (0:00:05)!"
+    assert later.exception == "faulthandler.dump_traceback_later: Timeout (0:00:05)!"
     assert [line for _, line, _, _ in later.frames] == [4, 3]
     assert read_dump(["nothing of the kind"]).exception == ""

@@ -33,16 +33,21 @@ def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
         return _nobody(field, victim, timeout)
     groups = _together(missing)
     first = groups[0]
-    text = f"{words.who(_numbers(first))} did not come{_whither(victim, timeout)}: {_being(first)}"
+    text = f"{words.who(_numbers(first))} did not {_do(victim, timeout)}: {_being(first)}"
     more = [f"{words.who(_numbers(group))}: {_being(group)}" for group in groups[1:4]]
     return [text, *more, *_shown(first, verdicts)]
 
 
-def _whither(victim: Standing, timeout: Timeout) -> str:
+def _do(victim: Standing, timeout: Timeout) -> str:
+    """come to all_reduce #3 at train.py:7 within 5 s"""
     seconds = words.duration(timeout.seconds) if timeout.seconds else ""
-    if victim.call is not None or victim.act.what in MEETINGS:
-        return f" to {described(victim)}{f' within {seconds}' if seconds else ''}"
-    return f"; rank {victim.number} waited{words.at(victim.place)}{f' for {seconds}' if seconds else ''}"
+    within, call = f" within {seconds}" if seconds else "", victim.call
+    if call is not None and call.op in ("send", "recv"):
+        what = "send" if call.op == "recv" else "receive"
+        return f"{what} what rank {victim.number} waited for in {described(victim)}{within}"
+    if call is not None or victim.act.what in MEETINGS:
+        return f"come to {described(victim)}{within}"
+    return f"come; rank {victim.number} waited{words.at(victim.place)}{f' for {seconds}' if seconds else ''}"
 
 
 def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:

@@ -223,4 +223,6 @@ def read_dump(lines: Sequence[str]) -> Report:
     # Of a crash, the thread that crashed; of a timeout, the main thread, which is written last.
     chosen = next((frames for current, frames in threads if current), threads[-1][1] if threads else [])
     frames = tuple(reversed(chosen))
-    return Report(said[1], frames=shown(frames), stack=frames)
+    later = said[1].startswith("Timeout")
+    exception = f"faulthandler.dump_traceback_later: {said[1]}" if later else said[1]
+    return Report(exception, frames=shown(frames), stack=frames)

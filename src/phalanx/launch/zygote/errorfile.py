@@ -60,8 +60,7 @@ def tell(value: Any, trace: Any) -> None:
         from .witness import witness
 
         if witness.current is not None:
-            stack = [[frame.filename, frame.lineno, frame.name] for frame in reversed(traceback.extract_tb(trace))]
-            witness.current.raised(stack)
+            witness.current.raised(trace)
 
 
 def _shown(frames: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
@@ -175,13 +175,34 @@ def _tell(found: dict[str, Any], still: float) -> None:
     _present(found["calls"], still)
 
 
+def raised(trace: TracebackType | None) -> dict[str, Any]:
+    """When an exception ends the script: the same, with the main thread where it was raised."""
+    found = everything()
+    where: list[FrameType] = []  # the innermost first, like the lines of a stack
+    lines: list[tuple[str, int, str]] = []
+    while trace is not None:
+        where.insert(0, trace.tb_frame)
+        lines = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name), *lines]
+        trace = trace.tb_next
+    for thread in found["threads"]:
+        if thread["main"]:
+            thread["frames"] = lines
+    now = next((present(frame) for frame in where if _operation(frame)), {})
+    if now.get("op") in _UNRECORDED:
+        found["calls"].append({"seq": 0, "outputs": [], "done": False, "age": 0.0, "site": lines[:_DEEP], **now})
+    return found
+
+
+def _operation(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _WAITING and frame.f_code.co_filename.endswith(_FILE)
+
+
 def present(frame: FrameType | None) -> dict[str, Any]:
     """The operation of torch.distributed that this thread is in, from its own variables; empty: none."""
     while frame is not None:
-        code = frame.f_code
-        if code.co_name in _WAITING and code.co_filename.endswith(_FILE):
+        if _operation(frame):
             with contextlib.suppress(Exception):  # it moves on while we look
-                return {"op": code.co_name, **_variables(frame)}
+                return {"op": frame.f_code.co_name, **_variables(frame)}
         frame = frame.f_back
     return {}
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from .. import kernel, wire  # noqa: TID252 - it is loaded by path, under another name
@@ -155,11 +156,9 @@ class Witness:
         """A group of ours has found that ranks call different things, and is about to say so."""
         self.say({"is": "differs", **recorder.everything()})
 
-    def raised(self, stack: list[list[Any]]) -> None:
-        """An exception ends the script. `stack`: where it was raised, the innermost frame first."""
-        told = recorder.everything()
-        threads = [one if not one["main"] else {**one, "frames": stack} for one in told.pop("threads")]
-        self.say({"is": "raised", "threads": threads, **told})
+    def raised(self, trace: TracebackType | None) -> None:
+        """An exception about other ranks ends the script."""
+        self.say({"is": "raised", **recorder.raised(trace)})
 
     # -- in a thread of its own
 
