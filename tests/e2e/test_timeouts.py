@@ -105,3 +105,21 @@ def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(
     )
     assert "`sleep 1000`, sleeping" in told
     assert "the run goes on" not in result.err
+
+
+def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:
+    path = tmp_path / "watchdog.py"
+    path.write_text(
+        HEAD.format(backend="gloo")
+        + "if rank == 1: load()\n"
+        + "said = b'[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: '\n"
+        + "said += b'WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran'\n"
+        + "os.write(2, said)\nos.abort()\n"
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert result.code == 134
+    assert told.startswith(
+        "phalanx: rank 1 did not come to all_reduce #2 within 10 min: it was sleeping at watchdog.py:7 in load"
+    )
+    assert "rank 0 timed out: SIGABRT (Aborted)" in told

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -16,7 +16,6 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
-from phalanx.diagnose.timeouts import Timeout
 from phalanx.launch import cause, differing, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
@@ -26,11 +25,10 @@ from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.stuck import LAST, PATIENCE, SAVING, Stuck
+from phalanx.launch.victims import Blame, Victims
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
-
-Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # of a rank that timed out: who made it, in lines
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
 _MOST_SPARES = 3  # likewise
@@ -38,7 +36,6 @@ _TAIL = 60  # last lines of stderr that may say why a worker failed
 _DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
 _LOOK = 0.1  # seconds between two looks at who has come
 _ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
-_ASK = 5.0  # seconds to find out who made a rank time out, before the others are stopped
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
 
@@ -66,9 +63,7 @@ class Worker:
     sampled: float = 0.0  # when it did
     witness: Witness | None = None
     differs: wire.Message | None = None  # what it has called, told when others called something else
-    raised: wire.Message | None = (
-        None  # where it was in its groups when an exception about other ranks ended its script
-    )
+    raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
     ending: float = 0.0  # until when it is expected to end of that
     told: float = 0.0  # when it was told to stop
     blame: Sequence[str] = ()  # who did not come, of one that timed out
@@ -148,8 +143,7 @@ class Attempt:
         self._store_stops = False  # it is no longer needed
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
-        self._gave_up: list[Worker] = []  # of which it is asked who made them
-        self._asking: asyncio.Task[None] | None = None
+        self._victims = Victims(self, stage.blame, self._timed_out)
         stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
         self._duplicate()
 
@@ -368,46 +362,26 @@ class Attempt:
         elif code == 0:
             self._tell_able()
         elif not worker.stopped:
-            self._failed(worker)
+            if self.stopping or not self._victims.take(worker):
+                self._failed(worker)
             if not self.stopping:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
     def _failed(self, worker: Worker) -> None:
-        """Of one that timed out, the others are asked first where they are: afterwards they are gone."""
-        death = self.death(worker)
-        late = self._late(death)
-        if self.stopping or late is None or self._stage.blame is None:
-            self._stage.failing(self.fall(cause.summary(death), worker))
-            return
-        self._gave_up.append(worker)
-        if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_task(self._blame(late, self._stage.blame))
+        self._stage.failing(self.fall(cause.summary(self.death(worker)), worker))
 
-    def _late(self, death: cause.Death) -> cause.Death | None:
-        """The one that timed out: this one, or another, whose timeout has closed the connections of this one."""
-        deaths = [death]
-        if cause.lost_a_peer(death):
-            deaths += [self.death(worker) for worker in self.workers.values() if worker.raised is not None]
-        return next((each for each in deaths if cause.timeout(each) is not None), None)
-
-    async def _blame(self, late: cause.Death, ask: Blame) -> None:
-        """Tell of the failures when it is known who is to blame for them, or when nobody can tell."""
-        timeout, blame = cause.timeout(late), list[str]()
-        with contextlib.suppress(Exception):  # what only explains a failure must not hide it
-            blame = await asyncio.wait_for(ask(late.rank, timeout), _ASK) if timeout is not None else blame
-        fallen, self._gave_up, self._asking = self._gave_up, [], None
-        for worker in self.workers.values():
-            worker.blame = blame if cause.timeout(self.death(worker)) is not None else ()
-        for worker in fallen:
+    def _timed_out(self, victims: list[Worker]) -> None:
+        """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
+        for worker in victims:
             if not self.stopping:
-                self._stage.failing(self.fall(cause.summary(self.death(worker)), worker))
+                self._failed(worker)
         if self.stopping:
             self._look_for_the_end()
 
     def _look_for_the_end(self) -> None:
         """Spares of this node have nobody left to stand in for."""
-        if self._asking is not None:  # it looks when it has its answer
+        if self._victims.asking:  # it is looked again when they have told
             return
         if not self.living:
             self.over.set()
@@ -520,7 +494,8 @@ class Attempt:
         for worker in self.workers.values():
             if worker.witness is not None:
                 worker.witness.close()
-        for task in (self._listening, self._missing, self._asking):
+        self._victims.cancel()
+        for task in (self._listening, self._missing):
             if task is not None:
                 task.cancel()
 
