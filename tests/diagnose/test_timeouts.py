@@ -47,6 +47,10 @@ MESSAGES = {
         Timeout(seconds=0.5, ranks=(1, 2, 5)),
     ),
     "NCCL's watchdog": (NCCL, Timeout(seconds=600.0, op="all_reduce", seq=5, group="0")),
+    "NCCL's watchdog, without the name of its group": (
+        NCCL.replace("[PG ID 0 PG GUID 0(default_pg) Rank 0]", "[Rank 0]"),
+        Timeout(seconds=600.0, op="all_reduce", seq=5, group="0"),
+    ),
     "another timeout": ("TimeoutError: The read operation timed out", None),
     "a lost peer": (GLOO + "Connection closed by peer", None),
 }

@@ -34,6 +34,7 @@ _PATTERNS = (  # compiled when a rank fails, and not when a run starts
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+),"
     r".*?Timeout\(ms\)=(?P<ms>\d+)",
 )
+_DEFAULT = "0"  # as torch calls the group of all ranks
 _GUID = r"PG GUID (?P<group>[^\s()\]]+)"
 _NCCL = {  # as its watchdog calls them
     "ALLREDUCE": "all_reduce",
@@ -62,7 +63,7 @@ def read(text: str) -> Timeout | None:
         address=f"{said['host']}:{said['port']}" if said.get("port") else "",
         op=_NCCL.get(op, op.lower()),
         seq=int(said.get("seq") or 0),
-        group=guid["group"] if guid else "",
+        group=guid["group"] if guid else _DEFAULT if op else "",
     )
 
 
