@@ -28,7 +28,8 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             frames.append(
                 traceback.FrameSummary(value.filename, value.lineno or 0, "", line=(value.text or "").strip())
             )
-        text = f"{kind.__name__}: {value}"
+        said = _said(value)
+        text = f"{kind.__name__}: {said}"
         story = "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is of no interest
             story, frames = text, traceback.StackSummary()
@@ -42,7 +43,7 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             },
             "time": now,
             "exception": kind.__name__,
-            "text": str(value),
+            "text": said,
             "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in _shown(frames)],
         }
         with open(f"{path}.part", "w") as file:
@@ -50,6 +51,13 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         os.replace(f"{path}.part", path)
     except Exception:
         pass
+
+
+def _said(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return "<exception str() failed>"  # as Python's own traceback has it
 
 
 def tell(value: Any, trace: Any) -> None:
