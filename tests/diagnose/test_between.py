@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Call, Evidence, Gpu, Rank
 from tests.diagnose.scene import (
     C10D,
@@ -28,6 +29,11 @@ def message(op: str, number: int, peer: int, tag: int = 0, line: int = 70) -> Ra
     stack = collective(op, line)
     calls = [call("all_reduce", 5, 4, done=True), Call(group="0", seq=0, op=op, peer=peer, tag=tag, site=tuple(stack))]
     return rank(number, stack, calls, size=2)
+
+
+def joining(number: int, store: str, *, hosts: bool = False) -> Rank:
+    stack = [frame(C10D, 1892, "init_process_group"), HERE]
+    return rank(number, stack, store=store, given="127.0.0.1:4711", hosts=hosts)
 
 
 def two_groups() -> Evidence:
@@ -204,6 +210,34 @@ BETWEEN: dict[str, Case] = {
         (),
         ["all 3 ranks are in init_process_group"],
     ),
+    "joining at ports that the script has set": (
+        evidence(*(joining(number, f"127.0.0.1:{29500 + number}") for number in range(2))),
+        "address",
+        (0, 1),
+        [
+            "rank 0 waits for a store at 127.0.0.1:29500; rank 1 waits for a store at 127.0.0.1:29501 in "
+            "init_process_group at train.py:33 in flush: the script has set MASTER_PORT (no rank listens "
+            "there, the launcher's store is at 127.0.0.1:4711)"
+        ],
+    ),
+    "joining at a host that the script has set": (
+        evidence(*(joining(number, "gone.example:4711") for number in range(2))),
+        "address",
+        (0, 1),
+        ["ranks 0, 1 wait for a store at gone.example:4711", "the script has set MASTER_ADDR ("],
+    ),
+    "joining where another rank hosts": (
+        evidence(*(joining(number, f"127.0.0.1:{29500 + number}", hosts=True) for number in range(2))),
+        "address",
+        (1,),
+        ["rank 1 waits for a store at 127.0.0.1:29501", "rank 0 is to host the store"],
+    ),
+    "joining where rank 0 hosts for all": (
+        evidence(*(joining(number, "127.0.0.1:29500", hosts=True) for number in range(2))),
+        "join",
+        (),
+        ["all 2 ranks are in init_process_group"],
+    ),
     "a group that only one makes": (
         evidence(
             rank(0, [frame(C10D, 2169, "_new_process_group_helper"), frame(C10D, 5863, "new_group"), HERE]),
@@ -220,3 +254,10 @@ BETWEEN: dict[str, Case] = {
 def test_named_right(case: str) -> None:
     verdict = named_right(BETWEEN[case])
     assert verdict.certain == (verdict.kind not in ("network", "join", "lock") or "never come" in verdict.text)
+
+
+def test_what_to_type_for_a_port_that_the_script_has_set() -> None:
+    one = evidence(*(joining(number, "127.0.0.1:29500") for number in range(2)))
+    assert "type: phalanx run --master-port 29500 …" in diagnose(one)[0].fix
+    several = evidence(*(joining(number, f"127.0.0.1:{29500 + number}") for number in range(2)))
+    assert "--master-port" not in diagnose(several)[0].fix

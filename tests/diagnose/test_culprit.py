@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from phalanx.diagnose.evidence import Gpu, Rank
+from phalanx.diagnose.evidence import Gpu, Rank, Thread
 from tests.diagnose.scene import (
     C10D,
     GETS,
@@ -28,6 +29,12 @@ from tests.diagnose.scene import (
     waiting,
     workers,
 )
+
+RUN = [frame(STD + "subprocess.py", 2004, "_try_wait"), frame(STD + "subprocess.py", 550, "run"), HERE]
+QUEUE = [frame(STD + "multiprocessing/queues.py", 103, "get"), HERE]
+FORK = Thread(name="process 4711 python", frames=(frame("work.py", 8, "produce"), HERE))
+KEEPS = behind(1, QUEUE, size=2, proc=process(children=("4711 S python",)))
+FORKED = (waiting(0, size=2), replace(KEEPS, threads=(*KEEPS.threads, FORK)))
 
 KEPT: dict[str, Case] = {
     "data: a lock": (
@@ -112,6 +119,18 @@ KEPT: dict[str, Case] = {
         "subprocess",
         (1,),
         ["a process that it has started"],
+    ),
+    "subprocess, by its command and its state": (
+        beside(behind(1, RUN, proc=process(children=("4711 S sleep 1000", "4712 S gzip x")))),
+        "subprocess",
+        (1,),
+        ["a process that it has started (process 4711 `sleep 1000`, sleeping) at train.py:33"],
+    ),
+    "a fork, by its line": (
+        evidence(*FORKED),
+        "lock",
+        (1,),
+        ["waiting for a queue (process 4711 `python`, sleeping at work.py:8 in produce) at train.py:33"],
     ),
     "file": (
         beside(behind(1, [HERE], proc=process("D", wchan="folio_wait_bit_common"))),

@@ -170,3 +170,32 @@ def test_a_signal_is_not_a_reason_to_start_again() -> None:
     job.signal(signal.SIGTERM)
     assert job.wait() == 143
     assert "starting all ranks again" not in job.err
+
+
+@pytest.mark.warmed
+def test_what_an_exception_was_raised_because_of_is_told_and_every_rank_that_raised_is_counted(tmp_path: Path) -> None:
+    chain = write(
+        tmp_path / "chain.py",
+        "def inner(): import no_such_module\n"
+        "try: inner()\n"
+        "except ImportError as error: raise RuntimeError('Failed to import\\nthe trainer') from error\n",
+    )
+    said = block(phalanx("run", "-g", "2", "--cpu", chain).err).splitlines()
+    assert said[0].endswith("failed: RuntimeError: Failed to import")
+    assert "    the trainer" in said
+    assert "  caused by: ModuleNotFoundError: No module named 'no_such_module'" in said
+    assert f"    {chain}:1 in inner" in said
+    assert "  1 other rank failed after it" in said
+
+
+@pytest.mark.warmed
+def test_a_crash_shows_the_line_that_faulthandler_has_written(tmp_path: Path) -> None:
+    crash = write(
+        tmp_path / "crash.py",
+        "import ctypes, faulthandler\nfaulthandler.enable()\ndef crash():\n    ctypes.string_at(0)\ncrash()\n",
+    )
+    result = phalanx("run", "-g", "1", "--cpu", crash)
+    said = block(result.err)
+    assert result.code == 139
+    assert said.startswith("phalanx: rank 0 failed: Fatal Python error: Segmentation fault\n  ended with SIGSEGV")
+    assert f"{crash}:4 in crash" in said

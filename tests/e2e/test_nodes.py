@@ -332,3 +332,39 @@ def test_a_member_that_writes_very_much_is_not_slowed_down_and_what_is_left_out_
         map(int, re.findall(r"… (\d+) bytes are left out here; all of it is in the log on node2", jobs[0].out))
     )
     assert left_out + 100 * len(shown) + len("end 2\n") == len(expected)
+
+
+def test_a_rank_that_did_not_come_is_named_on_whatever_node_it_is(lab: Lab, tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=4))\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 2: time.sleep(1000)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    jobs = together(lab, "--cpu", str(late), ranks=(2, 1))
+    assert codes(jobs) == [1, 1], texts(jobs)
+    for job in jobs:
+        said = block(job)
+        assert said.startswith(
+            "phalanx: rank 2 did not come to all_reduce #2 (4 B) at late.py:6 within 4 s: it was sleeping"
+        )
+        assert "1 other rank failed after it" in said
+
+
+def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path) -> None:
+    late = tmp_path / "fail.py"
+    late.write_text(
+        "import os, time\n"
+        "rank, folder = int(os.environ['RANK']), os.path.dirname(__file__)\n"
+        "if rank < 3:\n"
+        "    open(f'{folder}/{rank}', 'w').close()\n"
+        "    while len(os.listdir(folder)) < 4: time.sleep(0.01)\n"
+        "    raise ValueError(rank)\n"
+        "time.sleep(1000)\n"
+    )
+    jobs = together(lab, *PLAIN, str(late), ranks=(2, 2))
+    assert codes(jobs) == [1, 1], texts(jobs)
+    assert "2 other ranks failed after it" in block(jobs[0]), texts(jobs)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 
-from phalanx.launch.cause import Death, block, first_cause, in_words, lost, read_error_file, read_traceback, report_of
+from phalanx.launch.cause import Death, block, count, counted, first_cause, in_words, lost, report_of
+from phalanx.launch.tracebacks import read_traceback
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
 OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
@@ -47,6 +49,88 @@ def test_first_cause(deaths: list[Death], rank: int) -> None:
         found = first_cause(order)
         assert found is not None
         assert found.rank == rank
+
+
+TIMEOUT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+)
+BLAME = (
+    "rank 2 did not come to all_reduce #3 at train.py:7 within 4 s: it was sleeping at train.py:3",
+    "its line: x()",
+)
+
+
+def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None:
+    victim = Death(0, 1, 11.0, error=error(TIMEOUT, 10.1), blame=BLAME)
+    earlier = Death(1, -15, 11.5, True, error=error(TIMEOUT, 10.0), told=11.1)
+    assert first_cause([victim, earlier]) == victim
+    text = block(victim, tail=(), folder="x").splitlines()
+    assert text[:3] == [BLAME[0], "  its line: x()", f"  rank 0 timed out: {TIMEOUT}"]
+    raised = Death(2, -15, 12.0, True, error=error("ValueError: x", 9.9), told=11.1)
+    assert first_cause([victim, raised]) == replace(raised, code=1)  # before anybody timed out
+    obeyed = replace(raised, error=error("ValueError: interrupted", 11.2))
+    assert first_cause([victim, obeyed]) == victim
+
+
+TRACE = ["Traceback (most recent call last):", '  File "/w/a.py", line 3, in <module>', "ValueError: x"]
+COUNTED = {
+    "by an exit code": (Death(1, 3, 10.0), 1),
+    "by a signal": (Death(1, -9, 10.0), 1),
+    "stopped by us": (Death(1, -15, 10.0, True, told=9.0), 0),
+    "ended by itself when we told it to": (Death(1, 1, 10.0, True, told=9.0, error=error("KeyError: 1", 9.5)), 0),
+    "raised before, and then stopped": (Death(1, -15, 10.0, True, told=9.0, error=error("KeyError: 1", 8.9)), 1),
+    "raised, nobody knows when": (Death(1, 1, 10.0, True, told=9.9, stderr=TRACE), 1),
+    "by our signal, after an error that it survived": (Death(1, -15, 10.0, True, told=9.9, stderr=TRACE), 0),
+    "crashed meanwhile": (Death(1, -11, 10.0, True, told=9.9), 1),
+}
+
+
+@pytest.mark.parametrize(("death", "failed"), COUNTED.values(), ids=COUNTED.keys())
+def test_those_that_failed_by_themselves_are_counted(death: Death, failed: int) -> None:
+    assert count([death]) == failed
+
+
+def test_the_socket_of_a_dataloader_worker_is_no_lost_peer() -> None:
+    inside = '  File "/v/site-packages/torch/utils/data/dataloader.py", line 1291, in _try_get_data\n'
+    trace = f"Traceback (most recent call last):\n{inside}ConnectionResetError: [Errno 104] Connection reset by peer\n"
+    worker = Death(0, 1, 10.0, stderr=trace.splitlines())
+    assert first_cause([Death(1, 1, 9.0, error=error(LOST, 9.0)), worker]) == worker
+    assert "a DataLoader worker of this rank has died" in block(worker, tail=(), folder="x")
+
+
+def test_a_port_in_use_is_told_with_what_to_do() -> None:
+    text = (
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+        "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    )
+    assert "port 29500 is in use: leave MASTER_PORT" in block(
+        Death(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder=""
+    )
+
+
+def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
+    frames = [["/t.py", 4, "load", "read()"]]
+    text = "RuntimeError: " + "\n".join(["a" * 400, "b", "c", "d", "e", "f"])
+    lines = block(Death(0, 1, 3.0, error=error(text, 2.0, frames=frames)), tail=(), folder="x").splitlines()
+    assert lines[0].endswith("a…")
+    assert lines[1:6] == ["    b", "    c", "    d", "    e", "    …"]
+    text = "RuntimeError: a\nb\nException raised from f at g.cpp:3\nframe #0: h"
+    lines = block(Death(0, 1, 3.0, error=error(text, 2.0, frames=frames)), tail=(), folder="x").splitlines()
+    assert lines[1:3] == ["    b", "  ended with exit code 1"]
+
+
+def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
+    dump = ["Fatal Python error: Segmentation fault", "", "Current thread 0x00ff (most recent call first):"]
+    frames = ['  File "/w/net.py", line 7 in crash', '  File "/w/train.py", line 9 in <module>']
+    text = block(Death(0, -11, 1.0, stderr=[*dump, *frames]), tail=(), folder="x").splitlines()
+    assert text[:4] == [
+        "rank 0 failed: Fatal Python error: Segmentation fault",
+        "  ended with SIGSEGV (Segmentation fault)",
+        "  /w/train.py:9 in <module>",
+        "  /w/net.py:7 in crash",
+    ]
+    assert not any("PYTHONFAULTHANDLER" in line for line in text)
+    assert "PYTHONFAULTHANDLER" in block(Death(0, -11, 1.0), tail=(), folder="x")
 
 
 def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
@@ -117,37 +201,6 @@ def test_codes_in_words(code: int, words: str, shell: int) -> None:
     assert Death(0, code, 0.0).exit_code == shell
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"message": {}}', '{"message": {"message": 1, "extraInfo": 2}}'])
-def test_an_error_file_of_any_shape_is_survived(text: str) -> None:
-    assert read_error_file(text).frames == ()
-
-
-def test_the_error_file_of_torchs_record() -> None:
-    stack = 'Traceback (most recent call last):\n  File "/a/t.py", line 3, in f\n    g(1)\nValueError: no\n'
-    record = {"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": stack, "timestamp": "17"}}}
-    report = read_error_file(json.dumps(record))
-    assert (report.exception, report.when, report.frames) == ("ValueError: no", 17.0, (("/a/t.py", 3, "f", "g(1)"),))
-
-
-def test_the_last_traceback_of_stderr() -> None:
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "old.py", line 1, in <module>',
-        "KeyError: 1",
-        "During handling of the above exception, another exception occurred:",
-        "Traceback (most recent call last):",
-        '  File "/x/new.py", line 7, in run',
-        "    step(batch)",
-        "    ^^^^^^^^^^^",
-        "a.b.Trouble: it went wrong",
-        "then something else was printed",
-    ]
-    report = read_traceback(lines)
-    assert report.exception == "a.b.Trouble: it went wrong"
-    assert report.frames == (("/x/new.py", 7, "run", "step(batch)"),)
-    assert read_traceback(["nothing of the kind"]).exception == ""
-
-
 def test_a_mismatch_of_collectives_is_told_with_both_places_whatever_torch_puts_before_its_lines() -> None:
     told = [
         "rank 1 called broadcast where rank 0 called all_reduce (collective 6 of all ranks)",
@@ -171,9 +224,10 @@ def test_the_block_has_all_that_is_known() -> None:
         device="gpu 2",
         error=error("OSError: disk\nsecond line", 2.0, frames=[["/t.py", 4, "load", "read()"]]),
     )
-    text = block(death, tail=["epoch 1"], folder="/runs/x/5", also=2)
+    text = counted(block(death, tail=["epoch 1"], folder="/runs/x/5"), 2)
     assert text.splitlines() == [
         "rank 5 (gpu 2) failed: OSError: disk",
+        "    second line",
         "  ended with exit code 1",
         "  /t.py:4 in load",
         "      read()",

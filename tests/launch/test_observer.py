@@ -42,7 +42,7 @@ def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tu
 
 def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
     """Too few nodes are left: with --on-hang kill that would cost what was trained."""
-    attempt = SimpleNamespace(held="node 2 is lost", stopping=False, over=asyncio.Event())
+    attempt = SimpleNamespace(held="node 2 is lost", stopping=False, ending=False, over=asyncio.Event())
     stub: Any = SimpleNamespace(
         _supervisor=SimpleNamespace(attempt=attempt, plan=None),
         _company=SimpleNamespace(members=dict, leads=True),

@@ -71,6 +71,7 @@ class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     summary: str
     code: int
     attempt: int = 0
+    blame: tuple[str, ...] = ()  # of one that timed out: which rank did not come, in lines
 
 
 class Fault(Event, frozen=True, kw_only=True, tag="fault"):

@@ -280,6 +280,7 @@ class Casualty(Message, frozen=True, kw_only=True, tag="casualty"):
     stderr: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     memory: Text = ""
     block: Text = ""
+    blame: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()
 
 
 class Over(Message, frozen=True, kw_only=True, tag="over"):
@@ -287,6 +288,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
 
     attempt: Count
     failed: Count = 0
+    by_themselves: Count = 0  # of those, not because they were told to stop
     first: Casualty | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
 

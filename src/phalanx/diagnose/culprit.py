@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from phalanx.diagnose import data, leaving, words
+from phalanx.diagnose import children, data, leaving, words
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.frames import What
 from phalanx.diagnose.process import lost_nodes
@@ -18,14 +18,16 @@ _ALONE = frozenset(
     {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}
 )  # a wait that nobody shares
 
+_TIMEOUT = "give it a timeout"
+
 # What it does -> the kind, what is to be said after the place, and what to do.
 _KEPT: dict[What, tuple[str, str, str]] = {
     "lock": ("lock", "", "phalanx why --stacks shows what its other threads do"),
     "input": ("input", "", "no rank has a terminal to read from: give it the answer on the command line"),
     "sleep": ("sleep", "", ""),
-    "subprocess": ("subprocess", "", "give it a timeout"),
+    "subprocess": ("subprocess", "", _TIMEOUT),
     "file": ("file", "", ""),
-    "socket": ("socket", "", "give it a timeout"),
+    "socket": ("socket", "", _TIMEOUT),
     "store": ("store", ", which nobody has set", "every key that is waited for has to be set by some rank"),
     "work": ("message", "", "every irecv needs an isend of the other rank, and the other way round"),
 }
@@ -97,7 +99,7 @@ def _judge(field: Field, kept: Sequence[Standing]) -> Verdict | None:
 
 def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
     standing = kept[0]
-    act, process, gpu = standing.act, standing.rank.process, standing.rank.gpu
+    act, gpu = standing.act, standing.rank.gpu
     are, have = _verb(kept, "is", "are"), _verb(kept, "has", "have")
     time = words.duration(max(standing.rank.since, field.evidence.waited))
     if standing.long == "checkpoint":
@@ -111,9 +113,11 @@ def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
         return _verdict(field, kept, standing.long, f"{have} been {doing} for {time}")
     if act.what in _KEPT:
         kind, after, fix = _KEPT[act.what]
-        children = process.children[:4] if process is not None and act.what == "subprocess" else ()
-        found = _verdict(field, kept, kind, f"{are} {act.words}", after)
-        return msgspec.structs.replace(found, fix=fix, details=(*map("process {}".format, children), *found.details))
+        awaited = children.awaited(standing.rank, act)
+        first = f" ({awaited[0]})" if awaited and len(kept) == 1 else ""
+        found = _verdict(field, kept, kind, f"{are} {act.words}{first}", after)
+        fix = _TIMEOUT if awaited else fix
+        return msgspec.structs.replace(found, fix=fix, details=(*awaited[len(first) > 0 :], *found.details))
     if act.what == "cuda" or (gpu is not None and gpu.use >= _BUSY_GPU and not standing.rank.busy):
         return _verdict(
             field, kept, "gpu", f"{_verb(kept, 'waits', 'wait')} for the GPU{_use(gpu)}", ": a kernel does not end"

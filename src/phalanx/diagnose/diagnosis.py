@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import circles, culprit, desync, network, process, words
+from phalanx.diagnose import circles, culprit, desync, network, process, rendezvous, words
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.parting import partings
 from phalanx.diagnose.standing import Field, survey
@@ -17,10 +17,10 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     parted = partings(field)
     found = list(process.nodes(field))
     found += [desync.judge(field, parting) for parting in parted]  # before those who died of it
-    found += [*process.verdicts(field), *circles.verdicts(field)]
+    found += [*process.verdicts(field), *rendezvous.verdicts(field), *circles.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
     found += culprit.verdicts(field, accused)
-    if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock") for verdict in found):
+    if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {parting.group for parting in parted})
     if not found:
         found += culprit.everybody(field)

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -25,13 +25,17 @@ from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.stuck import LAST, PATIENCE, SAVING, Stuck
+from phalanx.launch.victims import Blame, Victims
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
 _MOST_SPARES = 3  # likewise
+_TAIL = 60  # last lines of stderr that may say why a worker failed
+_DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
 _LOOK = 0.1  # seconds between two looks at who has come
+_ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
 
 
@@ -59,6 +63,10 @@ class Worker:
     sampled: float = 0.0  # when it did
     witness: Witness | None = None
     differs: wire.Message | None = None  # what it has called, told when others called something else
+    raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
+    ending: float = 0.0  # until when it is expected to end of that
+    told: float = 0.0  # when it was told to stop
+    blame: Sequence[str] = ()  # who did not come, of one that timed out
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class Stage:
     board: Board | None = None  # where workers publish what they are at
     witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
     measured: Callable[[words.Measured], None] | None = None  # what rank 0 says of its steps
+    blame: Blame | None = None  # who made a rank time out
 
 
 class Attempt:
@@ -135,6 +144,7 @@ class Attempt:
         self._store_stops = False  # it is no longer needed
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
+        self._victims = Victims(self, stage.blame, self._timed_out)
         stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
         self._duplicate()
 
@@ -164,6 +174,11 @@ class Attempt:
     @property
     def stopping(self) -> bool:
         return self._escalation is not None
+
+    @property
+    def ending(self) -> bool:
+        """A rank has raised an exception about others, and is about to end: what moves now is no progress."""
+        return any(worker.ending > time.monotonic() for worker in self.workers.values())
 
     @property
     def held(self) -> str:
@@ -292,6 +307,8 @@ class Attempt:
             self.workers[name].differs = message
         elif message.get("is") == "stale" and name in self.workers:
             self._imported_too_early(self.workers[name], message)
+        elif message.get("is") == "raised" and name in self.workers:
+            self.workers[name].raised, self.workers[name].ending = message, time.monotonic() + _ENDS
         elif self._stage.witnessed is not None:
             self._stage.witnessed(name, message, fds)
         else:
@@ -363,13 +380,27 @@ class Attempt:
         elif code == 0:
             self._tell_able()
         elif not worker.stopped:
-            self._stage.failing(self.fall(cause.summary(self._death(worker, "")), worker))
+            if self.stopping or not self._victims.take(worker):
+                self._failed(worker)
             if not self.stopping:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
+    def _failed(self, worker: Worker) -> None:
+        self._stage.failing(self.fall(cause.summary(self.death(worker)), worker))
+
+    def _timed_out(self, victims: list[Worker]) -> None:
+        """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
+        for worker in victims:
+            if not self.stopping:
+                self._failed(worker)
+        if self.stopping:
+            self._look_for_the_end()
+
     def _look_for_the_end(self) -> None:
         """Spares of this node have nobody left to stand in for."""
+        if self._victims.asking:  # it is looked again when they have told
+            return
         if not self.living:
             self.over.set()
         elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
@@ -396,7 +427,7 @@ class Attempt:
         return Fall(
             rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=cause.place(self._death(worker, "")) if worker is not None else place,
+            place=cause.place(self.death(worker)) if worker is not None else place,
             time=time.time(),
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
@@ -447,7 +478,7 @@ class Attempt:
         """Tell the living to stop, unless they were told; those that do not, are stopped."""
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
-            worker.stopped = True
+            worker.stopped, worker.told = True, time.time()
             if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
                 self.tell(name, signal.SIGTERM)
             elif not told:
@@ -481,6 +512,7 @@ class Attempt:
         for worker in self.workers.values():
             if worker.witness is not None:
                 worker.witness.close()
+        self._victims.cancel()
         for task in (self._listening, self._missing):
             if task is not None:
                 task.cancel()
@@ -697,11 +729,10 @@ class Attempt:
 
     def autopsy(self, kills: str) -> tuple[list[cause.Death], str]:
         """All who failed, and what to tell about the first. `kills`: what the kernel says about memory."""
-        deaths = [self._death(worker, kills) for worker in self.failed]
+        deaths = [self.death(worker, kills) for worker in self.failed]
         death = cause.first_cause(deaths)
         if death is None:
             return deaths, ""
-        also = sum(1 for worker in self.failed if not worker.stopped and worker.seat.rank != death.rank)
         worker = next(worker for worker in self.failed if worker.seat.rank == death.rank)
         tail = [line for line in self.output.tail(death.rank, "stdout", 5) if line.strip()]
         here = {one.seat.rank for one in self.workers.values()}
@@ -709,9 +740,10 @@ class Attempt:
         left = sorted(well | (here & cause.lost(death)))
         told = {one.seat.rank: one.differs for one in self.workers.values() if one.differs is not None}
         means = differing.words(told) if cause.differs(death) else ()
-        return deaths, cause.block(death, tail=tail, folder=worker.folder, also=also, left=left, means=means)
+        return deaths, cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
 
-    def _death(self, worker: Worker, kills: str) -> cause.Death:
+    def death(self, worker: Worker, kills: str = "") -> cause.Death:
+        """What is known of a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
@@ -724,8 +756,10 @@ class Attempt:
             hung=worker.hung,
             device=str(worker.seat.slot.device or ""),
             error=error,
-            stderr=self.output.tail(worker.seat.rank, "stderr", 60),
+            stderr=self.output.tail(worker.seat.rank, "stderr", _DUMP if code < 0 else _TAIL),
             memory=kills if code == -signal.SIGKILL else "",
+            told=worker.told,
+            blame=worker.blame,
         )
 
 

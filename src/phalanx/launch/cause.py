@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from phalanx.diagnose import timeouts
+from phalanx.launch import tracebacks
+from phalanx.launch.tracebacks import Line, Report
 
 # What a healthy rank says when another one has gone: a consequence, never the first cause.
 _PEER_LOST = re.compile(
@@ -15,16 +18,25 @@ _PEER_LOST = re.compile(
     r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)"
     r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
+    r"|successfully reached monitoredBarrier, but received errors"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
     r"|\b(PeerLost|Late|Aborted): "  # of our own groups
 )
 
 _PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
 _OF_GROUP = re.compile(r" \(of this group: \d+\)")
+_CLOSED = re.compile(r"(ConnectionResetError|ConnectionRefusedError|BrokenPipeError|EOFError)\b")
+_IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
+_LOADER = "torch/utils/data/"
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
+
+_NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
+_LONGEST = 300  # characters of a line
+_MOST = 4  # more lines of a message
 
 HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
 
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _ADVICE = {
     signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
     signal.SIGABRT: "native code gave up; its last words are below",
@@ -47,6 +59,8 @@ class Death:
     memory: str = ""  # what the kernel says about memory
     hung: bool = False  # we have killed it for that
     skew: float = 0.0  # of its node's clock, which the error file goes by
+    told: float = 0.0  # when we told it to stop; 0: never
+    blame: Sequence[str] = ()  # which rank made it time out: lines
 
     @property
     def exit_code(self) -> int:
@@ -54,65 +68,13 @@ class Death:
         return 128 - self.code if self.code < 0 else self.code
 
 
-@dataclass(frozen=True)
-class Report:
-    exception: str = ""  # "ValueError: no such key"
-    when: float | None = None
-    frames: tuple[tuple[str, int, str, str], ...] = ()
-    code: int = 1  # that its process would have ended with
-
-
-def read_error_file(text: str) -> Report:
-    """error.json as written by us or by torch's @record; nothing in it is trusted to have a shape."""
-    try:
-        record = json.loads(text)
-        message = record["message"]
-        if isinstance(message, str):  # written by @record for some errors
-            return Report(exception=message)
-        when = record.get("time") or float(message["extraInfo"]["timestamp"])
-        frames = tuple((str(f[0]), int(f[1]), str(f[2]), str(f[3])) for f in record.get("frames", ()))
-        if not frames:
-            frames = _frames(message["extraInfo"].get("py_callstack", ""))
-        return Report(str(message["message"]), float(when), frames, int(record.get("code", 1)))
-    except (ValueError, KeyError, TypeError, IndexError):
-        return Report()
-
-
-_FRAME = re.compile(
-    r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)\n(?: {4,}(?P<code>.+)\n)?', re.MULTILINE
-)
-
-
-_TORCHS = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # what torch puts before each line of a traceback
-_IN_WORDS = ("CollectiveMismatchError", "trouble.Mismatched")  # their text has the places that matter
-_UNNAMED = re.compile(r"^phalanx\.(\w+\.)*")
-
-
-def _frames(trace: str) -> tuple[tuple[str, int, str, str], ...]:
-    found = [(m["file"], int(m["line"]), m["name"], m["code"] or "") for m in _FRAME.finditer(trace + "\n")]
-    return tuple(found[-3:])
-
-
-def read_traceback(lines: Sequence[str]) -> Report:
-    """The last traceback in a worker's stderr, for workers that could not write an error file."""
-    text = _TORCHS.sub("", "\n".join(lines))
-    start = text.rfind("Traceback (most recent call last):")
-    if start < 0:
-        return Report()
-    trace = text[start:]
-    told = trace.splitlines()
-    for at, line in enumerate(told[1:], 1):
-        if line and not line.startswith((" ", "\t")):
-            if line.partition(":")[0].endswith(_IN_WORDS):
-                more = list(itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :]))
-                return Report("\n".join([_UNNAMED.sub("", line), *more]), frames=() if more else _frames(trace))
-            return Report(exception=line, frames=_frames(trace))
-    return Report(frames=_frames(trace))
-
-
 def report_of(death: Death) -> Report:
-    found = read_error_file(death.error) if death.error else Report()
-    return found if found.exception else read_traceback(death.stderr)
+    """What it has written about its end; a dump of faulthandler only where that is what ended it."""
+    found = tracebacks.read_error_file(death.error) if death.error else Report()
+    if found.exception:
+        return found
+    raised, dumped = tracebacks.read_traceback(death.stderr), tracebacks.read_dump(death.stderr)
+    return dumped if dumped.exception and (death.code < 0 or not raised.exception) else raised
 
 
 def first_cause(deaths: Sequence[Death]) -> Death | None:
@@ -123,16 +85,67 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     """
     candidates = [(report_of(death), death) for death in deaths]
     candidates = [(report, death) for report, death in candidates if report.exception or not _obeyed(death)]
+    blamed = any(death.blame for _, death in candidates)
 
     def order(candidate: tuple[Report, Death]) -> tuple[bool, float]:
         report, death = candidate
-        return (bool(_PEER_LOST.search(report.exception)), _when(report, death))
+        follows = _lost_a_peer(report) or (blamed and timeouts.timed_out(_said(report, death)))
+        return (follows and not death.blame, _when(report, death))
 
     if not candidates:
         return None
     report, death = min(candidates, key=order)
     # Stopped on its way out: it would have ended with what its exception ends with.
     return replace(death, code=report.code) if report.exception and _obeyed(death) else death
+
+
+def count(deaths: Sequence[Death]) -> int:
+    """How many failed by themselves: not those that ended because we told them to."""
+    return sum(not death.stopped or -death.code in _CRASHES or _raised_before(death) for death in deaths)
+
+
+def _raised_before(death: Death) -> bool:
+    """It had raised an exception when we told it to stop; where no time is known, one that is not by our signal."""
+    report = report_of(death)
+    if report.when is None:
+        return bool(report.exception) and not _obeyed(death)
+    return 0 < report.when <= death.told
+
+
+def counted(block: str, others: int) -> str:
+    """A block with the number of other ranks that failed, before its last line."""
+    if others <= 0:
+        return block
+    *lines, last = block.split("\n")
+    return "\n".join([*lines, f"  {others} other rank{'s' if others > 1 else ''} failed after it", last])
+
+
+def timeout(death: Death) -> timeouts.Timeout | None:
+    """What it has waited for in vain, if a timeout of torch.distributed or of our own groups ended it."""
+    return timeouts.read(_said(report_of(death), death))
+
+
+def lost_a_peer(death: Death) -> bool:
+    return _lost_a_peer(report_of(death))
+
+
+def _lost_a_peer(report: Report) -> bool:
+    return bool(_PEER_LOST.search(report.exception)) and not _lost_a_loader(report)
+
+
+def _lost_a_loader(report: Report) -> bool:
+    """A process of a DataLoader has ended, and this one read from it: its socket says no more than another rank's."""
+    return bool(_CLOSED.match(report.exception)) and any(_LOADER in file for file, *_ in report.stack)
+
+
+def gave_up(death: Death) -> bool:
+    """A rank that waited for others, until it timed out or lost one of them."""
+    return timeout(death) is not None or lost_a_peer(death)
+
+
+def _said(report: Report, death: Death) -> str:
+    """NCCL's watchdog raises nothing: it aborts the process, and says why in stderr."""
+    return report.exception if death.code != -signal.SIGABRT else "\n".join(death.stderr)
 
 
 def lost(death: Death) -> set[int]:
@@ -144,7 +157,7 @@ def lost(death: Death) -> set[int]:
 def follows(death: Death, since: float) -> bool:
     """Whether it is what a healthy rank dies of when another one has gone, or came after something else was seen."""
     report = report_of(death)
-    return bool(_PEER_LOST.search(report.exception)) or _when(report, death) > since
+    return _lost_a_peer(report) or _when(report, death) > since
 
 
 def _when(report: Report, death: Death) -> float:
@@ -169,10 +182,19 @@ def in_words(code: int) -> str:
 
 def summary(death: Death) -> str:
     """One line: who and why."""
+    if death.blame:
+        return death.blame[0]
     report = report_of(death)
-    where = f" ({death.device})" if death.device else ""
-    why = report.exception.splitlines()[0] if report.exception else in_words(death.code)
-    return f"rank {death.rank}{where} failed: {why[:300]}"
+    return f"{_who(death)} failed: {_short(report.exception or in_words(death.code))}"
+
+
+def _who(death: Death) -> str:
+    return f"rank {death.rank}{f' ({death.device})' if death.device else ''}"
+
+
+def _short(text: str) -> str:
+    first = (text.splitlines() or [""])[0]
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]}…"
 
 
 def place(death: Death) -> str:
@@ -190,38 +212,23 @@ def differs(death: Death) -> bool:
 
 
 def block(
-    death: Death,
-    *,
-    tail: Sequence[str],
-    folder: str,
-    also: int = 0,
-    left: Sequence[int] = (),
-    means: Sequence[str] = (),
+    death: Death, *, tail: Sequence[str], folder: str, left: Sequence[int] = (), means: Sequence[str] = ()
 ) -> str:
     """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then. `means`:
     what can be said of it beside its own words."""
     report = report_of(death)
-    lines = [summary(death), *(f"  {line}" for line in means)]
+    lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
+    if death.blame:
+        lines.append(f"  {_who(death)} timed out: {_short(report.exception or in_words(death.code))}")
     if report.exception:
-        more = report.exception.splitlines()[1:]
-        if not report.frames:  # a refusal in words: what was seen, and what to type
-            lines.extend(more)
-        elif differs(death):  # with the line of each rank, before what C++ adds to it
-            lines.extend(itertools.takewhile(lambda line: line.startswith("  "), more))
+        lines += _more(death, report)
         lines.append(f"  ended with {in_words(death.code)}")
-    for file, number, name, code in report.frames:
-        lines.append(f"  {file}:{number} in {name}")
-        if code:
-            lines.append(f"      {code.strip()}")
-    if death.memory:
-        lines.append(f"  {death.memory}")
-    elif death.hung:
-        lines.append("  it stood still, and phalanx has killed it (--on-hang kill)")
-    elif death.code == -signal.SIGKILL:
-        lines.append("  killed from outside: no memory limit was hit, as far as the kernel tells")
-    elif -death.code in _ADVICE:
-        lines.append(f"  {_ADVICE[signal.Signals(-death.code)]}")
-    if left and _PEER_LOST.search(report.exception):
+    lines += _placed([frame for frame in report.frames if not death.blame or tracebacks.mine(frame)])
+    if report.root is not None:
+        lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
+        lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    lines += _explained(death, report)
+    if left and _lost_a_peer(report):
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
         lines.append(f"  {who} had ended by then, without an error: uneven data, or an early return or exit?")
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
@@ -230,7 +237,42 @@ def block(
     if last:
         lines.append("  its last lines:")
         lines.extend(f"    {line}" for line in last)
-    if also:
-        lines.append(f"  {also} other rank{'s' if also > 1 else ''} failed after it")
     lines.append(f"  all of its output: {folder}")
     return "\n".join(lines)
+
+
+def _more(death: Death, report: Report) -> list[str]:
+    """The other lines of a message, without what C++ and DataLoader workers add to it."""
+    more = report.exception.splitlines()[1:]
+    if not report.frames:  # a refusal in words: what was seen, and what to type
+        return more
+    if differs(death):  # with the line of each rank
+        return list(itertools.takewhile(lambda line: line.startswith("  "), more))
+    told = [line for line in itertools.takewhile(lambda line: not _NO_MESSAGE.search(line), more) if line.strip()]
+    return [f"    {_short(line.strip())}" for line in told[:_MOST]] + ["    …"] * (len(told) > _MOST)
+
+
+def _placed(frames: Sequence[Line]) -> list[str]:
+    lines = []
+    for file, number, name, code in frames:
+        lines.append(f"  {file}:{number}{f' in {name}' if name else ''}")
+        if code:
+            lines.append(f"      {code.strip()}")
+    return lines
+
+
+def _explained(death: Death, report: Report) -> list[str]:
+    """What ended it, where its own words do not say that."""
+    if port := _IN_USE.search(report.exception):
+        return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher has set it, to a free port"]
+    if _lost_a_loader(report):
+        return ["  a DataLoader worker of this rank has died: run with num_workers=0 to see its error"]
+    if death.memory:
+        return [f"  {death.memory}"]
+    if death.hung:
+        return ["  it stood still, and phalanx has killed it (--on-hang kill)"]
+    if death.code == -signal.SIGKILL:
+        return ["  killed from outside: no memory limit was hit, as far as the kernel tells"]
+    if -death.code in _ADVICE and not report.frames:
+        return [f"  {_ADVICE[signal.Signals(-death.code)]}"]
+    return []

@@ -46,6 +46,7 @@ class Report:
     deaths: Sequence[cause.Death] = ()
     block: str = ""  # what to tell about the first of them
     trouble: str = ""  # it ended for a reason that is no worker's
+    failed: int = 0  # workers that failed by themselves
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,10 @@ class Alone:
         if death is None:
             return Verdict(1)
         record_failure(self._folder, death, report.attempt)
+        block = cause.counted(report.block, report.failed - 1)
         if not self._restarts:
-            return Verdict(death.exit_code, self._recoveries.last_words(report.block))
-        return self._once_more(report.attempt, report.block)
+            return Verdict(death.exit_code, self._recoveries.last_words(block))
+        return self._once_more(report.attempt, block)
 
     def _once_more(self, attempt: int, why: str) -> Orders:
         if self._supervised is not None:
@@ -274,6 +276,11 @@ class Alone:
 def record_failure(folder: RunFolder, death: cause.Death, attempt: int) -> None:
     folder.event(
         events.WorkerFailed(
-            time=time.time(), rank=death.rank, summary=cause.summary(death), code=death.exit_code, attempt=attempt
+            time=time.time(),
+            rank=death.rank,
+            summary=cause.summary(death),
+            code=death.exit_code,
+            attempt=attempt,
+            blame=tuple(death.blame),
         )
     )

@@ -319,6 +319,7 @@ class Following:
             messages.Over(
                 attempt=report.attempt,
                 failed=len(report.deaths),
+                by_themselves=report.failed,
                 first=_first(report),
                 trouble=report.trouble[:_LONGEST],
             )
@@ -347,4 +348,5 @@ def _first(report: Report) -> messages.Casualty | None:
         stderr=tuple(line[:1000] for line in death.stderr[-30:]),
         memory=death.memory,
         block=report.block[: 1 << 15],
+        blame=tuple(line[:1000] for line in death.blame[:16]),
     )

@@ -790,13 +790,14 @@ class Leading:
         """The first of every node, by our own clock; and what their nodes tell about them."""
         own = cause.first_cause(report.deaths)
         deaths = [own] if own is not None else []
-        blocks = {death.rank: report.block for death in deaths}
+        others = report.failed + sum(over.by_themselves for over in self._overs.values()) - 1
+        blocks = {death.rank: cause.counted(report.block, others) for death in deaths}
         guests = self._own().guests
         for member, over in self._overs.items():
             if over.first is not None:
                 skew = guests[member].skew if member in guests else 0.0
                 deaths.append(_death(over.first, skew))
-                blocks[over.first.rank] = f"{over.first.block}\n  on {self._name(member)}"
+                blocks[over.first.rank] = f"{cause.counted(over.first.block, others)}\n  on {self._name(member)}"
         return deaths, blocks
 
     async def close(self, code: int, text: str) -> None:
@@ -823,4 +824,5 @@ def _death(casualty: messages.Casualty, skew: float) -> cause.Death:
         stderr=casualty.stderr,
         memory=casualty.memory,
         skew=skew,
+        blame=casualty.blame,
     )

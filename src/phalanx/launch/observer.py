@@ -21,9 +21,10 @@ from msgspec.structs import replace
 
 from phalanx.contract import events
 from phalanx.control import obstacles
-from phalanx.diagnose import diagnosis, report, words
+from phalanx.diagnose import absent, diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
 from phalanx.diagnose.standing import LONGER
+from phalanx.diagnose.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.launch import cause, memory, stalls, testimony, vitals
@@ -145,6 +146,7 @@ class Observer:
         if (
             attempt is None
             or attempt.stopping
+            or attempt.ending
             or attempt.held
             or (self._company.leads and attempt.over.is_set() and not members)
         ):
@@ -280,6 +282,16 @@ class Observer:
         if self._held:  # whoever waits, is meant to
             return evidence, []
         return evidence, await asyncio.to_thread(diagnosis.diagnose, evidence)
+
+    async def blame(self, rank: int, timeout: Timeout) -> list[str]:
+        """Who made this rank time out, by what all nodes know now: lines."""
+        because = await self._why()
+        if because is None:
+            return []
+        lines = await asyncio.to_thread(absent.blame, because.evidence, rank, timeout)
+        if lines:  # what is told in the end says it again
+            self._standing = None
+        return lines
 
     @property
     def _held(self) -> str:

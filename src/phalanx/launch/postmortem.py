@@ -46,29 +46,29 @@ def read(record: RunRecord) -> Remains:
 
 def _deaths(remains: Remains) -> list[cause.Death]:
     """Of the last attempt: those that nobody has taken the place of."""
-    dead: dict[int, tuple[events.WorkerExited, bool]] = {}  # by rank
+    dead: dict[int, tuple[events.WorkerExited, float]] = {}  # by rank; and when it was told to stop
     spares: set[int] = set()
-    stopping = False
+    told = 0.0
     for event in remains.happened:
         match event:
             case events.AttemptStarted():
-                stopping = False
+                told = 0.0
                 dead.clear()
             case events.Recovered():
                 dead.clear()
             case events.Stopping():
-                stopping = True
+                told = told or event.time
             case events.WorkerBorn(spare=True):
                 spares.add(event.pid)
             case events.WorkerBorn() | events.WorkerSeated():
                 spares.discard(event.pid)
                 dead.pop(event.rank, None)
             case events.WorkerExited() if event.pid not in spares:
-                dead[event.rank] = (event, stopping)
+                dead[event.rank] = (event, told)
     notes = {event.text for event in remains.happened if isinstance(event, events.Note)}
     return [
-        replace(_death(remains.record.folder, event, stopped=stopped), hung=f"rank {event.rank} {cause.HUNG}" in notes)
-        for event, stopped in dead.values()
+        replace(_death(remains.record.folder, event, told=told), hung=f"rank {event.rank} {cause.HUNG}" in notes)
+        for event, told in dead.values()
         if event.code
     ]
 
@@ -85,13 +85,14 @@ def _failure(remains: Remains) -> events.WorkerFailed | None:
     return found[-1] if found and found[-1].attempt == _last_attempt(remains) else None
 
 
-def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, stopped: bool) -> cause.Death:
+def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, told: float) -> cause.Death:
     place = _place(folder, event.attempt, event.rank)
     return cause.Death(
         rank=event.rank,
         code=event.code,
         time=event.time,
-        stopped=stopped,
+        stopped=told > 0,
+        told=told,
         error=_text(os.path.join(place, "error.json")),
         stderr=_text(os.path.join(place, "stderr.log")).splitlines()[-60:],
     )
@@ -129,16 +130,17 @@ def report(remains: Remains) -> str:
     if failure is not None:
         death = next((each for each in remains.deaths if each.rank == failure.rank), None)
         if death is None and os.path.isdir(_place(record.folder, failure.attempt, failure.rank)):
-            death = _death(record.folder, failure, stopped=False)
+            death = _death(record.folder, failure, told=0.0)
             if death.code > 128:  # as a shell says it
                 death = replace(death, code=128 - death.code)
+        death = replace(death, blame=failure.blame) if death is not None else None
     elif record.code or record.code is None:
         death = cause.first_cause(remains.deaths)
     if death is not None:
         folder = _place(record.folder, _last_attempt(remains), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
-        also = sum(1 for other in remains.deaths if not other.stopped and other.rank != death.rank)
-        lines.append(cause.block(death, tail=tail, folder=folder, also=also))
+        block = cause.block(death, tail=tail, folder=folder)
+        lines.append(cause.counted(block, cause.count(remains.deaths) - 1))
     elif failure is not None:
         lines += [failure.summary, "  on another node: its part of the run has all that is known"]
     elif record.state == "killed":

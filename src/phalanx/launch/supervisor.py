@@ -18,6 +18,7 @@ from phalanx.contract import events
 from phalanx.contract import line as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
+from phalanx.diagnose.timeouts import Timeout
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
@@ -465,6 +466,7 @@ class Supervisor:
             board=self._board,
             witnessed=self._debugging.heard if self._debugging is not None else None,
             measured=self._measured,
+            blame=self._blame,
         )
         attempt = self._attempt = Attempt(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
         attempt.prepare_store()
@@ -490,6 +492,11 @@ class Supervisor:
             looks = self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
             rates = self._paces = paces(self, self._company, self.post, self._desk, self._folder)
             self._sights = sights(self, self._company, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus)
+
+    async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
+        if self._observer is None and self._observing is not None:
+            await asyncio.wait((self._observing,))
+        return await self._observer.blame(rank, timeout) if self._observer is not None else []
 
     def _measured(self, message: words.Measured) -> None:
         if self._sights is not None:
@@ -532,7 +539,7 @@ class Supervisor:
         if not attempt.failed:
             return Report(attempt.number)
         deaths, block = attempt.autopsy(memory.read().since(self._kills))
-        return Report(attempt.number, deaths, block)
+        return Report(attempt.number, deaths, block, failed=cause.count(deaths))
 
     def _never_started(self) -> int:
         if self._failure is not None:

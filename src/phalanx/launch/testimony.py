@@ -17,8 +17,9 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.diagnose import frames
-from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
-from phalanx.launch import gpus, stacks, vitals
+from phalanx.diagnose.evidence import Call, Frame, Group, Node, Process, Rank, Thread
+from phalanx.diagnose.timeouts import Timeout
+from phalanx.launch import cause, gpus, stacks, vitals
 from phalanx.launch.sources import Sources
 from phalanx.launch.zygote import kernel
 from phalanx.launch.zygote.witness import witness
@@ -55,6 +56,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
     calls: tuple[Call, ...] = ()
+    store: str = ""
+    given: str = ""
+    hosts: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -89,6 +93,10 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
+    if worker.code or worker.ending > time.monotonic():
+        death = attempt.death(worker)
+        if cause.gave_up(death):
+            return _gave_up(bare, worker, death)
     if worker.code is not None:
         return replace(bare, ended=worker.code)
     if not worker.pid:
@@ -110,10 +118,39 @@ async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, belo
         threads=threads,
         groups=told.groups,
         calls=told.calls,
+        store=told.store,
+        given=told.given,
+        hosts=told.hosts,
         process=process,
         silent=round(time.monotonic() - looked, 1) if looked and not told.threads else 0.0,
         note=note,
     )
+
+
+def _gave_up(bare: Rank, worker: Worker, death: cause.Death) -> Rank:
+    """Where it waited for others, as if it still did: they did not come there."""
+    told = Told()
+    with contextlib.suppress(msgspec.ValidationError, TypeError, ValueError, KeyError):
+        told = read(worker.raised) if worker.raised is not None else told
+    threads = stacks.clean(told.threads)
+    if not any(thread.frames for thread in threads):  # it could not tell: there is its traceback
+        lines = reversed(cause.report_of(death).stack)
+        frames = tuple(Frame(file, number, function) for file, number, function, _ in lines)
+        threads = (Thread(name="MainThread", frames=frames, main=True),)
+    timeout = cause.timeout(death) or Timeout()
+    calls = _undone(told.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
+    if timeout.seq:  # NCCL's watchdog names the call, and ends the process without an exception
+        calls = (*calls, Call(group=timeout.group, seq=timeout.seq, op=timeout.op))
+    found = replace(bare, threads=threads, groups=told.groups, calls=calls)
+    return replace(found, store=told.store, given=told.given, hosts=told.hosts)
+
+
+def _undone(calls: tuple[Call, ...], functions: set[str]) -> tuple[Call, ...]:
+    """torch takes a call that failed for one that is over."""
+    last = calls[-1:]
+    if last and last[0].done and (last[0].op in functions or "_engine_run_backward" in functions):
+        return (*calls[:-1], replace(last[0], done=False))
+    return calls
 
 
 async def _ask(worker: Worker, state: str) -> tuple[Told, str]:
@@ -136,7 +173,8 @@ def read(answer: dict[str, Any]) -> Told:
     """Frames come as [file, line, function]: most of an answer is frames."""
     threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
     calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
-    return msgspec.convert({"threads": threads, "calls": calls, "groups": answer.get("groups", ())}, Told, strict=False)
+    rest: dict[str, Any] = {name: answer[name] for name in ("groups", "store", "given", "hosts") if name in answer}
+    return msgspec.convert({"threads": threads, "calls": calls, **rest}, Told, strict=False)
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:

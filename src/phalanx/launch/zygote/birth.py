@@ -97,6 +97,7 @@ def _record_exceptions(path: str) -> None:
             value = value.with_traceback(trace)
         if path:
             errorfile.write(path, kind, value, trace)
+        errorfile.tell(value, trace)
         plain(kind, value, trace)
 
     # Both names, so that a library which asks "has somebody replaced the hook?" is told no.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from typing import Any
 
 _GROUPS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "collectives", "")
+_BETWEEN_RANKS = re.compile(r"gloo|nccl|store|socket|peer|timed? ?out|barrier|\bLate\b|Connection", re.IGNORECASE)
 _THEIRS = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
 
 
@@ -21,7 +24,12 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         frames = traceback.extract_tb(trace)
         while frames and frames[-1].filename.startswith(_GROUPS):  # where a wait was given up is of no interest
             frames.pop()
-        text = f"{kind.__name__}: {value}"
+        if isinstance(value, SyntaxError) and value.filename:
+            frames.append(
+                traceback.FrameSummary(value.filename, value.lineno or 0, "", line=(value.text or "").strip())
+            )
+        said = _said(value)
+        text = f"{kind.__name__}: {said}"
         story = "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is of no interest
             story, frames = text, traceback.StackSummary()
@@ -35,7 +43,7 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             },
             "time": now,
             "exception": kind.__name__,
-            "text": str(value),
+            "text": said,
             "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in _shown(frames)],
         }
         with open(f"{path}.part", "w") as file:
@@ -43,6 +51,24 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
         os.replace(f"{path}.part", path)
     except Exception:
         pass
+
+
+def _said(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return "<exception str() failed>"  # as Python's own traceback has it
+
+
+def tell(value: Any, trace: Any) -> None:
+    """To the supervisor, where this rank was in its groups when it lost the others: it is about to end."""
+    with contextlib.suppress(Exception):
+        if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
+            return
+        from .witness import witness
+
+        if witness.current is not None:
+            witness.current.raised(trace)
 
 
 def _shown(frames: list[Any]) -> list[Any]:

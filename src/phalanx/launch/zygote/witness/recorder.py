@@ -12,11 +12,12 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import pickle
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
@@ -63,6 +64,7 @@ _UNRECORDED = {
     "new_group": "",
 }
 
+given = ("", "")  # host and port of the store, by the launcher
 _known: dict[tuple[str, str], str] = {}  # recorder, its number of a group -> the group's name
 _rests = 0.0  # until when that is not done
 
@@ -124,12 +126,31 @@ def everything(still: float = 0.0) -> dict[str, Any]:
 
     `still` seconds has the main thread been where it is.
     """
-    found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": []}
+    found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": [], **_store()}
     try:
         _tell(found, still)
     except Exception as error:  # of another torch, or of groups that are taken down: stacks are evidence too
         found["why"] = f"torch's records cannot be read: {error!r}"[:200]
     return _bounded(found)
+
+
+def _store() -> dict[str, Any]:
+    """Where this rank looks for the store, if the script has set that to something else than the launcher."""
+    own = _address()
+    if own == given or not all(given):
+        return {}
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return {"store": ":".join(own), "given": ":".join(given), "hosts": not agents}
+
+
+def _address() -> tuple[str, str]:
+    return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+
+
+def begin() -> None:
+    """Before the script: it may change what the launcher has set."""
+    global given
+    given = _address()
 
 
 def _tell(found: dict[str, Any], still: float) -> None:
@@ -154,13 +175,34 @@ def _tell(found: dict[str, Any], still: float) -> None:
     _present(found["calls"], still)
 
 
+def raised(trace: TracebackType | None) -> dict[str, Any]:
+    """When an exception ends the script: the same, with the main thread where it was raised."""
+    found = everything()
+    where: list[FrameType] = []  # the innermost first, like the lines of a stack
+    lines: list[tuple[str, int, str]] = []
+    while trace is not None:
+        where.insert(0, trace.tb_frame)
+        lines = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name), *lines]
+        trace = trace.tb_next
+    for thread in found["threads"]:
+        if thread["main"]:
+            thread["frames"] = lines
+    now = next((present(frame) for frame in where if _operation(frame)), {})
+    if now.get("op") in _UNRECORDED:
+        found["calls"].append({"seq": 0, "outputs": [], "done": False, "age": 0.0, "site": lines[:_DEEP], **now})
+    return found
+
+
+def _operation(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _WAITING and frame.f_code.co_filename.endswith(_FILE)
+
+
 def present(frame: FrameType | None) -> dict[str, Any]:
     """The operation of torch.distributed that this thread is in, from its own variables; empty: none."""
     while frame is not None:
-        code = frame.f_code
-        if code.co_name in _WAITING and code.co_filename.endswith(_FILE):
+        if _operation(frame):
             with contextlib.suppress(Exception):  # it moves on while we look
-                return {"op": code.co_name, **_variables(frame)}
+                return {"op": frame.f_code.co_name, **_variables(frame)}
         frame = frame.f_back
     return {}
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from .. import groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
@@ -49,6 +50,7 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
 
 def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
+    recorder.begin()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
@@ -153,6 +155,10 @@ class Witness:
     def differs(self) -> None:
         """A group of ours has found that ranks call different things, and is about to say so."""
         self.say({"is": "differs", **recorder.everything()})
+
+    def raised(self, trace: TracebackType | None) -> None:
+        """An exception about other ranks ends the script."""
+        self.say({"is": "raised", **recorder.raised(trace)})
 
     # -- in a thread of its own
 

@@ -1,0 +1,39 @@
+"""The processes that a rank has started and waits for: command, state, and the line of one that it has forked."""
+
+from __future__ import annotations
+
+from phalanx.diagnose import frames, words
+from phalanx.diagnose.evidence import Frame, Rank
+from phalanx.diagnose.frames import Act
+
+_MOST = 4
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "I": "idle",
+    "D": "waiting for a disk or another device",
+    "T": "stopped",
+    "t": "held by a tracer",
+    "Z": "dead",
+    "X": "dead",
+}
+# Waits that children may be meant to end, beside those for the end of a process itself.
+_FOR_RESULTS = ("waiting for a future", "waiting for a queue", "waiting for another process")
+
+
+def awaited(rank: Rank, act: Act) -> list[str]:
+    """Of a rank that waits for processes of its own, a line for each of the first: process 4711 `sleep 10`, sleeping"""
+    if rank.process is None or (act.what != "subprocess" and act.words not in _FOR_RESULTS):
+        return []
+    children = [child.split(maxsplit=2) for child in rank.process.children[:_MOST]]
+    return [_line(rank, *child) for child in children if len(child) == 3]
+
+
+def _line(rank: Rank, pid: str, state: str, command: str) -> str:
+    return f"process {pid} `{command}`, {_STATES.get(state, state)}{words.at(_place(rank, pid))}"
+
+
+def _place(rank: Rank, pid: str) -> Frame | None:
+    """Where a fork of the rank is: it has the frames of its parent below its own."""
+    stack = next((each.frames for each in rank.threads if each.name.split()[:2] == ["process", pid]), ())
+    return frames.own(stack)

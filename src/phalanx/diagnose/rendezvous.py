@@ -1,0 +1,63 @@
+"""Ranks that look for their store at an address that the script has set in place of the launcher's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from phalanx.diagnose import words
+from phalanx.diagnose.standing import Field, Standing, described
+from phalanx.diagnose.verdict import Verdict
+
+
+def verdicts(field: Field) -> Iterator[Verdict]:
+    joining = [
+        each
+        for each in field.of(field.standings)
+        if each.act.what == "join" and each.call is None and each.stuck and not (each.gone or each.stopped)
+    ]
+    elsewhere = [each for each in joining if each.rank.store and _unserved(each, joining)]
+    if elsewhere:
+        yield _verdict(field, elsewhere)
+
+
+def _unserved(standing: Standing, joining: Sequence[Standing]) -> bool:
+    """Nobody listens there: the launcher does elsewhere, and rank 0 only if it is told to, at its own address."""
+    if not standing.rank.hosts:
+        return True
+    host = next((each for each in joining if each.number == 0), None)
+    return host is not None and host.rank.store != standing.rank.store
+
+
+def _verdict(field: Field, elsewhere: Sequence[Standing]) -> Verdict:
+    by_address: dict[str, list[int]] = {}
+    for each in elsewhere:
+        by_address.setdefault(each.rank.store, []).append(each.number)
+    first, ranks = elsewhere[0], tuple(each.number for each in elsewhere)
+    waits = "; ".join(
+        f"{words.who(numbers)} {words.verb(numbers, 'waits', 'wait')} for a store at {address}"
+        for address, numbers in list(by_address.items())[:4]
+    )
+    listens = (
+        "rank 0 is to host the store, at an address that all ranks agree on"
+        if first.rank.hosts
+        else f"no rank listens there, the launcher's store is at {first.rank.given}"
+    )
+    names = _names(first)
+    single = len(field.evidence.nodes) <= 1 and len(by_address) == 1 and first.rank.given
+    same_host = single and first.rank.store.rpartition(":")[0] == first.rank.given.rpartition(":")[0]
+    port = first.rank.store.rpartition(":")[2]
+    instead = f", or type: phalanx run --master-port {port} …" if same_host and not first.rank.hosts else ""
+    return Verdict(
+        kind="address",
+        ranks=ranks,
+        text=f"{waits} in {described(first)}: the script has set {names} ({listens})",
+        place=first.place,
+        fix=f"do not set {names} in the script: the launcher has set the same for all ranks{instead}",
+    )
+
+
+def _names(standing: Standing) -> str:
+    """The variables that differ from the launcher's."""
+    own, given = (address.rpartition(":") for address in (standing.rank.store, standing.rank.given))
+    pairs = (("MASTER_ADDR", own[0], given[0]), ("MASTER_PORT", own[2], given[2]))
+    return " and ".join(name for name, mine, theirs in pairs if mine != theirs) or "MASTER_PORT"

@@ -1,0 +1,125 @@
+"""A collective that times out names the rank that did not come, and where it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cli import phalanx
+
+pytestmark = [pytest.mark.xdist_group("failures"), pytest.mark.warmed]
+
+HEAD = """\
+import os, threading, time, torch, torch.distributed as dist
+from datetime import timedelta
+rank = int(os.environ["RANK"])
+dist.init_process_group({backend!r}, timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(1))
+def load():
+    time.sleep(1000)
+def evaluate():
+    x = torch.ones(200, 200)
+    while True:
+        x = (x @ x).clamp(0, 1)
+"""
+LATE = {
+    "gloo, sleeping": (
+        "gloo",
+        "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
+        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+    ),
+    "gloo, computing": (
+        "gloo",
+        "if rank == 0: evaluate()\ndist.barrier()\n",
+        "rank 0 did not come to barrier #2",
+    ),
+    "shm": (
+        "shm",
+        "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
+        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+    ),
+    "monitored barrier": (
+        "gloo",
+        "if rank == 2: load()\ndist.monitored_barrier(timeout=timedelta(seconds=1))\n",
+        "rank 2 did not come to monitored_barrier at late.py:13 within 1 s: it was sleeping at late.py:7 in load",
+    ),
+    "recv": (
+        "gloo",
+        "if rank == 0: dist.recv(torch.ones(1), 2)\nelse: load()\n",
+        "rank 2 did not send what rank 0 waited for in recv from rank 2 at late.py:12 within 2 s: it was sleeping",
+    ),
+    "two groups in different order": (
+        "gloo",
+        "both = dist.new_group([0, 1, 2])\ndist.all_reduce(torch.ones(1), group=both if rank == 1 else None)\n",
+        "deadlock between two groups",
+    ),
+}
+
+
+@pytest.mark.parametrize(("backend", "body", "said"), LATE.values(), ids=LATE.keys())
+def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: str, body: str, said: str) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(HEAD.format(backend=backend) + body)
+    result = phalanx("run", "-g", "3", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert result.code == 1
+    assert told.startswith(f"phalanx: {said}")
+    assert " timed out: " in told
+    why = phalanx("why")  # the run has ended: from its folder alone
+    assert said in why.out
+
+
+def test_a_script_that_sets_its_own_port_is_told_where_each_rank_waits(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import os, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "os.environ['MASTER_PORT'] = str(1 + int(os.environ['RANK']))\n"  # where nobody listens
+        "dist.init_process_group('gloo', timeout=timedelta(seconds=2))\n"
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert told.startswith(
+        "phalanx: rank 0 waits for a store at 127.0.0.1:1; rank 1 waits for a store at 127.0.0.1:2 in "
+        "init_process_group at own.py:4: the script has set MASTER_PORT (no rank listens "
+        "there, the launcher's store is at 127.0.0.1:"
+    )
+    assert "fix: do not set MASTER_PORT in the script" in told
+
+
+def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(tmp_path: Path) -> None:
+    path = tmp_path / "child.py"
+    path.write_text(
+        HEAD.format(backend="gloo").replace("seconds=2", "seconds=6")
+        + "import subprocess\nif rank == 1: subprocess.run(['sleep', '1000'])\ndist.all_reduce(torch.ones(1))\n"
+    )
+    result = phalanx("run", "-g", "3", "--cpu", "--stall-after", "2", str(path))
+    assert re.search(
+        r"rank 1 is waiting for a process that it has started \(process \d+ `sleep 1000`, sleeping\)", result.err
+    )
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert told.startswith(
+        "phalanx: rank 1 did not come to all_reduce #2 (4 B) at child.py:14 within 6 s: it was waiting for"
+    )
+    assert "`sleep 1000`, sleeping" in told
+    assert "the run goes on" not in result.err
+
+
+def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:
+    path = tmp_path / "watchdog.py"
+    path.write_text(
+        HEAD.format(backend="gloo")
+        + "if rank == 1: load()\n"
+        + "said = b'[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: '\n"
+        + "said += b'WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran'\n"
+        + "os.write(2, said)\nos.abort()\n"
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(path))
+    told = result.err[result.err.rindex("phalanx: ") :]
+    assert result.code == 134
+    assert told.startswith(
+        "phalanx: rank 1 did not come to all_reduce #2 within 10 min: it was sleeping at watchdog.py:7 in load"
+    )
+    assert "rank 0 timed out: SIGABRT (Aborted)" in told
