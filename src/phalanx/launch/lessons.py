@@ -46,7 +46,8 @@ def recall(command: Command, base: str) -> Lesson:
     """What its text suggests, and what rank 0 of an earlier run had to import itself."""
     source = _source(command)
     folder = os.path.join(base, "lessons")
-    key = hashlib.sha256(f"{command.python}\0{command.kind}\0{source or command.target}".encode()).hexdigest()[:24]
+    name = f"{command.python}\0{command.kind}\0{source or command.target}"
+    key = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:24]
     path = os.path.join(folder, f"{key}.json")
     if os.path.exists(f"{path}.refused"):
         return Lesson(path, ())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.contract import encoding
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Group, Node, Process, Rank, Thread
 from phalanx.launch import gpus, stacks, vitals
@@ -57,12 +58,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[Call, ...] = ()
 
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Testimony] = msgspec.json.Decoder(Testimony)
 
 
 def encode(testimony: Testimony) -> bytes:
-    return _encoder.encode(testimony)
+    return encoding.encode(testimony)
 
 
 def decode(text: bytes) -> Testimony:

@@ -1,0 +1,81 @@
+"""Odd arguments, names, encodings and scripts: each way of starting a worker does with them what plain Python does."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import shutil
+import zipapp
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cli import phalanx, python
+
+pytestmark = [pytest.mark.warmed, pytest.mark.xdist_group("inputs")]
+
+WAYS = {"cold": ["--no-warm"], "fresh": ["--fresh"], "warm": []}
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
+
+REPORT = """
+import os, sys
+main = sys.modules["__main__"]
+print(ascii(sys.argv), ascii(sys.path[0]), ascii(os.getcwd()), ascii(os.environb.get(b"ODD")))
+print(ascii(getattr(main, "__file__", None)), main.__cached__, sys.stdout.encoding)
+print(getattr(main.__loader__, "__name__", type(main.__loader__).__name__), main.__spec__ and main.__spec__.name)
+"""
+
+
+def name(text: bytes) -> str:
+    return os.fsdecode(text)
+
+
+def report(folder: Path) -> str:
+    """Scripts of all sorts that print the same report; their folder."""
+    (folder / "report.py").write_text(REPORT)
+    (folder / "app").mkdir()
+    shutil.copy(folder / "report.py", folder / "app/__main__.py")
+    zipapp.create_archive(folder / "app", folder / "app.pyz")
+    (folder / "link").symlink_to("app.pyz")
+    py_compile.compile(str(folder / "report.py"), str(folder / "report.pyc"), dfile="report.py")
+    shutil.copy(folder / "report.pyc", folder / "compiled")
+    (folder / name(b"d\xff")).mkdir()
+    shutil.copy(folder / "report.py", folder / name(b"d\xff/s\xfe.py"))
+    return str(folder)
+
+
+def same(way: str, *words: str, cwd: str, env: dict[str, str] | None = None, text: str | None = None) -> None:
+    expected = python(*words, cwd=cwd, env=env, input=text)
+    found = phalanx("run", "--cpu", "-g", "1", *WAYS[way], *words, cwd=cwd, env=env, input=text)
+    assert expected.raw_out
+    assert (found.raw_out, found.code) == (expected.raw_out, expected.code), found.err
+
+
+@EVERY_WAY
+def test_bytes_that_are_not_utf8(way: str, tmp_path: Path) -> None:
+    env = {"ODD": name(b"\xff\nx"), name(b"O\xff"): "1"}
+    same(way, name(b"d\xff/s\xfe.py"), name(b"\xfd"), "", "a\nb", cwd=report(tmp_path), env=env)
+    same(way, name(b"s\xfe.py"), cwd=str(tmp_path / name(b"d\xff")))
+
+
+def test_every_command_can_show_such_a_run(tmp_path: Path) -> None:
+    (tmp_path / name(b"bad\xff.py")).write_text("raise ValueError('caf\\u00e9 \\udcff \\ud800')")
+    run = phalanx("run", "--cpu", "-g", "1", name(b"bad\xff.py"), name(b"\xfe"), cwd=str(tmp_path))
+    assert run.code == 1
+    assert "rank 0 failed: ValueError: café" in run.err
+    for env in ({"PYTHONIOENCODING": "utf-8"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
+        told = {
+            verb: phalanx(verb, *more, env=env, cwd=str(tmp_path))
+            for verb, *more in (("ps", "--all"), ("why",), ("report", "-f", "-o", "r.html"), ("--help",))
+        }
+        assert [one.code for one in told.values()] == [0, 1, 0, 0], [one.err for one in told.values()]
+        assert "ValueError: caf" in told["ps"].out
+        assert "ValueError: caf" in told["why"].out
+        missing = phalanx("explain", name(b"none\xff.py"), env=env, cwd=str(tmp_path))
+        assert missing.raw_err.startswith(b"phalanx: no such script: none\xff.py\n")
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=["ascii", "C"])
+def test_other_encodings(way: str, env: dict[str, str], tmp_path: Path) -> None:
+    same(way, "report.py", "café", cwd=report(tmp_path), env=env)
