@@ -79,3 +79,23 @@ def test_every_command_can_show_such_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=["ascii", "C"])
 def test_other_encodings(way: str, env: dict[str, str], tmp_path: Path) -> None:
     same(way, "report.py", "café", cwd=report(tmp_path), env=env)
+
+
+@pytest.mark.parametrize("script", ["app", "app.pyz", "link", "report.pyc", "compiled"])
+def test_what_python_can_run_runs_with_a_warm_zygote(script: str, tmp_path: Path) -> None:
+    same("warm", script, "x", cwd=report(tmp_path))
+
+
+@EVERY_WAY
+def test_a_script_from_standard_input(way: str, tmp_path: Path) -> None:
+    text = f"{REPORT}\nprint(sys.stdin.read())\n{'#' * 100_000}\nprint('end')\n"  # more than a pipe holds
+    same(way, "-", "x", cwd=str(tmp_path), text=text)
+    each = phalanx("run", "--cpu", "-g", "2", *WAYS[way], "-", cwd=str(tmp_path), input=text)
+    assert each.out.count("['-']") == 2, each.err
+    assert each.out.count("end") == 2
+
+
+def test_standard_input_cannot_go_to_hosts(tmp_path: Path) -> None:
+    result = phalanx("run", "--hosts", "nowhere.invalid,other.invalid", "-", cwd=str(tmp_path), input="print()")
+    assert result.code == 2
+    assert "--hosts cannot run a script from standard input" in result.err

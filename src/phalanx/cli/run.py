@@ -82,6 +82,8 @@ def _excuse(gathering: Gathering, why: str) -> None:
 
 
 def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], outside: Outside | None) -> int:
+    if plan.command.kind == "stdin":
+        _keep_standard_input()
     base = runfolder.home(environ)
     with contextlib.ExitStack() as open_:
         for sock in sockets:
@@ -93,6 +95,15 @@ def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], o
             return _supervise(plan, folder, _start(plan, base, folder), sockets, outside)
         finally:
             folder.close()
+
+
+def _keep_standard_input() -> None:
+    """`phalanx run -`: read the script once, so that each rank can read it. Memory takes the place of descriptor 0."""
+    kept = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    while part := os.read(0, 1 << 20):
+        os.write(kept, part)
+    os.dup2(kept, 0)
+    os.close(kept)
 
 
 def _folder(plan: Plan, base: str) -> RunFolder:

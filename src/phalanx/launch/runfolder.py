@@ -71,7 +71,7 @@ def make_run_id(target: str) -> str:
     """Readable, sortable within a day, and unique."""
     name = os.path.splitext(os.path.basename(target.rstrip("/")))[0] or "run"
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:24]
-    return f"{clean}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return f"{clean.lstrip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 class RunFolder:
