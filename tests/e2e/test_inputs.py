@@ -99,3 +99,35 @@ def test_standard_input_cannot_go_to_hosts(tmp_path: Path) -> None:
     result = phalanx("run", "--hosts", "nowhere.invalid,other.invalid", "-", cwd=str(tmp_path), input="print()")
     assert result.code == 2
     assert "--hosts cannot run a script from standard input" in result.err
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("print('hello')")
+    env = {"PHALANX_HOME": None, "XDG_STATE_HOME": None, "HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    result = phalanx("run", "--cpu", "-g", "1", "--fresh", "s.py", cwd=str(tmp_path), env=env)
+    assert (result.code, result.out) == (0, "hello\n")
+    kept = tmp_path / f"phalanx-{os.getuid()}"
+    assert result.err.count("the home folder cannot be written: runs are kept in") == 1
+    assert f"output in {kept}/runs/" in result.err
+    assert str(kept) in phalanx("ps", "--all", cwd=str(tmp_path), env=env).out
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "named"),
+    [
+        (["run", "--cpu", "s.py"], {"PHALANX_HOME": "/dev/null/x"}, "/dev/null/x"),
+        (["run", "--cpu", "--log-dir", "/dev/null/y", "s.py"], {}, "/dev/null/y"),
+        (["warm"], {"PHALANX_HOME": "/dev/null/x"}, "/dev/null/x"),
+        (["ps", "--all"], {"PHALANX_HOME": "/dev/null/x"}, ""),
+    ],
+    ids=["home", "log dir", "warm", "ps"],
+)
+def test_a_given_folder_that_cannot_be_written(
+    words: list[str], env: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "s.py").write_text("")
+    result = phalanx(*words, cwd=str(tmp_path), env=env)
+    assert result.code == (1 if named else 0)
+    assert named in result.err
+    assert "Traceback" not in result.err
+    assert ("fix: " in result.err) == bool(named)
