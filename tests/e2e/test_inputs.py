@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import py_compile
 import shutil
+import sysconfig
 import zipapp
 from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import phalanx, python
+from tests.kit.cli import phalanx, python, run
 
 pytestmark = [pytest.mark.warmed, pytest.mark.xdist_group("inputs")]
 
@@ -60,9 +61,9 @@ def test_bytes_that_are_not_utf8(way: str, tmp_path: Path) -> None:
 
 def test_every_command_can_show_such_a_run(tmp_path: Path) -> None:
     (tmp_path / name(b"bad\xff.py")).write_text("raise ValueError('caf\\u00e9 \\udcff \\ud800')")
-    run = phalanx("run", "--cpu", "-g", "1", name(b"bad\xff.py"), name(b"\xfe"), cwd=str(tmp_path))
-    assert run.code == 1
-    assert "rank 0 failed: ValueError: café" in run.err
+    ended = phalanx("run", "--cpu", "-g", "1", name(b"bad\xff.py"), name(b"\xfe"), cwd=str(tmp_path))
+    assert ended.code == 1
+    assert "rank 0 failed: ValueError: café" in ended.err
     for env in ({"PYTHONIOENCODING": "utf-8"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
         told = {
             verb: phalanx(verb, *more, env=env, cwd=str(tmp_path))
@@ -131,3 +132,17 @@ def test_a_given_folder_that_cannot_be_written(
     assert named in result.err
     assert "Traceback" not in result.err
     assert ("fix: " in result.err) == bool(named)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("module", ["phalanx.py", "phalanx/__init__.py"])
+def test_a_module_of_the_users_that_is_called_phalanx(way: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("import os\npid = os.getpid()")
+    (tmp_path / "s.py").write_text(
+        "import os, torch\nimport phalanx\nprint(phalanx.__file__, phalanx.pid == os.getpid(), torch.ones(1))\n"
+    )
+    command = os.path.join(sysconfig.get_path("scripts"), "phalanx")  # `python -m phalanx` would be the user's own
+    found = run((command, "run", "--cpu", "-g", "1", *WAYS[way], "s.py"), cwd=str(tmp_path))
+    assert (found.out, found.code) == (python("s.py", cwd=str(tmp_path)).out, 0), found.err
+    assert f"{tmp_path / module} True" in found.out

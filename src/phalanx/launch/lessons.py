@@ -56,12 +56,20 @@ def recall(command: Command, base: str) -> Lesson:
     learned: list[str] = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         learned = [name for name in json.load(file) if isinstance(name, str) and _is_safe(name)]
-    return Lesson(path, tuple(dict.fromkeys([*guess(_read(source)), *learned])))
+    guessed = [name for name in guess(_read(source)) if name not in _OURS or not _shadowed(command.path0)]
+    return Lesson(path, tuple(dict.fromkeys([*guessed, *learned])))
 
 
 def guess(text: str) -> tuple[str, ...]:
     """From a script's text alone: does it train, and with us?"""
     return (*([_DYNAMO] if _TRAINING.search(text) else []), *(_OURS if _WITH_US.search(text) else ()))
+
+
+def _shadowed(path0: str | None) -> bool:
+    """Whether `import phalanx` is of something of the user's own beside the script."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    found = [os.path.join(path0 or "", name) for name in ("phalanx", "phalanx.py")]
+    return any(os.path.exists(path) and os.path.realpath(path) != os.path.realpath(own) for path in found)
 
 
 def _is_safe(name: str) -> bool:
