@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.warmed, pytest.mark.xdist_group("inputs")]
 WAYS = {"cold": ["--no-warm"], "fresh": ["--fresh"], "warm": []}
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
+# `python -m phalanx` has the current folder first in sys.path.
+COMMAND = os.path.join(sysconfig.get_path("scripts"), "phalanx")
+
 REPORT = """
 import os, sys
 main = sys.modules["__main__"]
@@ -142,7 +145,18 @@ def test_a_module_of_the_users_that_is_called_phalanx(way: str, module: str, tmp
     (tmp_path / "s.py").write_text(
         "import os, torch\nimport phalanx\nprint(phalanx.__file__, phalanx.pid == os.getpid(), torch.ones(1))\n"
     )
-    command = os.path.join(sysconfig.get_path("scripts"), "phalanx")  # `python -m phalanx` would be the user's own
-    found = run((command, "run", "--cpu", "-g", "1", *WAYS[way], "s.py"), cwd=str(tmp_path))
+    found = run((COMMAND, "run", "--cpu", "-g", "1", *WAYS[way], "s.py"), cwd=str(tmp_path))
     assert (found.out, found.code) == (python("s.py", cwd=str(tmp_path)).out, 0), found.err
     assert f"{tmp_path / module} True" in found.out
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("module", ["resource", "json", "queue"])  # needed by the probe, by both, by torch
+def test_a_module_of_the_users_that_is_called_like_one_of_pythons(way: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("mine = 1")
+    (tmp_path / "s.py").write_text(f"import {module}\nprint({module}.mine, {module}.__file__)\nraise ValueError('end')")
+    expected = python("s.py", cwd=str(tmp_path))
+    found = run((COMMAND, "run", "--cpu", "-g", "1", *WAYS[way], "s.py"), cwd=str(tmp_path))
+    assert (found.out, found.code) == (expected.out, 1), found.err
+    assert expected.err in found.err
+    assert "rank 0 failed: ValueError: end" in found.err

@@ -12,7 +12,7 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, imports, kernel, store, wire
+from . import birth, imports, kernel, shadows, store, wire
 from .leftovers import Leftovers
 from .witness import witness
 
@@ -141,7 +141,8 @@ class Nursery:
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]
             witness.begin(board, order["witness"], channel, stacks)
-        if order.get("lesson"):
+        # Last, for from here on an import may find a module of the script's: the lesson is not noted then.
+        if not shadows.uncover(order.get("path0")) and order.get("lesson"):
             imports.note_lesson(order["lesson"])
         return True
 
