@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pstats
 import py_compile
 import shutil
 import sysconfig
@@ -160,3 +161,34 @@ def test_a_module_of_the_users_that_is_called_like_one_of_pythons(way: str, modu
     assert (found.out, found.code) == (expected.out, 1), found.err
     assert expected.err in found.err
     assert "rank 0 failed: ValueError: end" in found.err
+
+
+def test_coverage_comes_before_torch(tmp_path: Path) -> None:
+    (tmp_path / "coverage.py").write_text(
+        "import runpy, sys\nprint('torch' in sys.modules)\nrunpy.run_path(sys.argv[1])"
+    )
+    (tmp_path / "s.py").write_text("print('hello')")
+    found = phalanx("run", "--cpu", "-g", "1", "-m", "coverage", "s.py", cwd=str(tmp_path))
+    assert found.out == "False\nhello\n", found.err
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("words", [("cProfile", "-o", "out", "s.py"), ("trace", "--count", "-C", "out", "s.py")])
+def test_modules_that_run_a_script_write_the_same_files(way: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("def f(x):\n    return x + 1\n\nprint(f(1))\n")
+    python("-m", *words, cwd=str(tmp_path))
+    expected = written(tmp_path / "out")
+    found = phalanx("run", "--cpu", "-g", "1", *WAYS[way], "-m", *words, cwd=str(tmp_path))
+    assert (found.out, found.code) == ("2\n", 0), found.err
+    assert written(tmp_path / "out") == expected
+
+
+def written(out: Path) -> object:
+    """And removed: the counts of lines, or which functions were called how often."""
+    if out.is_dir():
+        lines = {file.name: file.read_text() for file in out.iterdir()}
+        shutil.rmtree(out)
+        return lines
+    calls = {function: count for function, (count, *_) in pstats.Stats(str(out)).stats.items()}  # type: ignore[attr-defined]
+    out.unlink()
+    return calls
