@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import phalanx, python, run
+from tests.kit.cli import PHALANX, phalanx, python, run
 
 pytestmark = [pytest.mark.warmed, pytest.mark.xdist_group("inputs")]
 
@@ -192,3 +192,11 @@ def written(out: Path) -> object:
     calls = {function: count for function, (count, *_) in pstats.Stats(str(out)).stats.items()}  # type: ignore[attr-defined]
     out.unlink()
     return calls
+
+
+@EVERY_WAY
+def test_a_standard_input_that_is_closed(way: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import os\nprint(os.readlink('/proc/self/fd/0'))")
+    words = (*PHALANX, "run", "--cpu", "-g", "1", *WAYS[way], "s.py")
+    found = run(("sh", "-c", 'exec "$@" <&-', "sh", *words), cwd=str(tmp_path))
+    assert (found.out, found.code) == ("/dev/null\n", 0), found.err

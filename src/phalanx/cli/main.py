@@ -36,6 +36,7 @@ HIDDEN = ("node",)  # started by `run --hosts`, never by people
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    _fill_standard_descriptors()
     _print_anything()
     try:
         return _dispatch(args)
@@ -48,6 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def _fill_standard_descriptors() -> None:
+    """Of those that were closed (`<&-`), the next socket would take the number, and a rank would read from that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _print_anything() -> None:
