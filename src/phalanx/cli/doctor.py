@@ -193,7 +193,7 @@ class Trial:
     def run(self, where: Sequence[str], nodes: int, names: Sequence[str] = (), *, shared: bool = False) -> Result:
         """`shared`: other processes run the same, and must have the same words; only one of them gets the result."""
         waits = ["--join-timeout", f"{self.patience:g}"] if self.patience else []
-        launch = [sys.executable, "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
+        launch = [sys.executable, "-P", "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
         limit = _LIMIT + _LIMIT_A_NODE * nodes + self.patience
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             outfile = "-" if shared else os.path.join(folder, "result.json")

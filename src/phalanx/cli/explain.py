@@ -180,7 +180,7 @@ def equivalent(plan: Plan) -> list[str]:
         words.append("--virtual-local-rank")
     if plan.log_dir:
         words += ["--log-dir", plan.log_dir]
-    words += {"module": ["-m"], "program": ["--no-python"], "path": ["--run-path"], "script": []}[plan.command.kind]
+    words += {"module": ["-m"], "program": ["--no-python"], "path": ["--run-path"]}.get(plan.command.kind, [])
     if plan.command.local_rank_option:
         words[:1] = ["python", "-m", "torch.distributed.launch"]
     return [*words, plan.command.target, *plan.command.args]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
 from phalanx.launch.gathering import Gathering
 
@@ -101,6 +102,7 @@ def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: T
     port = options.master_port if options.master_addr is not None else None
     if port is None:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)] if task.hosts else 0
+    shared = home if task.nodes == 1 else preferred(environ)
     return replace(
         _shared(options, environ, home, task.size),
         source=task.source,
@@ -111,7 +113,7 @@ def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: T
         echo=False,
         task=task,
         names=task.hosts if by_node else (),
-        meeting=Meeting(os.path.join(home, "meetings"), task.job) if task.job else None,
+        meeting=Meeting(os.path.join(shared, "meetings"), task.job) if task.job else None,
     )
 
 

@@ -25,6 +25,7 @@ from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
+from phalanx.errors import UsageError
 from phalanx.launch import order, runfolder
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.order import Fail, Go, Order, Ready, Signal
@@ -45,6 +46,8 @@ def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]
     # A scheduler that has started us as one of its tasks has its own idea of who runs where.
     alone = replace(options, nodes_told=False, min_nodes=1, max_nodes=1, slots=None)
     look_around(alone, environ, runfolder.home(environ))
+    if options.kind == "stdin":
+        raise UsageError("--hosts cannot run a script from standard input", fix="save it as a file on every host")
     near = [_is_near(host.name) for host in hosts]
     if near == [True]:
         return begin(_options_of(options, hosts, 0, near=True), environ, Surroundings())

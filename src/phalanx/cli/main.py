@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +36,8 @@ HIDDEN = ("node",)  # started by `run --hosts`, never by people
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    _fill_standard_descriptors()
+    _print_anything()
     try:
         return _dispatch(args)
     except PhalanxError as error:
@@ -45,6 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def _fill_standard_descriptors() -> None:
+    """Of those that were closed (`<&-`), the next socket would take the number, and a rank would read from that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _print_anything() -> None:
+    """File names are printed as the bytes they are; characters that the encoding lacks (LC_ALL=C) are escaped."""
+    codecs.register_error("phalanx", _bytes_or_escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="phalanx")
+
+
+def _bytes_or_escape(error: UnicodeError) -> tuple[str | bytes, int]:
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
 
 
 def _dispatch(args: list[str]) -> int:

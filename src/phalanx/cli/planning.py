@@ -22,6 +22,9 @@ from phalanx.launch.filters import Choice, Std
 from phalanx.launch.plan import Ending, Hanging, Plan, Showing, Start, Watching
 from phalanx.launch.runfolder import make_run_id
 
+# Modules that run a script and fail if torch has been imported before them.
+_LOOK_AT_MODULES = ("coverage",)
+
 
 def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundings | None = None) -> Plan:
     """Everything that is decided before the first process starts. Raises where it cannot be done."""
@@ -48,6 +51,9 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
     if log_dir == os.devnull:
         notes.append("--log-dir /dev/null: the console reads the logs, so they are kept in the run folder")
         log_dir = None
+    measured = options.kind == "module" and options.script.partition(".")[0] in _LOOK_AT_MODULES
+    if measured:
+        notes.append(f"{options.script} looks at all imported modules: every rank imports its own (as with --fresh)")
     wrapped = options.kind != "program" and _is_wrapper(command.python)
     if wrapped:
         notes.append(f"{command.python} is a script, not an interpreter: every rank is started by it (as with --fresh)")
@@ -74,7 +80,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),
         ending=_ending(options),
         start=Start(
-            fresh=options.fresh or options.kind == "program" or wrapped,
+            fresh=options.fresh or options.kind == "program" or wrapped or measured,
             preload=options.preload,
             warm=options.warm,
             keep_warm=options.keep_warm or 0.0,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from phalanx.cli import choice, document
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.launch import postmortem, recollection, viewing
 from phalanx.launch.runfolder import RunRecord
 from phalanx.version import __version__
@@ -103,7 +103,7 @@ async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
         "logs": logs,
         "why": msgspec.structs.replace(why, stacks=stacks),
     }
-    return assets.inlined(msgspec.json.encode(_masked(msgspec.to_builtins(data, str_keys=True))).decode())
+    return assets.inlined(encoding.encode(_masked(msgspec.to_builtins(data, str_keys=True))).decode())
 
 
 def _masked(data: Any) -> Any:

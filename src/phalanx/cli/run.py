@@ -15,6 +15,7 @@ from phalanx.cli.gathering import Surroundings, look_around
 from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import lessons, port, runfolder, warmth, zygotes
 from phalanx.launch.gathering import Gathering
@@ -82,6 +83,8 @@ def _excuse(gathering: Gathering, why: str) -> None:
 
 
 def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], outside: Outside | None) -> int:
+    if plan.command.kind == "stdin":
+        _keep_standard_input()
     base = runfolder.home(environ)
     with contextlib.ExitStack() as open_:
         for sock in sockets:
@@ -95,6 +98,15 @@ def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], o
             folder.close()
 
 
+def _keep_standard_input() -> None:
+    """`phalanx run -`: read the script once, so that each rank can read it. Memory takes the place of descriptor 0."""
+    kept = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    while part := os.read(0, 1 << 20):
+        os.write(kept, part)
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
 def _folder(plan: Plan, base: str) -> RunFolder:
     try:
         # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
@@ -102,12 +114,11 @@ def _folder(plan: Plan, base: str) -> RunFolder:
         name = runfolder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
         return runfolder.create(name, base=base, log_dir=plan.log_dir)
     except OSError as error:
-        where = plan.log_dir or base
+        where = str(error.filename or plan.log_dir or base)
+        in_log_dir = plan.log_dir is not None and not where.startswith(base)
         raise LaunchError(
             f"the run folder cannot be made in {where}: {error.strerror}",
-            fix="phalanx run --log-dir SOMEWHERE …"
-            if plan.log_dir
-            else "set PHALANX_HOME to a folder that can be written",
+            fix=f"{'--log-dir' if in_log_dir else 'set PHALANX_HOME to'} a folder that can be written",
         ) from error
 
 
@@ -121,6 +132,14 @@ class Started:
 
 
 def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
+    started = _started(plan, base, folder)
+    if is_temporary(base):
+        word = f"the home folder cannot be written: runs are kept in {base} (PHALANX_HOME sets another folder)"
+        return replace(started, words=(word, *started.words))
+    return started
+
+
+def _started(plan: Plan, base: str, folder: RunFolder) -> Started:
     """A warm zygote if there is one that fits, else a cold one; or fresh interpreters if asked."""
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

@@ -1,6 +1,7 @@
 """The names "shm" and "mpi" for torch.distributed, in every script: torch calls `register` when it is imported.
 
-Nothing is imported here but what torch has already; the rest comes with the first group.
+Nothing is imported here but what torch has already; the rest comes with the first group. This file is also loaded by
+its path (_phalanx_backend.py), where it is no part of a package.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Plugins(dict[str, Any]):
 
 def _shm(options: Any, _: Any) -> Any:
     _refuse_others(sys._getframe(1).f_locals.get("backend_config"))
-    from .creation import shm
+    from phalanx.collectives.creation import shm
 
     return shm(options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group)
 
@@ -54,7 +55,7 @@ def _refuse_others(config: Any) -> None:
     """torch takes a group in Python for the whole one, and would say nothing of what else was asked for."""
     asked = dict(getattr(config, "device_backend_map", None) or {})
     if set(asked.values()) - {"shm"}:
-        from .trouble import Refused
+        from phalanx.collectives.trouble import Refused
 
         said = ",".join(f"{device}:{name}" for device, name in asked.items())
         raise Refused(
@@ -73,7 +74,7 @@ class _Mpi:
 
     @staticmethod
     def create(ranks: Iterable[int]) -> Any:
-        from .creation import mpi
+        from phalanx.collectives.creation import mpi
 
         timeout = sys._getframe(1).f_locals.get("timeout")
         return mpi(list(ranks), timeout if isinstance(timeout, timedelta) else timedelta(minutes=30))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.contract import encoding
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
     time: float
@@ -290,13 +292,12 @@ AnyEvent = (
     | RunEnded
 )
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode(event: Event) -> bytes:
     """One line of events.jsonl."""
-    return _encoder.encode(event) + b"\n"
+    return encoding.encode(event) + b"\n"
 
 
 def decode(line: bytes) -> AnyEvent:

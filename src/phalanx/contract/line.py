@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.contract import encoding
+
 LARGEST = 1 << 16
 
 
@@ -122,13 +124,12 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 FromSupervisor = World | Wait | Halt | Rescue | End
 FromWorker = Here | Beat | Measured | Entering | Going | Done | Keeping | Standing | Halted | Rescued
-_encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 
 
 def encode(message: FromWorker | FromSupervisor) -> bytes:
-    return _encoder.encode(message)
+    return encoding.encode(message)
 
 
 def from_worker(packet: bytes) -> FromWorker:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.contract import encoding
+
 Phase = Literal[
     "import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"
 ]  # fmt: skip
@@ -132,13 +134,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     finding: str = ""  # of the doctor, about the network between nodes
 
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Evidence] = msgspec.json.Decoder(Evidence)
 _ranks: msgspec.json.Decoder[Rank] = msgspec.json.Decoder(Rank)
 
 
 def encode(evidence: Evidence | Rank) -> bytes:
-    return _encoder.encode(evidence)
+    return encoding.encode(evidence)
 
 
 def decode(text: bytes) -> Evidence:

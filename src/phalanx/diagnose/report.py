@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.contract import encoding
 from phalanx.diagnose import words
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
@@ -84,4 +85,4 @@ def as_json(evidence: Evidence, verdicts: Sequence[Verdict]) -> bytes:
         "places": places(evidence),
         "evidence": evidence,
     }
-    return msgspec.json.encode(content)
+    return encoding.encode(content)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from phalanx.contract.variables import HOME
+from phalanx.contract.home import preferred
 from phalanx.errors import UsageError
 from phalanx.join.identity import DEFAULT_PORT, OR_RUN, Identity
 
@@ -111,12 +111,4 @@ def choose(identity: Identity, method: Method, environ: Mapping[str, str], *, gi
             fix=f"mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT {DEFAULT_PORT} … python …",
         )
     # MPI launchers do not say where rank 0 is, but a home on a shared disk is common where they are.
-    return Place("file", path=os.path.join(home(environ), "meetings", f"{identity.job}.store"))
-
-
-def home(environ: Mapping[str, str]) -> str:
-    """As `phalanx run` has it."""
-    if given := environ.get(HOME):
-        return os.path.abspath(given)
-    state = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(state, "phalanx")
+    return Place("file", path=os.path.join(preferred(environ), "meetings", f"{identity.job}.store"))

@@ -329,7 +329,12 @@ class Attempt:
             self._lesson.refuse()
 
     def _stdin(self, rank: int) -> int:
-        """Ours for one rank, and only while the terminal is ours to read from; nothing for the others."""
+        """Ours for one rank, and only while the terminal is ours to read from; nothing for the others.
+
+        A script that came by standard input (`phalanx run -`) is for every rank, which reads it from its beginning.
+        """
+        if self._stage.plan.command.kind == "stdin":
+            return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
         if rank == self._stage.plan.stdin_rank and not self._stage.console.hidden:
             with contextlib.suppress(OSError):
                 if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():

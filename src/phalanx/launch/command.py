@@ -1,4 +1,4 @@
-"""What is run: a script, a module, a path or a program, and its command line for every rank."""
+"""What is run: a script, standard input, a module, a path or a program, and its command line for every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 
 @dataclass(frozen=True)
 class Command:
-    kind: Literal["script", "module", "path", "program"]
+    kind: Literal["script", "stdin", "module", "path", "program"]
     target: str
     args: tuple[str, ...]
     python: str
@@ -31,6 +31,8 @@ class Command:
         match self.kind:
             case "script":
                 return [self.python, "-u", self.target, *rest]
+            case "stdin":
+                return [self.python, "-u", "-", *rest]
             case "module":
                 return [self.python, "-u", "-m", self.target, *rest]
             case "path":
@@ -45,6 +47,8 @@ class Command:
             case "script":
                 real = os.path.realpath(self.target)
                 return real if os.path.isdir(real) or _is_zip(real) else os.path.dirname(real)
+            case "stdin":
+                return ""
             case "module":
                 return os.getcwd()
             case _:

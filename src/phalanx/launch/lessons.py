@@ -75,7 +75,8 @@ def recall(command: Command, base: str, environ: Mapping[str, str]) -> Lesson:
     """What its text suggests, and what an earlier run has shown."""
     source = _source(command)
     folder = os.path.join(base, "lessons")
-    key = hashlib.sha256(f"{command.python}\0{command.kind}\0{source or command.target}".encode()).hexdigest()[:24]
+    name = f"{command.python}\0{command.kind}\0{source or command.target}"
+    key = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:24]
     path = os.path.join(folder, f"{key}.json")
     with contextlib.suppress(OSError):
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -87,7 +88,8 @@ def recall(command: Command, base: str, environ: Mapping[str, str]) -> Lesson:
     learned: list[str] = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         learned = [name for name in json.load(file) if isinstance(name, str) and _is_safe(name)]
-    return replace(lesson, modules=tuple(dict.fromkeys([*guess(text), *learned])))
+    guessed = [name for name in guess(text) if name not in _OURS or not _shadowed(command.path0)]
+    return replace(lesson, modules=tuple(dict.fromkeys([*guessed, *learned])))
 
 
 def _variables(lesson: Lesson) -> Lesson:
@@ -106,6 +108,13 @@ def _variables(lesson: Lesson) -> Lesson:
 def guess(text: str) -> tuple[str, ...]:
     """From a script's text alone: does it train, and with us?"""
     return (*([_DYNAMO] if _TRAINING.search(text) else []), *(_OURS if _WITH_US.search(text) else ()))
+
+
+def _shadowed(path0: str | None) -> bool:
+    """Whether `import phalanx` is of something of the user's own beside the script."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    found = [os.path.join(path0 or "", name) for name in ("phalanx", "phalanx.py")]
+    return any(os.path.exists(path) and os.path.realpath(path) != os.path.realpath(own) for path in found)
 
 
 def _is_safe(name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.control import obstacles
 from phalanx.diagnose import absent, diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
@@ -65,7 +65,6 @@ class Because(msgspec.Struct, frozen=True, kw_only=True):
     report: str
 
 
-_encoder = msgspec.json.Encoder()
 _pulses: msgspec.json.Decoder[Pulse] = msgspec.json.Decoder(Pulse)
 _answers: msgspec.json.Decoder[Because] = msgspec.json.Decoder(Because)
 _ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, ...])
@@ -159,7 +158,7 @@ class Observer:
         if not self._company.leads:
             if now - self._pulsed > _PULSE:
                 self._pulsed = now
-                self._post.send("pulse", 0, _encoder.encode(own))
+                self._post.send("pulse", 0, encoding.encode(own))
             return
         self._heard = {member: heard for member, heard in self._heard.items() if member in members}
         looks = list(own.looks)
@@ -263,7 +262,7 @@ class Observer:
                     theirs = tuple(rank for rank in ranks if rank in culprits)
                     if theirs:
                         self._supervisor.note(f"{words.who(theirs)} stands still: SIGKILL by its node (--on-hang kill)")
-                        self._post.send("kill", 0, _encoder.encode(theirs), to=member)
+                        self._post.send("kill", 0, encoding.encode(theirs), to=member)
 
     def _kill(self, ranks: tuple[int, ...]) -> bool:
         attempt, found = self._supervisor.attempt, False
@@ -417,4 +416,4 @@ class Observer:
     async def _because(self, who: int | None, number: int) -> None:
         because = await self._why()
         if because is not None:
-            self._post.send("because", number, _encoder.encode(because), to=who)
+            self._post.send("because", number, encoding.encode(because), to=who)

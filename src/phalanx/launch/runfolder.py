@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
+from phalanx.contract import home as places
 from phalanx.launch.zygote import kernel
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def make_run_id(target: str) -> str:
     """Readable, sortable within a day, and unique."""
     name = os.path.splitext(os.path.basename(target.rstrip("/")))[0] or "run"
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:24]
-    return f"{clean}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
+    return f"{clean.lstrip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 class RunFolder:
@@ -158,12 +159,8 @@ class RunFolder:
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """Where runs, warm zygotes and lessons are kept: PHALANX_HOME, else the user's state folder."""
-    given = environ.get("PHALANX_HOME")
-    if given:
-        return os.path.abspath(given)
-    state = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return os.path.join(state, "phalanx")
+    """Where runs, warm zygotes and lessons are kept."""
+    return places.home(environ)
 
 
 def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.cluster import links
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.contract import line as words
 from phalanx.contract.events import Face, Glance
 from phalanx.launch import runfolder
@@ -54,7 +54,6 @@ class _Heard:
     when: float  # by a clock that nobody sets
 
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Seen] = msgspec.json.Decoder(Seen)
 
 
@@ -139,7 +138,7 @@ class Sights:
             if last or not self._missing:
                 self._publish(last=last)
         else:
-            self._post.send("sight", 0, _encoder.encode(own))
+            self._post.send("sight", 0, encoding.encode(own))
         if not last:
             self._measures.look(attempt)
 

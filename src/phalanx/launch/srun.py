@@ -55,6 +55,7 @@ def words(allocation: Allocation, argv: Sequence[str], *, workers_told: bool) ->
         "--cpu-bind=none",
         "--kill-on-bad-exit=1",
         sys.executable,
+        "-P",  # a phalanx.py in the current folder is not ours
         "-m",
         "phalanx",
         "run",

@@ -6,8 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 
-import msgspec
-
+from phalanx.contract import encoding
 from phalanx.diagnose.evidence import Evidence, encode
 from phalanx.diagnose.verdict import Verdict
 from phalanx.launch import stacks
@@ -22,7 +21,7 @@ def write(folder: str, number: int, evidence: Evidence, verdicts: Sequence[Verdi
         for name, content in (
             ("evidence.json", encode(evidence)),
             ("stacks.txt", text(evidence).encode(errors="replace")),
-            ("verdict.json", msgspec.json.encode(verdicts)),
+            ("verdict.json", encoding.encode(verdicts)),
         ):
             with open(os.path.join(part, name), "wb") as file:
                 file.write(content)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.contract import encoding
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Frame, Group, Node, Process, Rank, Thread
 from phalanx.diagnose.timeouts import Timeout
@@ -61,12 +62,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     hosts: bool = False
 
 
-_encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Testimony] = msgspec.json.Decoder(Testimony)
 
 
 def encode(testimony: Testimony) -> bytes:
-    return _encoder.encode(testimony)
+    return encoding.encode(testimony)
 
 
 def decode(text: bytes) -> Testimony:

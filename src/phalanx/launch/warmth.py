@@ -98,7 +98,13 @@ def find(warmth: Warmth, required: Sequence[str], keep: float = 0.0) -> Zygote |
 
 def start(warmth: Warmth, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:
     """Leave one running, and return once it listens. It imports meanwhile: whoever connects waits for that."""
-    os.makedirs(warmth.folder, mode=0o700, exist_ok=True)
+    try:
+        os.makedirs(warmth.folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"nothing can be kept warm in {warmth.folder}: {error.strerror}",
+            fix="set PHALANX_HOME to a folder that can be written",
+        ) from error
     with contextlib.suppress(FileNotFoundError):
         os.unlink(warmth.socket)
     with socket.socket(socket.AF_UNIX) as listener, _short(warmth.socket) as path:

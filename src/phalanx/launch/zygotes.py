@@ -123,6 +123,7 @@ def worker_order(zygote: Zygote, name: str, command: Command, seat: Seat, enviro
         "environ": dict(environ),
         "cores": list(seat.slot.cores),
         "command": line,
+        "path0": command.path0,
     }
     if not zygote.forks:
         return {**order, "exec": line, "hook": "" if command.kind == "program" else _HOOK}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
 
-def what_kind(values: Any, verb: str) -> Literal["script", "module", "path", "program"]:
+def what_kind(values: Any, script: str, verb: str) -> Literal["script", "stdin", "module", "path", "program"]:
     if values.run_path:
         return "path"
     if values.no_python and values.module:
@@ -22,7 +22,9 @@ def what_kind(values: Any, verb: str) -> Literal["script", "module", "path", "pr
             "--no-python and --module contradict each other: a module needs Python to run it",
             fix=f"phalanx {verb} -m package.module, or phalanx {verb} --no-python ./program",
         )
-    return "program" if values.no_python else "module" if values.module else "script"
+    if values.no_python or values.module:
+        return "program" if values.no_python else "module"
+    return "stdin" if script == "-" else "script"
 
 
 def count_nodes(values: Any, given: Mapping[str, Given], verb: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class RunOptions:
     """`parse_run(["-g", "4", "train.py", "--lr", "0.1"], os.environ)`"""
 
     # what is run
-    kind: Literal["script", "module", "path", "program"]
+    kind: Literal["script", "stdin", "module", "path", "program"]
     script: str
     args: tuple[str, ...]
     python: str | None  # PYTHON_EXEC
@@ -138,7 +138,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
     checks.check_cpu(values, given, verb)
     slots = checks.slots_of_nodes(values, given, max_nodes, verb)
     return RunOptions(
-        kind=checks.what_kind(values, verb),
+        kind=checks.what_kind(values, found.script, verb),
         script=found.script,
         args=found.args,
         python=environ.get("PYTHON_EXEC"),

@@ -25,6 +25,7 @@ def help_text(verb: str) -> str:
     lines = [
         f"usage: phalanx {verb} [options] script [arguments of the script]",
         f"       phalanx {verb} [options] -m package.module [arguments of the module]",
+        f"       phalanx {verb} [options] - [arguments]        a script from standard input, for every rank",
         "",
         first,
         "Every option of torchrun is one here, and means the same.",

@@ -119,7 +119,7 @@ def hook(order: Order, fds: list[int]) -> None:
     if "PYTHONPATH" in environ:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     environ["PYTHONPATH"] = os.pathsep.join([order["hook"], *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PHALANX_WITNESS"] = ":".join(map(str, [order["witness"], *fds]))
+    environ["PHALANX_WITNESS"] = ":".join(map(str, [order["witness"], *fds, order.get("path0") or ""]))
     for fd in fds:
         os.set_inheritable(fd, True)
 

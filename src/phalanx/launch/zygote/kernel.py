@@ -63,6 +63,7 @@ def set_command_line(words: list[str]) -> None:
     if start and len(text) <= end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
         _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(start + len(text)), 0, 0)
+        ctypes.set_errno(0)  # a script finds none
 
 
 def shared(fd: int) -> memoryview:

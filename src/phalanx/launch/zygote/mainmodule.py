@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib.util
+import marshal
 import os
 import runpy
 import sys
 import types
 import zipfile
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from typing import Any
+
+_HEADER = 16  # bytes of a .pyc before its code
 
 
 def prepare(order: dict[str, Any]) -> Callable[[], object]:
@@ -30,18 +34,39 @@ def prepare(order: dict[str, Any]) -> Callable[[], object]:
             sys.argv[:] = order["args"]
             _first_on_path("")
             return functools.partial(runpy.run_path, target, run_name="__main__")
+        case "stdin":
+            sys.argv[:] = ["-", *order["args"]]
+            _first_on_path("")
+            main.__loader__ = BuiltinImporter
+            return functools.partial(exec, _standard_input(main), main.__dict__)
     sys.argv[:] = [target, *order["args"]]
     real = os.path.realpath(target)
+    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # joined, not tidied: as Python does
     if os.path.isdir(real) or zipfile.is_zipfile(real):
-        _first_on_path(target)
+        _first_on_path(path)
         return functools.partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
     _first_on_path(os.path.dirname(real))
-    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # joined, not tidied: as Python does
+    return functools.partial(exec, _file(main, path), main.__dict__)
+
+
+def _file(main: types.ModuleType, path: str) -> types.CodeType:
+    """Python recognizes compiled files by their first bytes too, whatever their name."""
     main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
-    main.__loader__ = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    return functools.partial(exec, code, main.__dict__)
+        text = file.read()
+    if path.endswith(".pyc") or text.startswith(importlib.util.MAGIC_NUMBER[:2]):
+        if not text.startswith(importlib.util.MAGIC_NUMBER):
+            raise RuntimeError("Bad magic number in .pyc file")
+        main.__loader__ = SourcelessFileLoader("__main__", path)
+        return marshal.loads(text[_HEADER:])  # type: ignore[no-any-return]  # noqa: S302
+    main.__loader__ = SourceFileLoader("__main__", path)
+    return compile(text, path, "exec", dont_inherit=True)
+
+
+def _standard_input(main: types.ModuleType) -> types.CodeType:
+    main.__file__, main.__cached__ = "<stdin>", None  # type: ignore[attr-defined]
+    with open(0, "rb", closefd=False) as file:
+        return compile(file.read(), "<stdin>", "exec", dont_inherit=True)
 
 
 def _fresh_main() -> types.ModuleType:

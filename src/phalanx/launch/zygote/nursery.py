@@ -12,7 +12,7 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, finalisation, imports, kernel, store, wire
+from . import birth, finalisation, imports, kernel, shadows, store, wire
 from .leftovers import Leftovers
 from .restart import FreshStart
 from .witness import witness
@@ -143,7 +143,8 @@ class Nursery:
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]
             kept = witness.begin(board, order["witness"], channel, stacks)
-        if order.get("lesson"):
+        # From here on an import may find a module of the script's own: the lesson is not noted then.
+        if not shadows.uncover(order.get("path0")) and order.get("lesson"):
             imports.note_lesson(order["lesson"])
         imports.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
         finalisation.begin()

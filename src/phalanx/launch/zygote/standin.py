@@ -5,9 +5,12 @@
 The padding is room for a worker's own command line, which `ps` reads from the same place.
 """
 
-import importlib.util
-import os
 import sys
+
+_plain = frozenset(sys.modules)  # what Python itself has imported
+
+import importlib.util  # noqa: E402
+import os  # noqa: E402
 
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
@@ -20,8 +23,9 @@ sys.modules["_phalanx_zygote"] = importlib.util.module_from_spec(_spec)
 if __name__ == "__main__":
     import socket
 
-    from _phalanx_zygote import birth, mainmodule, warm  # type: ignore[import-not-found]
+    from _phalanx_zygote import birth, mainmodule, shadows, warm  # type: ignore[import-not-found]
 
+    shadows.plain = _plain
     _listener = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(_listener.fileno(), False)
     _order = warm.Warm(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))

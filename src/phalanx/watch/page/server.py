@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from phalanx.contract import encoding
 from phalanx.control.door import Door
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
@@ -222,7 +222,7 @@ def _number(text: str | None) -> int:
 
 
 def _json(content: Any) -> web.StreamResponse:
-    return web.Response(body=msgspec.json.encode(content), content_type="application/json", charset="utf-8")
+    return web.Response(body=encoding.encode(content), content_type="application/json", charset="utf-8")
 
 
 def _assets() -> dict[str, tuple[bytes, str, str]]:

@@ -11,6 +11,7 @@ from itertools import islice
 
 import msgspec
 
+from phalanx.contract import encoding
 from phalanx.watch.curve import Point
 from phalanx.watch.page.protocol import Head, Row, Told, Update
 from phalanx.watch.rank import RankView
@@ -20,12 +21,10 @@ from phalanx.watch.strip import TICK, Strip
 SECONDS = 30.0  # of phases, in a whole
 _HELD = 5  # ranks that others waited for
 
-_encoder = msgspec.json.Encoder()
-
 
 def encode(update: Update) -> bytes:
     """In one line, as server-sent events want it."""
-    return _encoder.encode(update)
+    return encoding.encode(update)
 
 
 class Updates:

@@ -3,10 +3,13 @@
 It stands first on PYTHONPATH, steps aside at once, and lets the sitecustomize it had hidden run in every worker.
 """
 
-import importlib.util
-import os
 import sys
-import traceback
+
+_plain = frozenset(sys.modules)  # what Python itself has imported
+
+import importlib.util  # noqa: E402
+import os  # noqa: E402
+import traceback  # noqa: E402
 
 
 def _step_aside() -> tuple[str | None, str | None]:
@@ -31,12 +34,15 @@ def _load() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["_phalanx_zygote"] = package
     spec.loader.exec_module(package)
+    from _phalanx_zygote import shadows  # type: ignore[import-not-found]
+
+    shadows.plain = _plain
 
 
 def _serve(task: str) -> None:
     """Returns in a worker only."""
     _load()
-    from _phalanx_zygote import cold  # type: ignore[import-not-found]
+    from _phalanx_zygote import cold
 
     fd, parent = (int(number) for number in task.split(":"))
     cold.serve(fd, parent)
@@ -44,15 +50,18 @@ def _serve(task: str) -> None:
 
 def _be_witnessed(task: str) -> None:
     """A worker that was executed. Without a witness it runs as well."""
-    slot, *fds = (int(number) for number in task.split(":"))
+    *numbers, path0 = task.split(":", 4)
+    slot, *fds = map(int, numbers)
     try:
         for fd in fds:
             os.set_inheritable(fd, False)
         _load()
+        from _phalanx_zygote import shadows
         from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
 
         board, channel, stacks = fds
         witness.begin(board, slot, channel, stacks)
+        shadows.uncover(path0 or None)
     except Exception:
         pass
 

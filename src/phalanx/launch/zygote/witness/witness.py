@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from .. import groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import checker, debugger, ledger, page, patience, recorder, sampler, terminal
+from . import alone, checker, debugger, ledger, page, patience, recorder, sampler, terminal
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -60,6 +60,7 @@ def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     if ledger.kept(memory):
         checker.begin(ledger.Ledger(memory, slot), slot)
     debugger.lay(witness.say)
+    alone.lay(witness.stop, witness.start, witness.end)
     witness.start()
 
 

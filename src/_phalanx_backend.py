@@ -1,0 +1,21 @@
+"""What torch imports (entry point "torch.backends"): registers the backends of phalanx without importing `phalanx`.
+
+A user may have a phalanx.py beside the script. `import torch` must not fail because of it, and `import phalanx` must
+find it, so the one file that is needed is loaded by its path.
+"""
+
+import contextlib
+import importlib.util
+import os
+
+_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "phalanx", "collectives", "registration.py")
+
+
+def register() -> None:
+    with contextlib.suppress(Exception):  # torch is as it was
+        spec = importlib.util.spec_from_file_location("_phalanx_registration", _FILE)
+        assert spec is not None  # noqa: S101
+        assert spec.loader is not None  # noqa: S101
+        registration = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(registration)
+        registration.register()

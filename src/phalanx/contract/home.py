@@ -1,0 +1,71 @@
+"""Where phalanx keeps runs, warm zygotes, tokens and meetings of this user."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+
+from phalanx.contract.variables import HOME
+from phalanx.errors import LaunchError
+
+
+def home(environ: Mapping[str, str]) -> str:
+    """As `preferred`; if that state folder cannot be written, a folder of the user's own among the temporary files.
+
+    This is for containers: a read-only root, a user without a home. The folder is made here, so that it is safe.
+    """
+    path = preferred(environ)
+    return path if environ.get(HOME) or (os.path.isabs(path) and _can_be_made(path)) else _temporary()
+
+
+def preferred(environ: Mapping[str, str]) -> str:
+    """PHALANX_HOME, else the user's state folder. Nodes with a shared disk meet here."""
+    given = environ.get(HOME)
+    if given:
+        return os.path.abspath(given)
+    state = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        state = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(state, "phalanx")
+
+
+def is_temporary(path: str) -> bool:
+    """Whether `home` had to fall back."""
+    return os.path.basename(path) == _name()
+
+
+def _can_be_made(path: str) -> bool:
+    """Judged by what exists of it: nothing is written to find out."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
+def _name() -> str:
+    return f"phalanx-{os.getuid()}"
+
+
+def _temporary() -> str:
+    """The same in every terminal of this user, so its name can be guessed: another user may have taken it."""
+    import tempfile
+
+    path = os.path.join(tempfile.gettempdir(), _name())
+    try:
+        os.mkdir(path, mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise LaunchError(
+            f"there is no folder to keep runs in: {path}: {error.strerror}",
+            details=["the home folder cannot be written either"],
+            fix="set PHALANX_HOME to a folder that can be written",
+        ) from error
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LaunchError(
+            f"{path} is not safe to keep runs in",
+            details=["the home folder cannot be written, and another user can write to this one"],
+            fix="set PHALANX_HOME to a folder of your own",
+        )
+    return path
