@@ -46,6 +46,7 @@ class Report:
     deaths: Sequence[cause.Death] = ()
     block: str = ""  # what to tell about the first of them
     trouble: str = ""  # it ended for a reason that is no worker's
+    left: str = ""  # processes that workers left running, and what will be done about them
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class Company(Protocol):
 
     def passed(self, number: signal.Signals) -> None:
         """A signal that does not end anything, for the workers of all nodes."""
+
+    def announce(self, code: int, text: str) -> None:
+        """The run has ended, and this node still waits for its own processes: the others need not."""
 
     async def close(self, code: int, text: str) -> None: ...
 
@@ -265,6 +269,9 @@ class Alone:
         pass
 
     def passed(self, number: signal.Signals) -> None:
+        pass
+
+    def announce(self, code: int, text: str) -> None:
         pass
 
     async def close(self, code: int, text: str) -> None:

@@ -19,7 +19,7 @@ from phalanx.contract import line as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
-from phalanx.launch import cause, memory, zygotes
+from phalanx.launch import cause, linger, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.audience import Audience
 from phalanx.launch.company import Company, Orders, Report, Verdict
@@ -64,8 +64,11 @@ class Outside(Protocol):
     def begin(self, supervisor: Supervisor) -> None:
         """The loop runs."""
 
-    async def end(self) -> None:
+    async def end(self, code: int) -> None:
         """The run is over, and the company closed."""
+
+    def hurry(self) -> None:
+        """The user does not want to wait for the end of other nodes."""
 
 
 class Supervisor:
@@ -95,7 +98,9 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
         self._imported = False  # the zygote listens
-        self._sweeping: asyncio.Event | None = None
+        self._asked: asyncio.Future[wire.Message] | None = None  # of the zygote
+        self._lingering: asyncio.Event | None = None  # set: what ranks left running is ended now
+        self._leaves = False  # what ranks left running stays, and the run is over
         self._closing = False
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
@@ -170,7 +175,7 @@ class Supervisor:
                 # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
                 await self._company.close(code, text)
                 if self._outside is not None:
-                    await self._outside.end()
+                    await self._outside.end(code)
 
     async def _come_together(self) -> bool:
         """The zygote imports while the nodes gather. False if it never comes to both."""
@@ -294,8 +299,8 @@ class Supervisor:
                 self._attempt.refused(message["name"], message["why"])
             case "signalled":
                 self._signals.reached_zygote(message["signal"])
-            case "swept" if self._sweeping is not None:
-                self._sweeping.set()
+            case "swept" | "orphans" if self._asked is not None and not self._asked.done():
+                self._asked.set_result(message)
 
     def _resolve(self, message: wire.Message) -> None:
         if self._ready is not None and not self._ready.done():
@@ -310,8 +315,8 @@ class Supervisor:
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
-        if self._sweeping is not None:
-            self._sweeping.set()
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result({})
         if self._attempt is not None:
             self._attempt.lost()
             if self._lost_zygote and not self._attempt.over.is_set():
@@ -347,7 +352,7 @@ class Supervisor:
 
     async def _clear(self) -> None:
         """What a killed zygote's workers had started has come to us."""
-        if self._zygote.process is not None:
+        if self._zygote.process is not None and not self._leaves:
             besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
@@ -386,10 +391,16 @@ class Supervisor:
 
     async def _swept(self) -> None:
         """Everything below the zygote is gone."""
-        self._sweeping = asyncio.Event()
-        with contextlib.suppress(OSError):
-            self._zygote.order({"do": "sweep"})
-            await self._sweeping.wait()
+        await self._ask_zygote("sweep")
+
+    async def _ask_zygote(self, what: str) -> wire.Message:
+        """Empty if it is gone."""
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            self._zygote.order({"do": what})
+        except OSError:
+            return {}
+        return await self._asked
 
     async def _end_zygote(self) -> None:
         """It ends everything below itself first. If it does not answer, it is killed, and we end the rest."""
@@ -402,7 +413,7 @@ class Supervisor:
         if zygote.process is not None and self._ready is not None and not self._imported:
             zygote.process.kill()  # it imports, hears nothing, and has started nothing
         with contextlib.suppress(OSError):
-            zygote.order({"do": "end"})
+            zygote.order({"do": "end", "leave": self._leaves})
         with contextlib.suppress(OSError):
             try:
                 await asyncio.wait_for(loop.run_in_executor(None, _until_closed, zygote.sock), timeout=_PATIENCE)
@@ -506,8 +517,9 @@ class Supervisor:
             if watcher is not None:
                 watcher.concluded()
         attempt.concluded()
-        ended = self._signal is not None or self._failure is not None
-        if ended or self._company.last(failed=bool(attempt.failed)):
+        if self._may_linger(attempt):
+            return await self._conclude_well(attempt)
+        if self._ends or self._company.last(failed=bool(attempt.failed)):
             await self._close()
         elif self._lost_zygote:
             self._attempt = None
@@ -524,6 +536,67 @@ class Supervisor:
             return await self._company.concluded(self._report(attempt))
         finally:
             attempt.output.close()
+
+    def _may_linger(self, attempt: Attempt) -> bool:
+        """All ranks have succeeded, as far as this node knows; what they left running has nothing to be ended for."""
+        if self._ends or self._lost_zygote or attempt.failed:
+            return False
+        last = self._company.last(failed=False)
+        return last if self._company.leads else not last  # who does not lead knows it only when it has lost node 0
+
+    async def _conclude_well(self, attempt: Attempt) -> Orders | Verdict:
+        """Until the others have ended, and then some: processes that ranks left running may have work to do."""
+        orphans = await self._orphans(attempt)
+        if orphans:
+            attempt.output.catch_up_all()  # somebody may hold the streams open
+        else:
+            await self._swept()  # helpers, and the store
+            await attempt.output.drained(2.0)
+        self._next = None
+        try:
+            left = linger.text(orphans, self._plan.ending.linger)
+            next_ = await self._company.concluded(Report(attempt.number, left=left))
+            if isinstance(next_, Orders):
+                self._attempt = None
+                await self._swept()
+                return next_
+            if next_.code == 0 and not self._ends and orphans:
+                self._company.announce(next_.code, next_.text)
+                self.note(left)
+                await self._linger(attempt, orphans)
+            await self._close()
+            if self._leaves:
+                attempt.output.leave()
+            await attempt.output.drained(2.0)
+            return next_
+        finally:
+            attempt.output.close()
+
+    async def _orphans(self, attempt: Attempt) -> list[linger.Orphan]:
+        """What is left running once helpers had the time to end."""
+        stop = asyncio.Event()
+        found = await self._left_running(attempt)
+        if found and not await linger.ended(found, linger.SETTLE, stop):
+            found = await self._left_running(attempt)
+        return found
+
+    async def _left_running(self, attempt: Attempt) -> list[linger.Orphan]:
+        pids = (await self._ask_zygote("orphans")).get("pids", ())
+        ranks = {worker.pid: worker.seat.rank for worker in attempt.workers.values()}
+        return linger.find(pids, ranks=ranks, run=self._folder.name)
+
+    async def _linger(self, attempt: Attempt, orphans: list[linger.Orphan]) -> None:
+        """Give processes that ranks left running the time to finish. How the run has ended is not changed by it."""
+        limit = self._plan.ending.linger
+        self._lingering = asyncio.Event()
+        if limit is None:
+            self._leaves = True
+            return
+        end = time.monotonic() + limit
+        while orphans and await linger.ended(orphans, end - time.monotonic(), self._lingering):
+            orphans = await self._left_running(attempt)  # what they have started meanwhile
+        if orphans and limit and not self._lingering.is_set():
+            self.note(linger.expired(orphans, limit))
 
     def _report(self, attempt: Attempt) -> Report:
         if self._signal is not None:
@@ -551,6 +624,8 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        if self._stop_lingering():
+            return
         ends = self._signal is not None or self._preempting is not None
         if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
             return
@@ -564,6 +639,8 @@ class Supervisor:
 
     def _preempted(self, number: signal.Signals) -> None:
         """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        if self._stop_lingering():
+            return
         now = time.monotonic()
         if self._preempting is not None and now - self._preempting < SAME:
             return
@@ -577,6 +654,8 @@ class Supervisor:
 
     def end(self, number: signal.Signals, reason: str) -> None:
         """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
+        if self._stop_lingering():
+            return
         self._folder.event(events.Note(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
@@ -585,7 +664,7 @@ class Supervisor:
 
     def fail(self, error: PhalanxError) -> None:
         """The run cannot go on, for a reason that neither a worker nor the company knows."""
-        if self._failure is not None or self._signal is not None:
+        if self._failure is not None or self._signal is not None or self._stop_lingering():
             return
         self._failure = error
         self._resolve({})
@@ -594,6 +673,13 @@ class Supervisor:
         if self.together and self._plan.gathering is not None and self._plan.gathering.leads:
             self._company.signalled(signal.SIGTERM)
         self.stop(signal.SIGTERM, error.what, self._plan.ending.failure_grace)
+
+    def _stop_lingering(self) -> bool:
+        """The run has ended well, and somebody does not want to wait for what ranks left running."""
+        if self._lingering is not None and not self._showing_rest:
+            self._lingering.set()
+            return True
+        return False
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
         """Another node has failed: this attempt is over."""
@@ -641,6 +727,8 @@ class Supervisor:
         attempt = self._attempt
         if self._showing_rest:
             self._console.abandon()
+            if self._outside is not None:
+                self._outside.hurry()
         elif attempt is None:
             self._resolve({})
             if self._joining is not None:

@@ -31,6 +31,7 @@ class Warm:
         self._used = time.monotonic()
         self._runs: set[int] = set()
         self._leftovers = Leftovers()
+        self._left: frozenset[int] = frozenset()  # what runs have left running on purpose
         self._files: dict[str, tuple[int, int]] = {}
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
@@ -123,18 +124,25 @@ class Warm:
         return Nursery(sock).serve()
 
     def _reap(self) -> None:
+        ended = killed = False
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if pid == 0:
                 break
+            self._left -= {pid}
             if pid in self._runs:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
-        # A run's zygote that was killed leaves what its workers had started to us.
-        self._leftovers.end(besides=frozenset(self._runs))
+                ended, killed = True, killed or status != 0
+        # A run's zygote that was killed leaves what its workers had started to us; so does one that was told to
+        # (`--linger forever`), and then it goes on.
+        if killed:
+            self._leftovers.end(besides=frozenset(self._runs) | self._left)
+        elif ended:
+            self._left = self._leftovers.leave(besides=frozenset(self._runs))
 
     def _quit(self) -> None:
         with contextlib.suppress(FileNotFoundError):
