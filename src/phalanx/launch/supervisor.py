@@ -40,6 +40,7 @@ from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
+    from phalanx.launch.exits import Exits
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
     from phalanx.launch.sights import Sights
@@ -121,6 +122,7 @@ class Supervisor:
         self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
         self._sights: Sights | None = None  # what is to be seen of all of them
+        self._exits: Exits | None = None  # looks whether processes end
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -160,7 +162,7 @@ class Supervisor:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                for watcher in (self._observer, self._paces, self._sights):
+                for watcher in (self._observer, self._paces, self._sights, self._exits):
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
@@ -498,9 +500,10 @@ class Supervisor:
 
     async def _observe(self, attempt: Attempt) -> None:
         await asyncio.sleep(_LATER)
-        observer, paces, sights = await asyncio.to_thread(_watchers)
+        exits, observer, paces, sights = await asyncio.to_thread(_watchers)
         if self._desk is not None:
             looks = self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
+            self._exits = exits(self, looks.vitals)
             rates = self._paces = paces(self, self._company, self.post, self._desk, self._folder)
             self._sights = sights(self, self._company, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus)
 
@@ -777,12 +780,13 @@ class Supervisor:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _watchers() -> tuple[type[Observer], type[Paces], type[Sights]]:
+def _watchers() -> tuple[type[Exits], type[Observer], type[Paces], type[Sights]]:
+    from phalanx.launch.exits import Exits
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
     from phalanx.launch.sights import Sights
 
-    return Observer, Paces, Sights
+    return Exits, Observer, Paces, Sights
 
 
 def _few(ranks: list[int]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from . import imports, kernel, wire
 from .leftovers import Leftovers
 from .nursery import Nursery
+from .witness import witness
 
 
 class Warm:
@@ -36,6 +37,7 @@ class Warm:
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
+        witness.prepare()
         report = imports.preload(modules, [], None)
         kernel.adopt_orphans()
         self._files = _module_files()
