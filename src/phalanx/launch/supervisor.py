@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -103,6 +104,7 @@ class Supervisor:
         self._lingering: asyncio.Event | None = None  # set: what ranks left running is ended now
         self._leaves = False  # what ranks left running stays, and the run is over
         self._closing = False
+        self._zygote_ended = False  # as it was told to, with everything below it
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
         self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
@@ -178,6 +180,7 @@ class Supervisor:
                 await self._company.close(code, text)
                 if self._outside is not None:
                     await self._outside.end(code)
+                self._reap_zygote(_PATIENCE)
 
     async def _come_together(self) -> bool:
         """The zygote imports while the nodes gather. False if it never comes to both."""
@@ -354,7 +357,7 @@ class Supervisor:
 
     async def _clear(self) -> None:
         """What a killed zygote's workers had started has come to us."""
-        if self._zygote.process is not None and not self._leaves:
+        if self._zygote.process is not None and not self._leaves and not self._zygote_ended:
             besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
@@ -379,7 +382,8 @@ class Supervisor:
         await self._end_zygote()
         if self._signal is not None:
             return {}
-        self._closing, self._lesson = False, None
+        self._reap_zygote(1.0)
+        self._closing, self._zygote_ended, self._lesson = False, False, None
         with open(f"{self._folder.path}/zygote.log", "ab") as log:
             self._zygote = zygotes.fresh(self._plan.environ, log=log.fileno())
         return await self._listen()
@@ -414,18 +418,28 @@ class Supervisor:
         loop.remove_reader(zygote.sock.fileno())
         if zygote.process is not None and self._ready is not None and not self._imported:
             zygote.process.kill()  # it imports, hears nothing, and has started nothing
+        ended: asyncio.Future[bool] = loop.create_future()
+        loop.add_reader(zygote.sock.fileno(), _hear_end, zygote, ended)
         with contextlib.suppress(OSError):
             zygote.order({"do": "end", "leave": self._leaves})
-        with contextlib.suppress(OSError):
-            try:
-                await asyncio.wait_for(loop.run_in_executor(None, _until_closed, zygote.sock), timeout=_PATIENCE)
-            finally:
-                zygote.sock.shutdown(socket.SHUT_RDWR)  # or the thread would wait for ever, and we for it
-        if zygote.process is not None and zygote.process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                zygote.process.wait(timeout=1)
-            zygote.process.kill()
-        zygote.gone()
+        await asyncio.wait((ended,), timeout=_PATIENCE)
+        loop.remove_reader(zygote.sock.fileno())
+        zygote.sock.close()
+        self._zygote_ended = ended.done() and ended.result()
+        if not self._zygote_ended:
+            self._reap_zygote(1.0)
+
+    def _reap_zygote(self, timeout: float) -> None:
+        """Until its process is gone: that of one that has imported torch takes a while to end."""
+        process = self._zygote.process
+        if process is None or process.poll() is not None:
+            return
+        handle = os.pidfd_open(process.pid)
+        gone, _, _ = select.select([handle], [], [], timeout)
+        os.close(handle)
+        if not gone:
+            process.kill()
+        process.wait()
 
     async def _close(self) -> None:
         """Nothing of the run is alive afterwards."""
@@ -549,11 +563,12 @@ class Supervisor:
 
     async def _conclude_well(self, attempt: Attempt) -> Orders | Verdict:
         """Until the others have ended, and then some: processes that ranks left running may have work to do."""
-        orphans = await self._orphans(attempt)
+        orphans, anything = await self._orphans(attempt)
         if orphans:
             attempt.output.catch_up_all()  # somebody may hold the streams open
         else:
-            await self._swept()  # helpers, and the store
+            if anything:
+                await self._swept()  # helpers
             await attempt.output.drained(2.0)
         self._next = None
         try:
@@ -575,18 +590,17 @@ class Supervisor:
         finally:
             attempt.output.close()
 
-    async def _orphans(self, attempt: Attempt) -> list[linger.Orphan]:
-        """What is left running once helpers had the time to end."""
-        stop = asyncio.Event()
-        found = await self._left_running(attempt)
-        if found and not await linger.ended(found, linger.SETTLE, stop):
-            found = await self._left_running(attempt)
-        return found
+    async def _orphans(self, attempt: Attempt) -> tuple[list[linger.Orphan], bool]:
+        """What is left running once helpers had the time to end; and whether there is anything at all, helpers too."""
+        found, anything = await self._left_running(attempt)
+        if found and not await linger.ended(found, linger.SETTLE, asyncio.Event()):
+            found, anything = await self._left_running(attempt)
+        return found, anything
 
-    async def _left_running(self, attempt: Attempt) -> list[linger.Orphan]:
+    async def _left_running(self, attempt: Attempt) -> tuple[list[linger.Orphan], bool]:
         pids = (await self._ask_zygote("orphans")).get("pids", ())
         ranks = {worker.pid: worker.seat.rank for worker in attempt.workers.values()}
-        return linger.find(pids, ranks=ranks, run=self._folder.name)
+        return linger.find(pids, ranks=ranks, run=self._folder.name), bool(pids)
 
     async def _linger(self, attempt: Attempt, orphans: list[linger.Orphan]) -> None:
         """Give processes that ranks left running the time to finish. How the run has ended is not changed by it."""
@@ -597,7 +611,7 @@ class Supervisor:
             return
         end = time.monotonic() + limit
         while orphans and await linger.ended(orphans, end - time.monotonic(), self._lingering):
-            orphans = await self._left_running(attempt)  # what they have started meanwhile
+            orphans, _ = await self._left_running(attempt)  # what they have started meanwhile
         if orphans and limit and not self._lingering.is_set():
             self.note(linger.expired(orphans, limit))
 
@@ -793,6 +807,12 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _until_closed(sock: socket.socket) -> None:
-    while wire.receive(sock) is not None:
-        pass
+def _hear_end(zygote: Zygote, ended: asyncio.Future[bool]) -> None:
+    """True: it has ended all that was below it, and is about to exit."""
+    try:
+        message = zygote.hear()
+    except (OSError, ValueError):
+        message = None
+    if message is None or message["is"] == "ended":
+        asyncio.get_running_loop().remove_reader(zygote.sock.fileno())
+        ended.set_result(message is not None and not message["left"])

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from . import imports, kernel, wire
+from . import imports, kernel, teardown, wire
 from .leftovers import Leftovers
 from .nursery import Nursery
 from .witness import witness
@@ -39,6 +39,7 @@ class Warm:
         """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
         witness.prepare()
         report = imports.preload(modules, [], None)
+        teardown.keep_operators()
         kernel.adopt_orphans()
         self._files = _module_files()
         self._used = time.monotonic()  # its own imports are no idle time
