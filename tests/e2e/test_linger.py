@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.e2e.crew import PLAIN, together
 from tests.e2e.places import READY, pids, script
 from tests.kit.cli import phalanx, start, terminal, until
 from tests.kit.handle import Handle
-from tests.kit.lab import Lab
+from tests.kit.lab import Lab, Sshd
 from tests.kit.proc import alive, read
 
 LEFT = re.compile(r"left 1 (\d+)")
@@ -142,9 +143,10 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.warmed
 @pytest.mark.leaves("tmp:pymp-*", why="a rank that ends by os._exit cannot remove multiprocessing's directory")
-def test_helpers_are_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["helper", "pipe"])
+def test_helpers_are_not_waited_for(how: str, tmp_path: Path) -> None:
     began = time.monotonic()
-    done = phalanx("run", "-g", "2", "--cpu", script("left.py"), "helper", str(tmp_path))
+    done = phalanx("run", "-g", "2", "--cpu", script("left.py"), how, str(tmp_path))
     assert done.code == 0
     assert "still running" not in done.err
     assert time.monotonic() - began < 20  # a DataLoader's worker looks for its parent every 5 s
@@ -171,3 +173,27 @@ def test_node_0_keeps_no_other_node_waiting(lab: Lab, tmp_path: Path) -> None:
     go(tmp_path)
     assert first.wait() == 0
     assert (tmp_path / "finished").exists()
+
+
+@pytest.mark.parametrize("hosts", ["node1:1,node2:1", "node2:1,node3:1"])
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_terminal_waits_for_the_nodes_it_has_started(
+    lab: Lab, ssh: Sshd, tmp_path: Path, hosts: str, patient: bool
+) -> None:
+    words = (*PLAIN, "--hosts", hosts, script("left.py"), "session", str(tmp_path))
+    job = lab[0].start("run", *words, env=ssh.env)
+    job.wait_for("waiting up to 120 s (--linger) for a process that is still running")
+    assert len(lefts(lab)) == 1
+    if patient:
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.process.wait(5)  # a node that ends by itself is cut off after 3 s
+        go(tmp_path)
+    else:
+        job.signal(signal.SIGINT)
+    assert job.wait() == 0
+    assert (tmp_path / "finished").exists() is patient
+    until(lambda: not lefts(lab), 15, "its end")
+
+
+def lefts(lab: Lab) -> list[str]:
+    return [inside.command for node in lab for inside in node.processes() if inside.command.startswith("sh -c")]

@@ -281,6 +281,7 @@ class Elsewhere:
         self._over: list[int | JoinError] = []
         self._starter: Starter | None = None
         self._interrupts = 0
+        self._signals = 0  # that were to end the run
 
     async def run(self) -> int:
         import asyncio
@@ -301,7 +302,7 @@ class Elsewhere:
             (outcome,) = self._over
             if isinstance(outcome, int):
                 together = starter.code(0) is not None and not self._interrupts >= _AT_ONCE
-                linger = 0.0 if outcome else self._options.linger or 0.0
+                linger = 0.0 if outcome or self._signals else self._options.linger or 0.0
                 return outcome
             raise outcome
         finally:
@@ -337,10 +338,11 @@ class Elsewhere:
             self._links[0].tell(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
+        self._signals += 1
         self._interrupts += number == signal.SIGINT
         if self._over and self._starter is not None:  # only other nodes are waited for
             self._starter.hurry()
-        if self._links[0].answer is None or self._interrupts >= _AT_ONCE:
+        elif self._links[0].answer is None or self._interrupts >= _AT_ONCE:
             self._conclude(128 + number)
         else:
             self._links[0].tell(Signal(number=number))

@@ -143,6 +143,11 @@ class Attempt:
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
 
     @property
+    def ranks(self) -> dict[int, int]:
+        """pid -> rank, of the dead too."""
+        return {worker.pid: worker.seat.rank for worker in self.workers.values()}
+
+    @property
     def full(self) -> bool:
         """Every seat is taken, by a worker that is alive."""
         return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)

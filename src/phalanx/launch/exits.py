@@ -100,9 +100,10 @@ class Exits:
                 attempt.end_as(name, code)
 
     def _idle(self, pid: int, now: float) -> float:
+        """Seconds that it has slept for. One that is stopped, traced or waits for a device is not idle."""
         cpu = vitals.cpu(pid)
         before, since = self._cpu.get(pid, (-1.0, now))
-        if cpu != before:
+        if cpu != before or kernel.state(pid) != "sleeps":
             since = now
         self._cpu[pid] = (cpu, since)
         return now - since

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SETTLE = 0.5  # seconds for helpers to notice that their parent has ended; nothing is named before
@@ -27,6 +28,44 @@ class Orphan:
 
     def __str__(self) -> str:
         return f"pid {self.pid}{'' if self.rank is None else f' of rank {self.rank}'}: {self.command}"
+
+
+class Leftover:
+    """What the ranks of an attempt left running. `ask`: for the pids of all processes below the zygote."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Sequence[int]]], *, ranks: Mapping[int, int], run: str) -> None:
+        self.orphans: list[Orphan] = []
+        self.helpers = False  # there is any process, a helper at least
+        self._ask = ask
+        self._ranks = ranks
+        self._run = run
+        self._stop = asyncio.Event()
+
+    async def settle(self) -> None:
+        """Look, once helpers had the time to end."""
+        await self._look()
+        if self.orphans:
+            await _ended(self.orphans, SETTLE, self._stop)
+            await self._look()
+
+    async def wait(self, limit: float) -> bool:
+        """Until all have ended, and what they have started meanwhile. False: it took longer."""
+        end = time.monotonic() + limit
+        while self.orphans and await _ended(self.orphans, end - time.monotonic(), self._stop):
+            await self._look()
+        return not self.orphans or self._stop.is_set()
+
+    def stop(self) -> None:
+        """The user does not want to wait."""
+        self._stop.set()
+
+    def text(self, limit: float | None, *, expired: bool = False) -> str:
+        """What is done about them, now or after the limit; empty: there are none."""
+        return text(self.orphans, limit, expired=expired)
+
+    async def _look(self) -> None:
+        pids = await self._ask()
+        self.orphans, self.helpers = find(pids, ranks=self._ranks, run=self._run), bool(pids)
 
 
 def find(pids: Iterable[int], *, ranks: Mapping[int, int], run: str) -> list[Orphan]:
@@ -74,7 +113,7 @@ def _started_by(pid: int, run: str) -> int | None:
     return None
 
 
-async def ended(orphans: Iterable[Orphan], timeout: float, stop: asyncio.Event) -> bool:
+async def _ended(orphans: Iterable[Orphan], timeout: float, stop: asyncio.Event) -> bool:
     """Wait for the end of all of them. False if `stop` was set, or it took longer."""
     loop = asyncio.get_running_loop()
     handles: set[int] = set()
@@ -105,26 +144,20 @@ async def ended(orphans: Iterable[Orphan], timeout: float, stop: asyncio.Event) 
             fired(handle)
 
 
-def text(orphans: list[Orphan], limit: float | None) -> str:
-    """What will be done about them; empty: there are none."""
+def text(orphans: Sequence[Orphan], limit: float | None, *, expired: bool = False) -> str:
     if not orphans:
         return ""
     if limit is None:
         return f"leaving {_named(orphans)} (--linger forever)"
     if not limit:
         return f"ending {_named(orphans)} (--linger 0)"
-    return f"waiting up to {limit:g} s (--linger) for {_named(orphans)}; Ctrl-C ends {_them(orphans)} now"
+    if expired:
+        return f"ending {_named(orphans)} after {limit:g} s (--linger)"
+    them = "it" if len(orphans) == 1 else "them"
+    return f"waiting up to {limit:g} s (--linger) for {_named(orphans)}; Ctrl-C ends {them} now"
 
 
-def expired(orphans: list[Orphan], limit: float) -> str:
-    return f"ending {_named(orphans)} after {limit:g} s (--linger)"
-
-
-def _them(orphans: list[Orphan]) -> str:
-    return "it" if len(orphans) == 1 else "them"
-
-
-def _named(orphans: list[Orphan]) -> str:
+def _named(orphans: Sequence[Orphan]) -> str:
     if len(orphans) == 1:
         return f"a process that is still running ({orphans[0]})"
     more = f"; and {len(orphans) - _MOST} more" if len(orphans) > _MOST else ""

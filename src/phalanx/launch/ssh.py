@@ -286,7 +286,7 @@ class Starter:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if together:
-            await self._gone(_PARTING + linger)
+            await self._gone(_PARTING + linger, lambda: self._hurried)
         for link in self.links:
             link.cut()
         await self._gone(_CUT)
@@ -295,10 +295,10 @@ class Starter:
     def hurry(self) -> None:
         self._hurried = True
 
-    async def _gone(self, patience: float) -> None:
+    async def _gone(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
         end = time.monotonic() + patience
         begun = [link for link in self.links if link.answer is not None]  # the others have nothing to end
-        while time.monotonic() < end and not self._hurried and any(link.process.poll() is None for link in begun):
+        while time.monotonic() < end and not stop() and any(link.process.poll() is None for link in begun):
             await asyncio.sleep(0.02)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
@@ -20,7 +21,7 @@ from phalanx.contract import line as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
-from phalanx.launch import cause, linger, memory, zygotes
+from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.audience import Audience
 from phalanx.launch.company import Company, Orders, Report, Verdict
@@ -29,6 +30,7 @@ from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.linger import Leftover
 from phalanx.launch.onlookers import Onlookers
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
@@ -101,7 +103,7 @@ class Supervisor:
         self._ready: asyncio.Future[wire.Message] | None = None
         self._imported = False  # the zygote listens
         self._asked: asyncio.Future[wire.Message] | None = None  # of the zygote
-        self._lingering: asyncio.Event | None = None  # set: what ranks left running is ended now
+        self._lingering: Leftover | None = None  # the run has ended well, and this may be waited for
         self._leaves = False  # what ranks left running stays, and the run is over
         self._closing = False
         self._zygote_ended = False  # as it was told to, with everything below it
@@ -562,26 +564,29 @@ class Supervisor:
         return last if self._company.leads else not last  # who does not lead knows it only when it has lost node 0
 
     async def _conclude_well(self, attempt: Attempt) -> Orders | Verdict:
-        """Until the others have ended, and then some: processes that ranks left running may have work to do."""
-        orphans, anything = await self._orphans(attempt)
-        if orphans:
+        """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
+        left = Leftover(self._orphans, ranks=attempt.ranks, run=self._folder.name)
+        limit = self._plan.ending.linger
+        await left.settle()
+        if left.orphans:
             attempt.output.catch_up_all()  # somebody may hold the streams open
         else:
-            if anything:
-                await self._swept()  # helpers
+            if left.helpers:
+                await self._swept()
             await attempt.output.drained(2.0)
-        self._next = None
+        self._next = None  # from here on it is about another attempt
         try:
-            left = linger.text(orphans, self._plan.ending.linger)
-            next_ = await self._company.concluded(Report(attempt.number, left=left))
+            if self._failure is not None:
+                raise self._failure
+            next_ = await self._company.concluded(replace(self._report(attempt), left=left.text(limit)))
             if isinstance(next_, Orders):
                 self._attempt = None
                 await self._swept()
                 return next_
-            if next_.code == 0 and not self._ends and orphans:
-                self._company.announce(next_.code, next_.text)
-                self.note(left)
-                await self._linger(attempt, orphans)
+            if next_.code == 0 and not self._ends:
+                self._lingering = left
+                if left.orphans:
+                    await self._linger(left, next_)
             await self._close()
             if self._leaves:
                 attempt.output.leave()
@@ -590,30 +595,17 @@ class Supervisor:
         finally:
             attempt.output.close()
 
-    async def _orphans(self, attempt: Attempt) -> tuple[list[linger.Orphan], bool]:
-        """What is left running once helpers had the time to end; and whether there is anything at all, helpers too."""
-        found, anything = await self._left_running(attempt)
-        if found and not await linger.ended(found, linger.SETTLE, asyncio.Event()):
-            found, anything = await self._left_running(attempt)
-        return found, anything
-
-    async def _left_running(self, attempt: Attempt) -> tuple[list[linger.Orphan], bool]:
-        pids = (await self._ask_zygote("orphans")).get("pids", ())
-        ranks = {worker.pid: worker.seat.rank for worker in attempt.workers.values()}
-        return linger.find(pids, ranks=ranks, run=self._folder.name), bool(pids)
-
-    async def _linger(self, attempt: Attempt, orphans: list[linger.Orphan]) -> None:
-        """Give processes that ranks left running the time to finish. How the run has ended is not changed by it."""
+    async def _linger(self, left: Leftover, verdict: Verdict) -> None:
+        """The other nodes need not wait for what runs here."""
         limit = self._plan.ending.linger
-        self._lingering = asyncio.Event()
-        if limit is None:
-            self._leaves = True
-            return
-        end = time.monotonic() + limit
-        while orphans and await linger.ended(orphans, end - time.monotonic(), self._lingering):
-            orphans, _ = await self._left_running(attempt)  # what they have started meanwhile
-        if orphans and limit and not self._lingering.is_set():
-            self.note(linger.expired(orphans, limit))
+        self._company.announce(verdict.code, verdict.text)
+        self.note(left.text(limit))
+        self._leaves = limit is None
+        if limit and not await left.wait(limit):
+            self.note(left.text(limit, expired=True))
+
+    async def _orphans(self) -> Sequence[int]:
+        return tuple((await self._ask_zygote("orphans")).get("pids", ()))
 
     def _report(self, attempt: Attempt) -> Report:
         if self._signal is not None:
@@ -692,11 +684,13 @@ class Supervisor:
         self.stop(signal.SIGTERM, error.what, self._plan.ending.failure_grace)
 
     def _stop_lingering(self) -> bool:
-        """The run has ended well, and somebody does not want to wait for what ranks left running."""
-        if self._lingering is not None and not self._showing_rest:
-            self._lingering.set()
-            return True
-        return False
+        """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
+        if self._lingering is None or self._showing_rest:
+            return False
+        self._lingering.stop()
+        if self._outside is not None:
+            self._outside.hurry()
+        return True
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
         """Another node has failed: this attempt is over."""

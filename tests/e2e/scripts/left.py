@@ -5,6 +5,7 @@ It goes on until FOLDER/go is there, then writes FOLDER/finished. Every rank exi
 HOW  session  in a session of its own
      group    in the session of its rank
      daemon   forked twice, without exec
+     pipe     one that ends a moment after its rank, whose pipe it reads
      helper   a DataLoader's worker, whose rank does not end it
 """
 
@@ -55,7 +56,11 @@ if args.how == "helper":
     next(batches)
     print("done\n", end="", flush=True)
     os._exit(0)
-if os.environ["RANK"] == "1":
+if args.how == "pipe":
+    read, _ = os.pipe()  # the other end is open as long as this process
+    subprocess.Popen(["sh", "-c", "read line; sleep 0.1"], stdin=read)
+    os.close(read)
+elif os.environ["RANK"] == "1":
     if args.ignore_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(f"left 1 {leave()}\n", end="", flush=True)
