@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kit.cli import phalanx
+from tests.kit.cli import phalanx, python
 
 SCRIPT = """
 import weakref
@@ -18,9 +18,36 @@ mine.define("op(Tensor x) -> Tensor")
 print("the script's:", own.atexit)
 """
 
+HANGS_ON = """
+import os
+import torch
+import torch.nn.functional
+
+
+class Loud:
+    def __init__(self, name):
+        self.name = name
+
+    def __del__(self, write=os.write):
+        write(1, f"gone: {self.name}\\n".encode())
+
+
+torch.kept = Loud("in a module")
+torch.nn.functional.kept = {"deep": [Loud("deeper in another")]}
+"""
+
 
 def test_operators_of_torch_stay_and_those_of_a_script_do_not(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(SCRIPT)
     done = phalanx("run", "-g", "1", "--cpu", "--quiet", str(script))
     assert (done.code, done.out) == (0, "torch's own: True 0\nthe script's: True\n"), done.err
+
+
+def test_destructors_of_what_a_script_hangs_on_imported_modules_are_called(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(HANGS_ON)
+    done = phalanx("run", "-g", "1", "--cpu", "--quiet", str(script))
+    alone = python(str(script))
+    assert sorted(done.out.splitlines()) == sorted(alone.out.splitlines())
+    assert len(done.out.splitlines()) == 2

@@ -60,7 +60,7 @@ class Nursery:
         match order["do"]:
             case "import":
                 report = imports.preload(order["required"], order["welcome"], order["path0"])
-                teardown.keep_operators()
+                teardown.keep_what_was_imported()
                 # From here on the end of the connection tells us that the supervisor is gone, and leaves us the
                 # time to end what the workers have started; a parent-death signal would not.
                 kernel.die_with_parent(0, 0)

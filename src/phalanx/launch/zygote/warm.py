@@ -39,7 +39,7 @@ class Warm:
         """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
         witness.prepare()
         report = imports.preload(modules, [], None)
-        teardown.keep_operators()
+        teardown.keep_what_was_imported()
         kernel.adopt_orphans()
         self._files = _module_files()
         self._used = time.monotonic()  # its own imports are no idle time
