@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,39 @@ def test_what_a_child_left_behind_is_swept(fresh: Zygote, tmp_path: Path) -> Non
     fresh.order({"do": "sweep"})
     assert heard(fresh) == {"is": "swept"}
     assert not os.path.exists(f"/proc/{left}")
+
+
+def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> None:
+    """Shared memory named after a process that is alive, whether or not it has it open just now."""
+    with open(tmp_path / "zygote.log", "wb") as log:
+        zygote = zygotes.fresh(os.environ, log=log.fileno())
+    assert heard(zygote)["is"] == "ready"
+    pid_file = tmp_path / "pid"
+    start(zygote, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
+    dead = heard(zygote)["pid"]
+    left = int(pid_file.read_text())
+    mine, orphaned = Path(f"/dev/shm/torch_{left}_0"), Path(f"/dev/shm/torch_{dead}_0")
+    mine.touch()
+    orphaned.touch()
+    try:
+        zygote.order({"do": "orphans"})
+        assert heard(zygote) == {"is": "orphans", "pids": [left]}
+        zygote.order({"do": "end", "leave": True})
+        assert heard(zygote) == {"is": "ended", "left": [left]}
+        assert zygote.gone() == 0
+        assert os.path.exists(f"/proc/{left}")
+        assert mine.exists()
+        assert not orphaned.exists()
+    finally:
+        os.kill(left, signal.SIGKILL)
+        mine.unlink()
+
+
+def test_nobody_is_left_when_a_child_has_left_nothing(fresh: Zygote, tmp_path: Path) -> None:
+    start(fresh, tmp_path)
+    assert heard(fresh)["is"] == "exited"
+    fresh.order({"do": "orphans"})
+    assert heard(fresh) == {"is": "orphans", "pids": []}
 
 
 def test_a_hook_that_fails_does_not_let_the_script_run(tmp_path: Path) -> None:

@@ -52,18 +52,18 @@ def measure(settings: Settings, inherited: Mapping[str, str]) -> Results:
             stack.enter_context(contenders.kept_warm(CONTENDERS["warm"], inherited, folder))
         for name, end in product(settings.contenders, settings.ends):
             # Fills the page cache, and lets a phalanx zygote learn what the script imports.
-            _tell("rehearsal", _launch(Case(name, end, min(settings.ranks)), 0, inherited, folder))
+            tell("rehearsal", launched(Case(name, end, min(settings.ranks)), 0, inherited, folder))
         for number in range(1, settings.repeat + 1):
             title = f"round {number} of {settings.repeat}"
             results.imports.append(_import_torch(number, inherited, folder))
-            _tell(title, results.imports[-1])
+            tell(title, results.imports[-1])
             for case in schedule(settings, number):
-                results.samples.append(_launch(case, number, inherited, folder))
-                _tell(title, results.samples[-1])
+                results.samples.append(launched(case, number, inherited, folder))
+                tell(title, results.samples[-1])
     return results
 
 
-def _tell(title: str, sample: Sample) -> None:
+def tell(title: str, sample: Sample) -> None:
     case = sample.case
     took = f"failed: {sample.failure}" if sample.failure else f"{sample.seconds:6.2f} s, ended {sample.total:6.2f} s"
     sys.stderr.write(
@@ -71,7 +71,7 @@ def _tell(title: str, sample: Sample) -> None:
     )
 
 
-def _launch(case: Case, number: int, inherited: Mapping[str, str], folder: str) -> Sample:
+def launched(case: Case, number: int, inherited: Mapping[str, str], folder: str) -> Sample:
     contender = CONTENDERS[case.contender]
     line = contender.line(case.ranks, os.path.join(_SCRIPTS, f"{case.end}.py"))
     sample = _timed(line, contenders.environment(contender, case.ranks, inherited, folder), folder, case, number)

@@ -12,6 +12,7 @@ from phalanx.errors import UsageError
 # question -> what it measures; the module of the same name in phalanx.bench has `main(argv, environment) -> exit code`.
 QUESTIONS = {
     "launch": "from the command to the first all_reduce and the first training step",
+    "exit": "from the last line of the script to the prompt",
     "join": "from the first call until every node is in the leader's roster",
     "comm": "every collective and point to point: latency, bandwidth, beside memory and other backends",
     "step": "a training step beside the same loop in raw PyTorch DDP",

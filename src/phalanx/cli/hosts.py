@@ -58,7 +58,7 @@ def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]
 
         return asyncio.run(Elsewhere(links, options).run())
     own = _options_of(options, hosts, 0, near=True, run_id=orders[0].options["run_id"])
-    outside = Here(links, options.join_timeout)
+    outside = Here(links, options.join_timeout, options.linger or 0.0)
     try:
         return begin(own, environ, Surroundings(gathering_of(orders[0], own, None)), outside)
     finally:
@@ -214,9 +214,10 @@ def _cwd(environ: Mapping[str, str]) -> str:
 class Here:
     """Node 0 is this process: what its supervisor has to know of the others."""
 
-    def __init__(self, hosts: Hosts, patience: float) -> None:
+    def __init__(self, hosts: Hosts, patience: float, linger: float) -> None:
         self._hosts = hosts
         self._patience = patience
+        self._linger = linger
         self._links: list[Link] = []
         self._starter: Starter | None = None
         self._supervisor: Supervisor | None = None
@@ -239,10 +240,14 @@ class Here:
         if self._starter is not None:
             self._starter.listen()
 
-    async def end(self) -> None:
+    async def end(self, code: int) -> None:
         together = self._supervisor is not None and self._supervisor.together
         if self._starter is not None:
-            await self._starter.end(together=together)
+            await self._starter.end(together=together, linger=0.0 if code else self._linger)
+
+    def hurry(self) -> None:
+        if self._starter is not None:
+            self._starter.hurry()
 
     def close(self) -> None:
         if self._starter is not None:
@@ -277,7 +282,9 @@ class Elsewhere:
         self._options = options
         self._links: list[Link] = []
         self._over: list[int | JoinError] = []
+        self._starter: Starter | None = None
         self._interrupts = 0
+        self._signals = 0  # that were to end the run
 
     async def run(self) -> int:
         import asyncio
@@ -285,8 +292,9 @@ class Elsewhere:
         from phalanx.launch.ssh import Starter
 
         self._done = asyncio.Event()
-        starter = Starter(self._links, self, hosts=len(self._hosts.orders), patience=self._options.join_timeout * 0.95)
-        together = False
+        patience = self._options.join_timeout * 0.95
+        starter = self._starter = Starter(self._links, self, hosts=len(self._hosts.orders), patience=patience)
+        together, linger = False, 0.0
         try:
             self._hosts.start(range(len(self._hosts.orders)), self._links)
             leader = self._links[0]
@@ -297,10 +305,11 @@ class Elsewhere:
             (outcome,) = self._over
             if isinstance(outcome, int):
                 together = starter.code(0) is not None and not self._interrupts >= _AT_ONCE
+                linger = 0.0 if outcome or self._signals else self._options.linger or 0.0
                 return outcome
             raise outcome
         finally:
-            await starter.end(together=together)
+            await starter.end(together=together, linger=linger)
 
     async def _wait(self) -> None:
         import asyncio
@@ -332,8 +341,11 @@ class Elsewhere:
             self._links[0].tell(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
+        self._signals += 1
         self._interrupts += number == signal.SIGINT
-        if self._links[0].answer is None or self._interrupts >= _AT_ONCE:
+        if self._over and self._starter is not None:  # only other nodes are waited for
+            self._starter.hurry()
+        elif self._links[0].answer is None or self._interrupts >= _AT_ONCE:
             self._conclude(128 + number)
         else:
             self._links[0].tell(Signal(number=number))

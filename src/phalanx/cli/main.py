@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
+import contextlib
 import importlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError, UsageError
@@ -35,7 +38,29 @@ HIDDEN = ("node",)  # started by `run --hosts`, never by people
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _main(list(argv))
+    code = _main(sys.argv[1:])
+    if sys.argv[1:2] == ["run"]:
+        _exit(code)
+    return code
+
+
+def _exit(code: int) -> None:
+    """End without taking the interpreter apart, which takes as long as all else after the end of the last rank.
+
+    Returns where something is left to be waited for, or cannot be written: then Python ends as ever.
+    """
+    if threading.active_count() > 1:
+        return
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(code & 0xFF)
+
+
+def _main(args: list[str]) -> int:
     _fill_standard_descriptors()
     _print_anything()
     try:

@@ -216,7 +216,10 @@ class Line:
         if self._supervisor is not None:
             self._supervisor.fail(LaunchError("the ssh connection that started this node has ended"))
 
-    async def end(self) -> None:
+    def hurry(self) -> None:
+        pass
+
+    async def end(self, code: int) -> None:  # noqa: ARG002
         import asyncio
 
         asyncio.get_running_loop().remove_reader(self._in)

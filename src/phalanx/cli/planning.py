@@ -155,7 +155,9 @@ def _inherited(
 
 
 def _ending(options: RunOptions) -> Ending:
-    ending = Ending(options.signals, preempt=options.preempt_signals, checkpoint_grace=options.grace)
+    ending = Ending(
+        options.signals, preempt=options.preempt_signals, checkpoint_grace=options.grace, linger=options.linger
+    )
     if options.shutdown_timeout is None:
         return ending
     return replace(ending, grace=options.shutdown_timeout, failure_grace=options.shutdown_timeout)

@@ -291,6 +291,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
     by_themselves: Count = 0  # of those, not because they were told to stop
     first: Casualty | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
+    left: Text = ""  # processes that its workers left running, and what will be done about them
 
 
 class Note(Message, frozen=True, kw_only=True, tag="note"):

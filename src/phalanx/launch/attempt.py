@@ -49,6 +49,7 @@ class Worker:
     ended: float = 0.0  # by the clock on the wall, which error files go by
     stopped: bool = False  # it was told to stop before it ended
     hung: bool = False  # it was killed because it stood still
+    ends_as: int | None = None  # the exit code of one that was killed after its script was over
     step: int | None = None  # committed, as far as it has told
     paged: int = 0  # optimizer steps that its page showed by then
     even: bool = False  # each of those was one that it committed
@@ -151,6 +152,11 @@ class Attempt:
     @property
     def living(self) -> list[tuple[str, Worker]]:
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """pid -> rank, of the dead too."""
+        return {worker.pid: worker.seat.rank for worker in self.workers.values()}
 
     @property
     def full(self) -> bool:
@@ -365,6 +371,8 @@ class Attempt:
             self._store_exited(code)
             return
         worker = self.workers[message["name"]]
+        if code == -signal.SIGKILL and worker.ends_as is not None:
+            code = worker.ends_as
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
         if worker.witness is not None:
@@ -478,6 +486,11 @@ class Attempt:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
             self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
+
+    def end_as(self, name: str, code: int) -> None:
+        """End a worker whose script is over and whose process hangs: it counts as one that has ended with `code`."""
+        self.workers[name].ends_as = code
+        self.tell(name, signal.SIGKILL, alone=True)
 
     def stop(self, number: signal.Signals, reason: str, grace: float, *, told: bool = False) -> None:
         """Tell the living to stop, unless they were told; those that do not, are stopped."""

@@ -77,7 +77,10 @@ class Chaos:
     def begin(self, supervisor: Supervisor) -> None:
         self._task = asyncio.get_running_loop().create_task(self._disturb(supervisor))
 
-    async def end(self) -> None:
+    def hurry(self) -> None:
+        pass
+
+    async def end(self, code: int) -> None:  # noqa: ARG002
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -47,6 +47,7 @@ class Report:
     block: str = ""  # what to tell about the first of them
     trouble: str = ""  # it ended for a reason that is no worker's
     failed: int = 0  # workers that failed by themselves
+    left: str = ""  # processes that workers left running, and what will be done about them
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,9 @@ class Company(Protocol):
 
     def passed(self, number: signal.Signals) -> None:
         """A signal that does not end anything, for the workers of all nodes."""
+
+    def announce(self, code: int, text: str) -> None:
+        """The run has ended, and this node still waits for its own processes: the others need not."""
 
     async def close(self, code: int, text: str) -> None: ...
 
@@ -267,6 +271,9 @@ class Alone:
         pass
 
     def passed(self, number: signal.Signals) -> None:
+        pass
+
+    def announce(self, code: int, text: str) -> None:
         pass
 
     async def close(self, code: int, text: str) -> None:

@@ -322,9 +322,13 @@ class Following:
                 by_themselves=report.failed,
                 first=_first(report),
                 trouble=report.trouble[:_LONGEST],
+                left=report.left[:_LONGEST],
             )
         )
         return await self.orders()
+
+    def announce(self, code: int, text: str) -> None:
+        pass
 
     async def close(self, code: int, text: str) -> None:
         if self.relay is not None:

@@ -757,6 +757,9 @@ class Leading:
             return await self._again(report.attempt + 1)
         absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
         if not failed and not absent - self._overs.keys():
+            for member, over in self._overs.items():
+                if over.left:
+                    self.note(f"{self._name(member)}: {over.left}")
             return Verdict(0, self._recoveries.summary())
         if death is None:
             return Verdict(1)
@@ -800,10 +803,14 @@ class Leading:
                 blocks[over.first.rank] = f"{cause.counted(over.first.block, others)}\n  on {self._name(member)}"
         return deaths, blocks
 
-    async def close(self, code: int, text: str) -> None:
+    def announce(self, code: int, text: str) -> None:
         self._ended = True
         if self._leader is not None:
             self._leader.broadcast(messages.End(code=code, text=text[: 1 << 15]))
+
+    async def close(self, code: int, text: str) -> None:
+        self.announce(code, text)
+        if self._leader is not None:
             await self._leader.close()
         if self._gathering.meeting is not None:
             self._gathering.meeting.close()

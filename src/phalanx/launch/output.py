@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import subprocess
 import termios
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -165,6 +166,20 @@ class Output:
             for _ in range(_READS):  # and not as long as it goes on to write
                 if stream.ended.done() or not self._pump(stream):
                     break
+
+    def catch_up_all(self) -> None:
+        for rank in {stream.rank for stream in self._streams.values()}:
+            self.catch_up(rank)
+
+    def leave(self) -> None:
+        """Processes that go on without us may write: into the logs, or they would die of a pipe that nobody reads."""
+        for stream in self._streams.values():
+            if not stream.ended.done() and stream.log is not None:
+                os.set_blocking(stream.source, True)
+                subprocess.Popen(
+                    ["cat"], stdin=stream.source, stdout=stream.log, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+                self._end(stream)
 
     def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
         """The last lines as a reader would have seen them: plain text, bars in their last state."""

@@ -66,6 +66,9 @@ class Ending:
     failure_grace: float = 5.0  # the same, when a rank has failed and the others cannot go on
     preempt: tuple[signal.Signals, ...] = (signal.SIGTERM,)  # those that leave time for a checkpoint
     checkpoint_grace: float = 30.0  # how much
+    # For processes that ranks left running after a successful run; None: leave them running. The default is enough to
+    # upload 100 MB of logs at 10 Mbit/s.
+    linger: float | None = 120.0
 
 
 @dataclass(frozen=True)

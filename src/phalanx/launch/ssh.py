@@ -221,6 +221,7 @@ class Starter:
         self._ready: set[int] = set()
         self._first_trouble: float | None = None
         self._told = False
+        self._hurried = False  # nodes that wait for processes of their own are not waited for
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -275,23 +276,29 @@ class Starter:
 
     # -- the end
 
-    async def end(self, *, together: bool) -> None:
-        """Nodes that have come together end by themselves. One that does not is cut off, and then killed."""
+    async def end(self, *, together: bool, linger: float = 0.0) -> None:
+        """Nodes that have come together end by themselves. One that does not is cut off, and then killed.
+
+        `linger`: how long each may wait for processes that its ranks left running.
+        """
         self._told = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if together:
-            await self._gone(_PARTING)
+            await self._gone(_PARTING + linger, lambda: self._hurried)
         for link in self.links:
             link.cut()
         await self._gone(_CUT)
         self.close()
 
-    async def _gone(self, patience: float) -> None:
+    def hurry(self) -> None:
+        self._hurried = True
+
+    async def _gone(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
         end = time.monotonic() + patience
         begun = [link for link in self.links if link.answer is not None]  # the others have nothing to end
-        while time.monotonic() < end and any(link.process.poll() is None for link in begun):
+        while time.monotonic() < end and not stop() and any(link.process.poll() is None for link in begun):
             await asyncio.sleep(0.02)
 
     def close(self) -> None:

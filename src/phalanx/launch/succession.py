@@ -187,6 +187,9 @@ class Succession:
     def passed(self, number: signal.Signals) -> None:
         self._role.passed(number)
 
+    def announce(self, code: int, text: str) -> None:
+        self._role.announce(code, text)
+
     async def close(self, code: int, text: str) -> None:
         if self._succeeding is not None:
             self._succeeding.cancel()

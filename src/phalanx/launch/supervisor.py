@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
@@ -29,6 +31,7 @@ from phalanx.launch.debugging import Debugging
 from phalanx.launch.desk import Desk
 from phalanx.launch.filters import Std
 from phalanx.launch.lessons import Lesson
+from phalanx.launch.linger import Leftover
 from phalanx.launch.onlookers import Onlookers
 from phalanx.launch.plan import Plan
 from phalanx.launch.post import Post
@@ -41,6 +44,7 @@ from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
+    from phalanx.launch.exits import Exits
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
     from phalanx.launch.sights import Sights
@@ -65,8 +69,11 @@ class Outside(Protocol):
     def begin(self, supervisor: Supervisor) -> None:
         """The loop runs."""
 
-    async def end(self) -> None:
+    async def end(self, code: int) -> None:
         """The run is over, and the company closed."""
+
+    def hurry(self) -> None:
+        """The user does not want to wait for the end of other nodes."""
 
 
 class Supervisor:
@@ -96,8 +103,11 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
         self._imported = False  # the zygote listens
-        self._sweeping: asyncio.Event | None = None
+        self._asked: asyncio.Future[wire.Message] | None = None  # of the zygote
+        self._lingering: Leftover | None = None  # the run has ended well, and this may be waited for
+        self._leaves = False  # what ranks left running stays, and the run is over
         self._closing = False
+        self._zygote_ended = False  # as it was told to, with everything below it
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
         self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
@@ -117,6 +127,7 @@ class Supervisor:
         self._observing: asyncio.Task[None] | None = None
         self._paces: Paces | None = None  # how fast each of them is
         self._sights: Sights | None = None  # what is to be seen of all of them
+        self._exits: Exits | None = None  # looks whether processes end
         self.post = Post(company)
 
     async def run(self) -> int:
@@ -156,7 +167,7 @@ class Supervisor:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                for watcher in (self._observer, self._paces, self._sights):
+                for watcher in (self._observer, self._paces, self._sights, self._exits):
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
@@ -171,7 +182,8 @@ class Supervisor:
                 # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
                 await self._company.close(code, text)
                 if self._outside is not None:
-                    await self._outside.end()
+                    await self._outside.end(code)
+                self._reap_zygote(_PATIENCE)
 
     async def _come_together(self) -> bool:
         """The zygote imports while the nodes gather. False if it never comes to both."""
@@ -295,8 +307,8 @@ class Supervisor:
                 self._attempt.refused(message["name"], message["why"])
             case "signalled":
                 self._signals.reached_zygote(message["signal"])
-            case "swept" if self._sweeping is not None:
-                self._sweeping.set()
+            case "swept" | "orphans" if self._asked is not None and not self._asked.done():
+                self._asked.set_result(message)
 
     def _resolve(self, message: wire.Message) -> None:
         if self._ready is not None and not self._ready.done():
@@ -311,8 +323,8 @@ class Supervisor:
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
-        if self._sweeping is not None:
-            self._sweeping.set()
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result({})
         if self._attempt is not None:
             self._attempt.lost()
             if self._lost_zygote and not self._attempt.over.is_set():
@@ -346,7 +358,7 @@ class Supervisor:
 
     async def _clear(self) -> None:
         """What a killed zygote's workers had started has come to us."""
-        if self._zygote.process is not None:
+        if self._zygote.process is not None and not self._leaves and not self._zygote_ended:
             besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
@@ -371,7 +383,8 @@ class Supervisor:
         await self._end_zygote()
         if self._signal is not None:
             return {}
-        self._closing, self._lesson = False, None
+        self._reap_zygote(1.0)
+        self._closing, self._zygote_ended, self._lesson = False, False, None
         with open(f"{self._folder.path}/zygote.log", "ab") as log:
             self._zygote = zygotes.fresh(self._plan.environ, log=log.fileno())
         return await self._listen()
@@ -385,10 +398,16 @@ class Supervisor:
 
     async def _swept(self) -> None:
         """Everything below the zygote is gone."""
-        self._sweeping = asyncio.Event()
-        with contextlib.suppress(OSError):
-            self._zygote.order({"do": "sweep"})
-            await self._sweeping.wait()
+        await self._ask_zygote("sweep")
+
+    async def _ask_zygote(self, what: str) -> wire.Message:
+        """Empty if it is gone."""
+        self._asked = asyncio.get_running_loop().create_future()
+        try:
+            self._zygote.order({"do": what})
+        except OSError:
+            return {}
+        return await self._asked
 
     async def _end_zygote(self) -> None:
         """It ends everything below itself first. If it does not answer, it is killed, and we end the rest."""
@@ -400,18 +419,28 @@ class Supervisor:
         loop.remove_reader(zygote.sock.fileno())
         if zygote.process is not None and self._ready is not None and not self._imported:
             zygote.process.kill()  # it imports, hears nothing, and has started nothing
+        ended: asyncio.Future[bool] = loop.create_future()
+        loop.add_reader(zygote.sock.fileno(), _hear_end, zygote, ended)
         with contextlib.suppress(OSError):
-            zygote.order({"do": "end"})
-        with contextlib.suppress(OSError):
-            try:
-                await asyncio.wait_for(loop.run_in_executor(None, _until_closed, zygote.sock), timeout=_PATIENCE)
-            finally:
-                zygote.sock.shutdown(socket.SHUT_RDWR)  # or the thread would wait for ever, and we for it
-        if zygote.process is not None and zygote.process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                zygote.process.wait(timeout=1)
-            zygote.process.kill()
-        zygote.gone()
+            zygote.order({"do": "end", "leave": self._leaves})
+        await asyncio.wait((ended,), timeout=_PATIENCE)
+        loop.remove_reader(zygote.sock.fileno())
+        zygote.sock.close()
+        self._zygote_ended = ended.done() and ended.result()
+        if not self._zygote_ended:
+            self._reap_zygote(1.0)
+
+    def _reap_zygote(self, timeout: float) -> None:
+        """Until its process is gone: that of one that has imported torch takes a while to end."""
+        process = self._zygote.process
+        if process is None or process.poll() is not None:
+            return
+        handle = os.pidfd_open(process.pid)
+        gone, _, _ = select.select([handle], [], [], timeout)
+        os.close(handle)
+        if not gone:
+            process.kill()
+        process.wait()
 
     async def _close(self) -> None:
         """Nothing of the run is alive afterwards."""
@@ -487,9 +516,10 @@ class Supervisor:
 
     async def _observe(self, attempt: Attempt) -> None:
         await asyncio.sleep(_LATER)
-        observer, paces, sights = await asyncio.to_thread(_watchers)
+        exits, observer, paces, sights = await asyncio.to_thread(_watchers)
         if self._desk is not None:
             looks = self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
+            self._exits = exits(self, looks.vitals)
             rates = self._paces = paces(self, self._company, self.post, self._desk, self._folder)
             self._sights = sights(self, self._company, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus)
 
@@ -511,8 +541,9 @@ class Supervisor:
             if watcher is not None:
                 watcher.concluded()
         attempt.concluded()
-        ended = self._signal is not None or self._failure is not None
-        if ended or self._company.last(failed=bool(attempt.failed)):
+        if self._may_linger(attempt):
+            return await self._conclude_well(attempt)
+        if self._ends or self._company.last(failed=bool(attempt.failed)):
             await self._close()
         elif self._lost_zygote:
             self._attempt = None
@@ -529,6 +560,57 @@ class Supervisor:
             return await self._company.concluded(self._report(attempt))
         finally:
             attempt.output.close()
+
+    def _may_linger(self, attempt: Attempt) -> bool:
+        """All ranks have succeeded, as far as this node knows; what they left running has nothing to be ended for."""
+        if self._ends or self._lost_zygote or attempt.failed:
+            return False
+        last = self._company.last(failed=False)
+        return last if self._company.leads else not last  # who does not lead knows it only when it has lost node 0
+
+    async def _conclude_well(self, attempt: Attempt) -> Orders | Verdict:
+        """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
+        left = Leftover(self._orphans, ranks=attempt.ranks, run=self._folder.name)
+        limit = self._plan.ending.linger
+        await left.settle()
+        if left.orphans:
+            attempt.output.catch_up_all()  # somebody may hold the streams open
+        else:
+            if left.helpers:
+                await self._swept()
+            await attempt.output.drained(2.0)
+        self._next = None  # from here on it is about another attempt
+        try:
+            if self._failure is not None:
+                raise self._failure
+            next_ = await self._company.concluded(replace(self._report(attempt), left=left.text(limit)))
+            if isinstance(next_, Orders):
+                self._attempt = None
+                await self._swept()
+                return next_
+            if next_.code == 0 and not self._ends:
+                self._lingering = left
+                if left.orphans:
+                    await self._linger(left, next_)
+            await self._close()
+            if self._leaves:
+                attempt.output.leave()
+            await attempt.output.drained(2.0)
+            return next_
+        finally:
+            attempt.output.close()
+
+    async def _linger(self, left: Leftover, verdict: Verdict) -> None:
+        """The other nodes need not wait for what runs here."""
+        limit = self._plan.ending.linger
+        self._company.announce(verdict.code, verdict.text)
+        self.note(left.text(limit))
+        self._leaves = limit is None
+        if limit and not await left.wait(limit):
+            self.note(left.text(limit, expired=True))
+
+    async def _orphans(self) -> Sequence[int]:
+        return tuple((await self._ask_zygote("orphans")).get("pids", ()))
 
     def _report(self, attempt: Attempt) -> Report:
         if self._signal is not None:
@@ -556,6 +638,8 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         """From the user or a scheduler: for the whole run."""
+        if self._stop_lingering():
+            return
         ends = self._signal is not None or self._preempting is not None
         if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
             return
@@ -569,6 +653,8 @@ class Supervisor:
 
     def _preempted(self, number: signal.Signals) -> None:
         """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        if self._stop_lingering():
+            return
         now = time.monotonic()
         if self._preempting is not None and now - self._preempting < SAME:
             return
@@ -582,6 +668,8 @@ class Supervisor:
 
     def end(self, number: signal.Signals, reason: str) -> None:
         """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
+        if self._stop_lingering():
+            return
         self._folder.event(events.Note(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
@@ -590,7 +678,7 @@ class Supervisor:
 
     def fail(self, error: PhalanxError) -> None:
         """The run cannot go on, for a reason that neither a worker nor the company knows."""
-        if self._failure is not None or self._signal is not None:
+        if self._failure is not None or self._signal is not None or self._stop_lingering():
             return
         self._failure = error
         self._resolve({})
@@ -599,6 +687,15 @@ class Supervisor:
         if self.together and self._plan.gathering is not None and self._plan.gathering.leads:
             self._company.signalled(signal.SIGTERM)
         self.stop(signal.SIGTERM, error.what, self._plan.ending.failure_grace)
+
+    def _stop_lingering(self) -> bool:
+        """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
+        if self._lingering is None or self._showing_rest:
+            return False
+        self._lingering.stop()
+        if self._outside is not None:
+            self._outside.hurry()
+        return True
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
         """Another node has failed: this attempt is over."""
@@ -646,6 +743,8 @@ class Supervisor:
         attempt = self._attempt
         if self._showing_rest:
             self._console.abandon()
+            if self._outside is not None:
+                self._outside.hurry()
         elif attempt is None:
             self._resolve({})
             if self._joining is not None:
@@ -694,18 +793,25 @@ class Supervisor:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _watchers() -> tuple[type[Observer], type[Paces], type[Sights]]:
+def _watchers() -> tuple[type[Exits], type[Observer], type[Paces], type[Sights]]:
+    from phalanx.launch.exits import Exits
     from phalanx.launch.observer import Observer
     from phalanx.launch.paces import Paces
     from phalanx.launch.sights import Sights
 
-    return Observer, Paces, Sights
+    return Exits, Observer, Paces, Sights
 
 
 def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _until_closed(sock: socket.socket) -> None:
-    while wire.receive(sock) is not None:
-        pass
+def _hear_end(zygote: Zygote, ended: asyncio.Future[bool]) -> None:
+    """True: it has ended all that was below it, and is about to exit."""
+    try:
+        message = zygote.hear()
+    except (OSError, ValueError):
+        message = None
+    if message is None or message["is"] == "ended":
+        asyncio.get_running_loop().remove_reader(zygote.sock.fileno())
+        ended.set_result(message is not None and not message["left"])

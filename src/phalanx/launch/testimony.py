@@ -86,6 +86,12 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     return Testimony(node=node, ranks=await asyncio.to_thread(_annotated, found))
 
 
+async def rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals) -> Rank:
+    """Of one."""
+    below = await asyncio.to_thread(kernel.families, [worker.pid])
+    return await _rank(attempt, name, worker, looks, below)
+
+
 def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
     return tuple(map(Sources().annotated, ranks))
 

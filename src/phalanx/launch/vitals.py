@@ -115,6 +115,12 @@ def look(pid: int, pulse: Pulse, children: list[int]) -> Process:
     )
 
 
+def cpu(pid: int) -> float:
+    """Seconds that all threads of a process have used."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICK if fields is not None else 0.0
+
+
 def switches(pid: int) -> int:
     """How often its main thread has gone to sleep."""
     return _status(pid).get("voluntary_ctxt_switches", 0)

@@ -93,6 +93,7 @@ class RunOptions:
     shutdown_timeout: float | None  # seconds; None: not told
     preempt_signals: tuple[signal.Signals, ...]
     grace: float  # seconds
+    linger: float | None  # seconds; None: what ranks left running stays
     check_collectives: bool
 
     notes: tuple[str, ...]  # a line for each option that was given and has no effect
@@ -200,6 +201,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),
         preempt_signals=values.preempt_signal,
         grace=values.grace,
+        linger=values.linger,
         check_collectives=values.check_collectives,
         notes=(*where.notes, *checks.notes(values, given)),
     )

@@ -207,6 +207,14 @@ OPTIONS = (
         "SIGTERM",
     ),
     _ours(START, "--grace", "How long that may take.", kinds.DURATION, "30s"),
+    _ours(
+        START,
+        "--linger",
+        "After a successful run, how long to wait for processes that ranks left running, before they are ended. "
+        "0: end them at once. forever: leave them running and exit.",
+        kinds.LINGER,
+        "2m",
+    ),
     Option(
         NODES,
         "--nnodes",

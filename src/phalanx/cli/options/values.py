@@ -81,6 +81,13 @@ def duration_or_off(value: str) -> float | None:
     return None if value.strip() in OFF else duration(value)
 
 
+def linger(value: str) -> float | None:
+    """Seconds; None: for as long as they like."""
+    if value.strip() == "forever":
+        return None
+    return 0.0 if re.fullmatch(r"0+[smh]?", value.strip()) else duration(value)
+
+
 def interval(value: str) -> str:
     """Steps or a time; read again where it is used."""
     if not re.fullmatch(r"0*[1-9]\d*[smh]?", value.strip()):
@@ -237,6 +244,7 @@ PORT = Kind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 655
 SECONDS = Kind("SECONDS", seconds, "seconds", "30")
 DURATION = Kind("TIME", duration, "seconds, or a number with s, m or h: 90, 90s, 15m, 2h", "15m")
 DURATION_OR_OFF = Kind("TIME|off", duration_or_off, "seconds, a number with s, m or h, or off: 30, 5m, off", "30s")
+LINGER = Kind("TIME|forever", linger, "seconds, a number with s, m or h, 0, or forever: 90, 5m, 0, forever", "2m")
 STREAMS = Kind("N|RANK:N,…", streams, "0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3", "3")
 RANKS = Kind("RANK,…", ranks, "ranks with commas between them; 4-7 is 4,5,6,7", "0,4-7")
 STDIN = Kind("RANK|none", stdin_rank, "the rank that reads this terminal, or none", "0")

@@ -7,6 +7,7 @@ import socket
 
 from . import kernel
 from .nursery import Nursery
+from .witness import witness
 
 
 def serve(fd: int, parent: int) -> None:
@@ -14,4 +15,5 @@ def serve(fd: int, parent: int) -> None:
     # Until the imports are done nobody listens to the socket, and there is nothing to tidy up.
     kernel.die_with_parent(parent)
     os.set_inheritable(fd, False)
+    witness.prepare()
     Nursery(socket.socket(fileno=fd)).serve()

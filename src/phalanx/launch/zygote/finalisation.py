@@ -14,7 +14,7 @@ import gc
 import io
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,13 +23,13 @@ _FAR = 10_000  # objects that a stream or a thread may refer to
 # Of files on top of each other; a GzipFile, say, is none of these.
 _DEPTHS = {io.TextIOBase: 1, io.BufferedReader: 3, io.BufferedWriter: 3, io.BufferedRandom: 3, io.RawIOBase: 4}
 
-_worker = False
+_then: Callable[[], None] | None = None  # None: this is no forked worker
 
 
-def begin() -> None:
-    """In a worker, just before its script."""
-    global _worker
-    _worker = True
+def begin(then: Callable[[], None]) -> None:
+    """In a worker, just before its script. `then` is called after the last finalizer."""
+    global _then
+    _then = then
     gc.freeze()  # what exists now is not the script's
     # Python clears the names of the main module at exit only if something still refers to the module.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
@@ -37,7 +37,7 @@ def begin() -> None:
 
 def finalize() -> None:
     """The last function called at exit, so it has to be the first that is registered."""
-    if not _worker:
+    if _then is None:
         return
     gc.collect()  # as Python does; the objects are in the order of the collector afterwards
     kinds: dict[type, bool] = {}
@@ -55,6 +55,7 @@ def finalize() -> None:
     for one in found:
         if id(one) not in spared:
             call(one)
+    _then()
 
 
 def _depth(one: Any) -> int:

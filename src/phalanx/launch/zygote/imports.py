@@ -11,7 +11,7 @@ import time
 from importlib.machinery import PathFinder
 from typing import Any
 
-from . import finalisation, groups
+from . import groups
 from .preloaded import Preloaded
 
 modules = Preloaded()  # of this process, and hidden in those that it forks
@@ -28,7 +28,6 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
     if path0 is not None:
         sys.path.insert(0, path0)
         sys.meta_path.insert(sys.meta_path.index(PathFinder), guard)  # type: ignore[arg-type]
-    atexit.register(finalisation.finalize)
     gc.disable()
     seconds: dict[str, float] = {}
     failed: dict[str, str] = {}

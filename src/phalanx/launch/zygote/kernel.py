@@ -152,6 +152,15 @@ def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict
     return families
 
 
+def childless() -> bool:
+    """Whether this process has no child, not even a dead one. A sub-reaper has no descendants then."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
 def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0, limit: float = 10.0) -> list[int]:
     """End everything below this process, politely and then surely, and reap it. Returns what would not die.
 
@@ -159,7 +168,7 @@ def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0
     """
     start = time.monotonic()
     asked: set[int] = set()
-    while True:
+    while not childless():
         _reap(besides)
         alive = descendants(os.getpid(), besides=besides)
         waited = time.monotonic() - start
@@ -174,6 +183,7 @@ def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0
                     os.kill(pid, signal.SIGTERM)
                     os.kill(pid, signal.SIGCONT)  # a stopped process would never see the SIGTERM
         time.sleep(0.005)
+    return []
 
 
 def _reap(besides: frozenset[int]) -> None:

@@ -34,9 +34,17 @@ class Leftovers:
 
     def end(self, *, besides: frozenset[int] = frozenset()) -> list[int]:
         """End every process below this one, then remove the files. Returns the processes that would not die."""
-        self._looked = 0.0
-        self.note()
+        if not kernel.childless():
+            self._looked = 0.0
+            self.note()
         left = kernel.end_descendants(besides=besides)
+        self._remove()
+        return left
+
+    def leave(self, *, besides: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Leave the processes below this one running, with their files. Returns these processes."""
+        left = frozenset() if kernel.childless() else frozenset(kernel.descendants(os.getpid(), besides=besides))
+        self._pids -= left
         self._remove()
         return left
 

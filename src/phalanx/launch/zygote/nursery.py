@@ -12,7 +12,7 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, finalisation, imports, kernel, shadows, store, wire
+from . import birth, finalisation, imports, kernel, shadows, store, teardown, wire
 from .leftovers import Leftovers
 from .restart import FreshStart
 from .witness import witness
@@ -61,6 +61,7 @@ class Nursery:
         match order["do"]:
             case "import":
                 report = imports.preload(order["required"], order["welcome"], order["path0"])
+                teardown.keep_operators()
                 # From here on the end of the connection tells us that the supervisor is gone, and leaves us the
                 # time to end what the workers have started; a parent-death signal would not.
                 kernel.die_with_parent(0, 0)
@@ -74,8 +75,10 @@ class Nursery:
                 self._end_store()
                 self._leftovers.end()
                 self._tell({"is": "swept"})
+            case "orphans":
+                self._tell({"is": "orphans", "pids": self._orphans()})
             case "end":
-                self._end()
+                self._end(leave=order.get("leave", False))
         return False
 
     def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
@@ -147,7 +150,7 @@ class Nursery:
         if not shadows.uncover(order.get("path0")) and order.get("lesson"):
             imports.note_lesson(order["lesson"])
         imports.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
-        finalisation.begin()
+        finalisation.begin(imports.modules.abandon)
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
@@ -187,18 +190,30 @@ class Nursery:
         except OSError:
             self._end()
 
+    def _orphans(self) -> list[int]:
+        """What workers have left running. Only after the last attempt: it ends the store."""
+        self._end_store()
+        self._reap()
+        return [] if kernel.childless() else kernel.descendants(os.getpid())
+
     def _end_store(self) -> None:
         """It holds nothing worth a goodbye."""
         if self._store is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._store, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._store, 0)
+            self._children.pop(self._store, None)
             self._store = None
 
-    def _end(self) -> None:
-        """Nothing is left behind: not what a worker started in a session of its own either."""
+    def _end(self, *, leave: bool = False) -> None:
+        """Nothing is left behind: not what a worker started in a session of its own either.
+
+        With `leave`, what workers have started goes on, as a child of whoever reaps next.
+        """
         signal.set_wakeup_fd(-1)
         self._end_store()
-        left = self._leftovers.end()
+        left = list(self._leftovers.leave()) if leave else self._leftovers.end()
         with contextlib.suppress(OSError):
             wire.send(self._sock, {"is": "ended", "left": left})
         os._exit(0)

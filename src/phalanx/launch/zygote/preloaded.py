@@ -97,6 +97,14 @@ class Preloaded:
         if self._hidden:
             sys.meta_path.insert(0, self)
 
+    def abandon(self) -> None:
+        """At the very end of a worker: Python clears every module it knows, and each rank would copy them first."""
+        for layer in self._layers:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(layer.modules))
+            for name, module in layer.modules.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
+
     def _hide(self, name: str, module: ModuleType, layer: Layer) -> None:
         package, _, child = name.rpartition(".")
         parent = sys.modules.get(package) if package not in layer.modules else None

@@ -18,9 +18,10 @@ import sys
 import time
 from typing import Any
 
-from . import imports, kernel, wire
+from . import imports, kernel, teardown, wire
 from .leftovers import Leftovers
 from .nursery import Nursery
+from .witness import witness
 
 
 class Warm:
@@ -31,11 +32,14 @@ class Warm:
         self._used = time.monotonic()
         self._runs: set[int] = set()
         self._leftovers = Leftovers()
+        self._left: frozenset[int] = frozenset()  # what runs have left running on purpose
         self._files: dict[str, tuple[int, int]] = {}
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
+        witness.prepare()
         report = imports.preload(modules, [], None)
+        teardown.keep_operators()
         kernel.adopt_orphans()
         self._files = _module_files()
         self._used = time.monotonic()  # its own imports are no idle time
@@ -123,18 +127,25 @@ class Warm:
         return Nursery(sock).serve()
 
     def _reap(self) -> None:
+        ended = killed = False
         while True:
             try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if pid == 0:
                 break
+            self._left -= {pid}
             if pid in self._runs:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
-        # A run's zygote that was killed leaves what its workers had started to us.
-        self._leftovers.end(besides=frozenset(self._runs))
+                ended, killed = True, killed or status != 0
+        # A run's zygote that was killed leaves what its workers had started to us; so does one that was told to
+        # (`--linger forever`), and then it goes on.
+        if killed:
+            self._leftovers.end(besides=frozenset(self._runs) | self._left)
+        elif ended:
+            self._left = self._leftovers.leave(besides=frozenset(self._runs))
 
     def _quit(self) -> None:
         with contextlib.suppress(FileNotFoundError):

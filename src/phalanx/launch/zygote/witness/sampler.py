@@ -34,6 +34,10 @@ class Sampler:
     batches: how many the DataLoader has given that it was last seen in
     moved: when it was last seen to do anything, in seconds of `time.monotonic`
     places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
+    over: when the script was first seen to have run its last line, likewise
+    threads: names of the threads that Python waits for then
+    ending: Python has called its atexit functions, but for those that were registered before the script began
+    teardown: when the last of them returned; code: the exit code, as far as that is known by then
     deaf: the script has taken the signal by which stacks are asked for: it is not to be sent
     """
 
@@ -51,6 +55,7 @@ class Sampler:
         self._call: dict[str, Any] = {}
         self._sought = False  # what is pending, since it moved
         self._batches = 0
+        self._over = 0  # when the script had run its last line
         self._written: dict[str, Any] = {}
         self._number = number  # of the signal by which stacks are asked for, and whose it was
         self._handler = signal.getsignal(number)
@@ -98,13 +103,25 @@ class Sampler:
         }
         if signal.getsignal(self._number) is not self._handler:
             text["deaf"] = True
+        if getattr(threading, "_SHUTTING_DOWN", False):
+            self._over = self._over or now
+            text |= {"over": round(self._over / 1e9, 3), "threads": stacks.awaited()}
         if text != self._written:
             self._page.write(text)
             self._written = text
 
-    def end(self) -> None:
-        """The script is over; what Python and libraries do at the end nobody sees but the kernel."""
-        self._page.write({"phase": "idle", "place": [], "groups": self._groups, "ending": True})
+    def end(self, *, over: bool) -> None:
+        """What happens from now on nobody sees but the kernel. `over`: the script has run its last line."""
+        text: dict[str, Any] = {"phase": "idle", "place": [], "groups": self._groups, "ending": True}
+        if over:
+            self._over = self._over or time.monotonic_ns()
+            text["over"] = round(self._over / 1e9, 3)
+        self._written = text
+        self._page.write(text)
+
+    def teardown(self, code: int) -> None:
+        """Nothing of Python's own is left to be done, but to take everything apart."""
+        self._page.write({**self._written, "teardown": round(time.monotonic(), 3), "code": code})
 
     def _follow(self, here: tuple[int, int, int], now: int) -> bool:
         """It is elsewhere, or it is here again: a step and some collectives later."""

@@ -33,6 +33,12 @@ def threads() -> list[dict[str, Any]]:
     return found[:_MOST]
 
 
+def awaited() -> list[str]:
+    """Names of the threads that Python waits for at the end."""
+    known = list(threading._active.items())  # type: ignore[attr-defined]
+    return [thread.name for ident, thread in known if ident != _main and not thread.daemon][:_MOST]
+
+
 def frames(frame: FrameType | None, most: int) -> list[list[Any]]:
     found: list[list[Any]] = []
     while frame is not None and len(found) < most:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .. import groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
+from .. import finalisation, groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
 from . import alone, checker, debugger, ledger, page, patience, recorder, sampler, terminal
 from .steps import Steps
 
@@ -32,6 +32,24 @@ _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 _GONE = 0.05  # the same, for the kernel to take it away
 
 current: Witness | None = None  # of this process
+
+
+def prepare() -> None:
+    """Before anything else is imported: what is registered first is called last, by every process forked from here."""
+    global _prepared
+    if not _prepared:
+        _prepared = True
+        atexit.register(finalisation.finalize)
+        atexit.register(_teardown)
+
+
+_prepared = False
+
+
+def _teardown() -> None:
+    if current is not None and current.pid == os.getpid():
+        # Python keeps what has ended a script; a code that was given to sys.exit it does not.
+        current.teardown(1 if hasattr(sys, "last_type") else 0)
 
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
@@ -52,6 +70,7 @@ def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
     recorder.begin()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
+    prepare()
     witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
     for act in witness.resuming:
@@ -78,6 +97,7 @@ def _out_of_the_way(fd: int) -> int:
 
 class Witness:
     def __init__(self, own: page.Page, channel: socket.socket) -> None:
+        self.pid = os.getpid()
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
         self._steps = Steps(own)
@@ -144,14 +164,18 @@ class Witness:
         """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
         self._over = True
         self.stop()
-        self._resign()
+        self._resign(over=True)
         groups.leave()
 
-    def _resign(self) -> None:
+    def teardown(self, code: int) -> None:
+        with contextlib.suppress(Exception):
+            self._sampler.teardown(code)
+
+    def _resign(self, *, over: bool = False) -> None:
         """That nobody looks any more must not be taken for a lock of Python's that is held."""
         with contextlib.suppress(Exception):
             debugger.untrace()  # what it is made of goes away piece by piece
-            self._sampler.end()
+            self._sampler.end(over=over)
 
     def differs(self) -> None:
         """A group of ours has found that ranks call different things, and is about to say so."""

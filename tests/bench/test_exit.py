@@ -1,0 +1,47 @@
+"""`phalanx bench exit`: what it makes of times, and one small real run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.bench.exit import Exit, summed, target
+from phalanx.bench.results import Case, Sample
+from tests.kit.cli import phalanx
+
+
+def test_only_the_time_after_the_last_line_counts() -> None:
+    mine, other = Case("phalanx", "exit", 8), Case("torchrun", "exit", 8)
+    samples = [
+        Sample(mine, 1, 2.0, 2.25),
+        Sample(mine, 2, 3.0, 3.5),
+        Sample(mine, 3, None, None, "boom"),
+        Sample(other, 1, 1.0, 4.0),
+    ]
+    found = summed(samples, "phalanx", 8)
+    assert found == Exit("phalanx", 8, (0.25, 0.5), ("boom",))
+    assert found.text == "0.38 s (0.25..0.50), 1 failed"
+    assert Exit("phalanx", 8, (), ("boom",)).text == "failed: boom"
+
+
+@pytest.mark.parametrize(
+    ("found", "met"),
+    [
+        (Exit("phalanx", 8, (0.3, 0.39, 0.9)), True),
+        (Exit("phalanx", 8, (0.3, 0.4, 0.9)), False),
+        (Exit("phalanx", 8, (0.3,), ("boom",)), None),
+        (Exit("phalanx", 2, (0.3,)), None),
+        (Exit("warm", 8, (0.3,)), None),
+    ],
+)
+def test_the_target(found: Exit, met: bool | None) -> None:
+    assert target([found]).met is met
+
+
+def test_a_small_run() -> None:
+    done = phalanx("bench", "exit", "--ranks", "2", "--repeat", "1", "--contenders", "phalanx", "--json", timeout=120)
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["exits"]
+    assert found["failures"] == []
+    assert 0 < found["times"][0] < 60
