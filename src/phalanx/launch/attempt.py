@@ -254,7 +254,10 @@ class Attempt:
         order = zygotes.worker_order(self._zygote, name, plan.command, seat, environ)
         if seat.rank == 0 and self._lesson is not None:
             order["lesson"] = self._lesson.path
-        out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
+        showing = plan.showing
+        out, err = self.output.open(
+            seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)
+        )
         stdin = self._stdin(seat.rank)
         witness = self._witness(name)
         if witness is not None:
