@@ -273,15 +273,35 @@ def test_lines_are_whole_however_ranks_take_turns() -> None:
         assert sorted(shown.out.splitlines()) == sorted(whole + [b"[%d] and no end" % rank for rank in range(3)])
 
 
-def test_a_line_without_end_is_broken_not_lost() -> None:
+def test_long_lines_of_several_ranks_are_whole() -> None:
     with Captured(2) as shown:
-        worker = Worker(shown.console, 1)
-        for _ in range(20):
-            worker.write(b"x" * 200_000)
-        until(lambda: len(shown.out) > 3 << 20)  # it does not wait for the end
-        worker.end()
+        workers = [Worker(shown.console, rank) for rank in range(2)]
+        for _ in range(50):
+            for rank, worker in enumerate(workers):
+                worker.write(b"%d" % rank * 200_000)
+        for worker in workers:
+            worker.end()
         shown.console.close()
-        assert b"".join(line.removeprefix(b"[1] ") for line in shown.out.splitlines()) == b"x" * 4_000_000
+        assert sorted(shown.out.splitlines()) == [b"[%d] " % rank + b"%d" % rank * 10_000_000 for rank in range(2)]
+
+
+def test_a_line_without_end_is_broken_not_lost() -> None:
+    lines = Lines(limit=1000)
+    shown = b"".join(lines.feed(b"x" * 300) for _ in range(20))
+    assert shown == (b"x" * 1000 + b"\n") * 5  # it does not wait for the end
+    assert lines.end() == b"x" * 1000 + b"\n"
+
+
+def test_what_a_full_disk_does_not_take_is_counted() -> None:
+    full, err = os.open("/dev/full", os.O_WRONLY), os.memfd_create("err")
+    try:
+        console = Console(1, out=full, err=err)
+        once(console, 0, b"lost\n")
+        console.close()
+        assert b"5 bytes of output could not be written to stdout: the disk is full" in os.pread(err, 1 << 16, 0)
+    finally:
+        os.close(full)
+        os.close(err)
 
 
 @pytest.mark.parametrize("piece", [b"\x1b[31mx\x1b[0m", b"\x1b[A\x1b[31mx", b"x\r\x1b[K", b"\x1b", b"\r"])

@@ -278,7 +278,10 @@ class Attempt:
             order["assumed"] = list(self._lesson.variables)
             if seat.rank == 0 and self._zygote.way == "cold":
                 order["lesson"] = self._lesson.path
-        out, err = self.output.open(seat.rank, folder, show=plan.showing.shown(seat), terminal=seat.rank == 0)
+        showing = plan.showing
+        out, err = self.output.open(
+            seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)
+        )
         stdin = self._stdin(seat.rank)
         witness = self._witness(name)
         if witness is not None:

@@ -108,6 +108,11 @@ class Console:
         """Whether this stream of ours is a terminal."""
         return self._sink(stream).terminal
 
+    @property
+    def together(self) -> bool:
+        """Whether stdout and stderr of ours lead to one place, and so have one order."""
+        return self._out is self._err
+
     def window(self, rank: int, stream: Std) -> tuple[int, int]:
         """Rows and columns that a rank's lines have: what their prefix takes is not theirs."""
         sink = self._sink(stream)
@@ -216,6 +221,8 @@ class Console:
                 if isinstance(item, str) and item:  # our own last words are shown even if the rest is not
                     self._speak(item)
             self._queue.clear()
+            if self._out.unwritten and not self.together:
+                self._speak(f"{self._out.unwritten} bytes of output could not be written to stdout: the disk is full")
             self._err.flush([], 0.0)
             if self._thread is None:
                 for feed in self._feeds:

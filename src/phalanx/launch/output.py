@@ -26,9 +26,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
-    """One stream of one worker."""
+    """One stream of one worker, or both where they are shown in one place."""
 
     rank: int
     std: Std
@@ -86,14 +86,31 @@ class Output:
                 self._needles[std] = needles
                 self._matches[std] = _open_log(f"{folder}/filtered_{name}.log")
 
-    def open(self, rank: int, folder: str, *, show: Std, terminal: bool = False) -> tuple[int, int]:
-        """Descriptors for a worker's stdout and stderr. With `terminal`, those that lead to one are one."""
-        out, err = (self._open(rank, folder, std, show=show, terminal=terminal) for std, _ in NAMES)
+    def open(
+        self, rank: int, folder: str, *, show: Std, terminal: bool = False, apart: bool = False
+    ) -> tuple[int, int]:
+        """Descriptors for a worker's stdout and stderr. With `terminal`, those that lead to one are one.
+
+        Where both are shown in one place they are one stream, so that what is written to both keeps its order: all of
+        it is in stdout.log then. `apart`: the user asked for a file of each.
+        """
+        for std, _ in NAMES:
+            if (rank, std) in self._streams:  # its worker is replaced; something else may still hold its end
+                self._forget(self._streams[rank, std])
+        if show == Std.ALL and self._echo and self._console.together and not apart and not self._needles:
+            both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal)
+            self._streams[rank, Std.ERR] = both
+            with contextlib.suppress(OSError):
+                os.close(_open_log(f"{folder}/{dict(NAMES)[Std.ERR]}.log"))
+            streams = [both, both]
+        else:
+            streams = [self._open(rank, folder, std, show=show, terminal=terminal) for std, _ in NAMES]
+        out, err = (stream.target for stream in streams)
+        assert out is not None  # noqa: S101
+        assert err is not None  # noqa: S101
         return out, err
 
-    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> int:
-        if (rank, std) in self._streams:  # its worker is replaced; something else may still hold its end
-            self._forget(self._streams[rank, std])
+    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> Stream:
         shown = bool(show & std)
         live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
         path = f"{folder}/{dict(NAMES)[std]}.log"
@@ -122,7 +139,7 @@ class Output:
             stream.duplicate = Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
         self._streams[rank, std] = stream
         self._loop.add_reader(source, self._readable, stream)
-        return target
+        return stream
 
     def handed_over(self, rank: int) -> None:
         """The worker has its ends: ours are closed, so that its last exit is the end of the stream."""
@@ -183,7 +200,10 @@ class Output:
 
     def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
         """The last lines as a reader would have seen them: plain text, bars in their last state."""
-        found = self._streams.get((rank, Std.OUT if stream == "stdout" else Std.ERR))
+        std = Std.OUT if stream == "stdout" else Std.ERR
+        found = self._streams.get((rank, std))
+        if std == Std.OUT and found is self._streams.get((rank, Std.ERR)):  # one stream, told of as stderr
+            return []
         if found is None:
             return []
         data = _last_bytes(found.path, found.size)
@@ -218,7 +238,8 @@ class Output:
 
     def _of(self, ranks: Iterable[int] | None) -> list[Stream]:
         chosen = None if ranks is None else set(ranks)
-        return [stream for stream in self._streams.values() if chosen is None or stream.rank in chosen]
+        streams = dict.fromkeys(self._streams.values())  # one for both is there twice
+        return [stream for stream in streams if chosen is None or stream.rank in chosen]
 
     def _readable(self, stream: Stream) -> None:
         if self._pump(stream) == 0:
@@ -280,7 +301,8 @@ class Output:
         for _ in range(_READS):
             if not self._pump(stream):
                 break
-        self._end(stream)
+        if not stream.ended.done():
+            self._end(stream)
 
     def _end(self, stream: Stream) -> None:
         self._loop.remove_reader(stream.source)

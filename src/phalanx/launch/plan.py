@@ -16,6 +16,8 @@ from phalanx.launch.filters import Choice, Std
 from phalanx.launch.gathering import Gathering
 from phalanx.recover.decision import Budget
 
+TEE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
+
 
 @dataclass(frozen=True)
 class Showing:
@@ -48,11 +50,19 @@ class Showing:
     def duplicated(self, seat: Seat) -> Std:
         return filters.duplicated(seat.local_rank, tee=self.tee.of(seat.local_rank), local_ranks=self.local_ranks)
 
+    def apart(self, seat: Seat) -> bool:
+        """Whether each stream of this worker has to have a file of its own: torchrun's --tee and --redirects."""
+        local = seat.local_rank
+        return bool(self.tee.of(local)[local] | self.redirects.of(local)[local])
+
     def prefix(self, seat: Seat, host: str) -> str | None:
-        """What the user's template makes of it; None: ours."""
-        if self.template is None:
+        """What the user's template makes of it; torchrun's prefix for a rank with `--tee`; None: ours."""
+        template = self.template
+        if template is None and self.tee.of(seat.local_rank)[seat.local_rank]:
+            template = TEE_PREFIX
+        if template is None:
             return None
-        return Template(self.template).safe_substitute(
+        return Template(template).safe_substitute(
             role_name=self.role, rank=seat.rank, local_rank=seat.local_rank, hostname=host
         )
 

@@ -87,6 +87,8 @@ def _failure(remains: Remains) -> events.WorkerFailed | None:
 
 def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, told: float) -> cause.Death:
     place = _place(folder, event.attempt, event.rank)
+    # Where both streams were shown in one place, they are in stdout.log.
+    stderr = _text(os.path.join(place, "stderr.log")) or _text(os.path.join(place, "stdout.log"))
     return cause.Death(
         rank=event.rank,
         code=event.code,
@@ -94,7 +96,7 @@ def _death(folder: str, event: events.WorkerExited | events.WorkerFailed, *, tol
         stopped=told > 0,
         told=told,
         error=_text(os.path.join(place, "error.json")),
-        stderr=_text(os.path.join(place, "stderr.log")).splitlines()[-60:],
+        stderr=stderr.splitlines()[-60:],
     )
 
 

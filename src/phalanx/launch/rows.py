@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
-LINE_LIMIT = 1 << 20  # a line is broken here: memory is bounded even without newlines
+LINE_LIMIT = 1 << 26  # a line is broken here: memory is bounded even without newlines
+LIVE_LIMIT = 1 << 20  # the same of a row that is painted again and again
 REACH = 60  # rows that a cursor can move up
 
 _CSI = re.compile(rb"\x1b\[([0-?]{0,32})[ -/]{0,4}([@-~])")
@@ -83,12 +84,12 @@ class Lines:
     keeps as many rows unfinished as it reaches up to, until it rests below them.
     """
 
-    def __init__(self, *, live: bool = False, limit: int = LINE_LIMIT) -> None:
+    def __init__(self, *, live: bool = False, limit: int | None = None) -> None:
         self.rows = [Row()]
         self.past: deque[bytes] = deque(maxlen=REACH if live else 0)  # finished, and still within reach
         self.reclaimed: list[bytes] = []  # from the past, to be taken off the screen
         self.modes: list[bytes] = []
-        self._limit = limit
+        self._limit = limit or (LIVE_LIMIT if live else LINE_LIMIT)
         self._at = 0
         self._reach = 0
         self._cut = b""  # an escape sequence of which the end is still to come

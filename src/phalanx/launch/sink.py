@@ -28,6 +28,7 @@ class Sink:
         self.dead = False
         self.abandoned = False
         self.waiting = 0  # bytes to be written
+        self.unwritten = 0  # bytes that a full disk did not take
         self.repaint_at = 0.0
         self.late = False  # the area is not painted as it is
         try:
@@ -109,7 +110,9 @@ class Sink:
         self._write(sequence)
 
     def restore(self) -> None:
-        """Cursor, screen, keys and colour as in a terminal at rest."""
+        """Cursor, screen, keys and colour as in a terminal at rest. A file has what was written, and no more."""
+        if not self.terminal:
+            return
         changed = [(mode, on) for mode, on in self._modes.items() if on != (mode in _MODES_ON)]
         self._modes.clear()
         self._write(b"".join(b"\x1b[?%b%b" % (mode, b"l" if on else b"h") for mode, on in changed))
@@ -170,6 +173,7 @@ class Sink:
                 ready.poll(100)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self.unwritten += len(left)
                     return
                 self.dead = True  # the reader has gone (`| head`), or the terminal: the run goes on unseen
 
