@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from phalanx.launch.zygote import imports
 from phalanx.launch.zygote.witness import debugger, witness
 from tests.kit.cli import TORCHRUN, Env, Result, environment, run, terminal
 from tests.kit.torchrun import Torchrun
@@ -213,8 +214,11 @@ def _without_warmth(report: Report) -> Report:
 
 
 def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's witness needs: a thread, two signals, and two descriptors out of everybody's way."""
-    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - 16
+    """Without what a worker's witness needs: a thread, two signals, and descriptors out of everybody's way.
+
+    Those that torch's import leaves open lie there too.
+    """
+    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - imports.ROOM
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:
         return report
@@ -226,6 +230,9 @@ def _unwitnessed(report: Report) -> Report:
 
 def _even(report: Report) -> Report:
     report = _unwitnessed(report)
+    # Finds what was imported before the fork.
+    importers = [kind for kind in report["path of importers"] if kind != "Preloaded"]
+    report = report | {"path of importers": importers}
     stdin, *written = report["fd kinds"]
     return report | {"fd kinds": [stdin, *("no terminal" if kind in NO_TERMINAL else kind for kind in written)]}
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
+import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
 from . import groups
 from .preloaded import Preloaded
+
+ROOM = 128  # descriptors up to the limit that imports may leave open
+_MOST_FDS = 4096
 
 modules = Preloaded()  # of this process, and hidden in those that it forks
 
@@ -31,16 +37,17 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
     gc.disable()
     seconds: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name in [*required, *welcome]:
-        if name in sys.modules:
-            continue
-        start = time.perf_counter()
-        try:
-            modules.load(name)
-        except BaseException as error:
-            if name in required:
-                failed[name] = f"{type(error).__name__}: {error}"
-        seconds[name] = round(time.perf_counter() - start, 4)
+    with _low_descriptors_taken():
+        for name in [*required, *welcome]:
+            if name in sys.modules:
+                continue
+            start = time.perf_counter()
+            try:
+                modules.load(name)
+            except BaseException as error:
+                if name in required:
+                    failed[name] = f"{type(error).__name__}: {error}"
+            seconds[name] = round(time.perf_counter() - start, 4)
     if guard is not None:
         sys.meta_path.remove(guard)  # type: ignore[arg-type]
         failed.update(guard.met)
@@ -52,6 +59,24 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
     gc.freeze()
     gc.enable()
     return {"seconds": seconds, "failed": failed, "unsafe": unsafe()}
+
+
+@contextlib.contextmanager
+def _low_descriptors_taken() -> Iterator[None]:
+    """What native libraries leave open gets a high number: a script's first file is to be 3, as ever."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    end = (_MOST_FDS if soft == resource.RLIM_INFINITY else min(soft, _MOST_FDS)) - ROOM
+    taken = []
+    with contextlib.suppress(OSError):
+        while end > ROOM:
+            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            if taken[-1] >= end:
+                break
+    try:
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
 
 
 class _Guard:

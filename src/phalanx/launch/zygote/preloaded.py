@@ -11,9 +11,11 @@ before the modules reappear: the worker then starts again as a fresh interpreter
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import os
 import sys
 import weakref
@@ -47,14 +49,22 @@ class Layer:
         self.root = root
         self.modules: dict[str, ModuleType] = {}
         self.reads: dict[bytes, set[str]] = {}  # variable -> modules that were being imported
+        self.imports: dict[str, set[str]] = {}  # module -> those that it imports
         self.writes: Environment = {}
         self.exits: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []  # module, arguments of atexit.register
 
     def part(self, name: str) -> set[str]:
-        """What reappears when `name` is imported: everything if it belongs to the root's package, else its package."""
-        top = name.partition(".")[0]
-        everything = top == self.root.partition(".")[0]
-        return {module for module in self.modules if everything or module.partition(".")[0] == top}
+        """What reappears when `name` is imported: everything with the root's package, else what it imports in turn."""
+        if name.partition(".")[0] == self.root.partition(".")[0]:
+            return set(self.modules)
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            module = waiting.pop()
+            if module in self.modules and module not in found:
+                found.add(module)
+                waiting += [module.rpartition(".")[0], *self.imports.get(module, ())]
+        return found
 
 
 class Preloaded:
@@ -79,7 +89,10 @@ class Preloaded:
             with _recorded(layer):
                 importlib.import_module(name)
         finally:
-            layer.modules = {found: module for found, module in list(sys.modules.items()) if found not in before}
+            new = {found: module for found, module in list(sys.modules.items()) if found not in before}
+            layer.modules = {found: module for found, module in new.items() if module is not sys.modules["__main__"]}
+            if "__mp_main__" in new:
+                del sys.modules["__mp_main__"]
 
     def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
         """In a worker. `assumed`: variables that the imports saw because the script was expected to set them."""
@@ -150,6 +163,8 @@ class Preloaded:
             module = sys.modules.setdefault(name, layer.modules[name])
             if name in self._parents:
                 setattr(self._parents.pop(name), name.rpartition(".")[2], module)
+        if "multiprocessing" in new:  # which gives this name to a module that is another one by now
+            sys.modules["__mp_main__"] = sys.modules["__main__"]
         for importer, function, args, kwargs in layer.exits:
             if importer in new and not (function == _FINALIZE and _finalize._registered_with_atexit):
                 atexit.register(function, *args, **kwargs)
@@ -202,10 +217,29 @@ def _importing(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def _recorded(layer: Layer) -> Iterator[None]:
-    """Variables that are read and written meanwhile, and functions that are to be called at exit."""
+    """Imports, variables that are read and written meanwhile, and functions that are to be called at exit."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
-    register = atexit.register
+    register, plain, by_name = atexit.register, builtins.__import__, importlib.import_module
     recording = True
+
+    def import_(name: str, names: Any = None, own: Any = None, items: Any = (), level: int = 0) -> Any:
+        found = plain(name, names, own, items, level)
+        importer = (names or {}).get("__name__") or ""
+        if not importer or importer.startswith(
+            ("importlib.", "_frozen_importlib")
+        ):  # a native module, in its beginning
+            importer = _importing(sys._getframe(1))
+        package = (names or {}).get("__package__") or importer.rpartition(".")[0]
+        full = importlib.util.resolve_name("." * level + name, package) if level else name
+        imported = layer.imports.setdefault(importer, set())
+        imported.add(full)
+        imported.update(f"{full}.{item}" for item in items or ())
+        return found
+
+    def import_module(name: str, package: str | None = None) -> Any:
+        full = importlib.util.resolve_name(name, package) if name.startswith(".") else name
+        layer.imports.setdefault(_importing(sys._getframe(1)), set()).add(full)
+        return by_name(name, package)
 
     def note(function: Any, *args: Any, **kwargs: Any) -> Any:
         if recording:
@@ -214,10 +248,13 @@ def _recorded(layer: Layer) -> Iterator[None]:
 
     os.environ._data = _Variables(data, layer)  # type: ignore[attr-defined]
     atexit.register = note  # type: ignore[assignment]
+    builtins.__import__ = import_  # type: ignore[assignment]
+    importlib.import_module = import_module
     try:
         yield
     finally:
         os.environ._data, atexit.register, recording = data, register, False  # type: ignore[attr-defined]
+        builtins.__import__, importlib.import_module = plain, by_name
 
 
 class _Variables:
