@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tests.faithful import known
 from tests.faithful.kinds import BY_NAME, KINDS, Kind
 from tests.faithful.outcome import Difference, Outcome, differences
-from tests.faithful.runs import WAYS, Lane
+from tests.faithful.runs import LIMIT, WAYS, Lane
 
 TURNS = 2  # phalanx learns from the first run of a script what the second imports before the fork
 
@@ -57,7 +57,7 @@ def compare(kind: Kind, lane: Lane, ways: Sequence[str] = tuple(WAYS), turns: in
     return Row(kind, expected, runs)
 
 
-def rows(kinds: Sequence[Kind], ways: Sequence[str], jobs: int) -> Iterator[Row]:
+def rows(kinds: Sequence[Kind], ways: Sequence[str], jobs: int, limit: float) -> Iterator[Row]:
     """As they are ready."""
     lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
 
@@ -69,7 +69,7 @@ def rows(kinds: Sequence[Kind], ways: Sequence[str], jobs: int) -> Iterator[Row]
             lanes.put(lane)
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        made = [Lane() for _ in range(jobs)]
+        made = [Lane(limit) for _ in range(jobs)]
         try:
             for lane in made:
                 lanes.put(lane)
@@ -115,6 +115,9 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     parser.add_argument("--only", metavar="NAME,…", help="these kinds only")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="WAY,…", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="kinds at the same time (default: 1)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="a longer run hangs (default: 60)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="each difference in full")
     args = parser.parse_args(argv)
     kinds = [BY_NAME[name] for name in args.only.split(",")] if args.only else list(KINDS[: args.kinds])
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     for kind in kinds:
         if kind.missing():
             say(f"{kind.name:20}  skipped: not installed: {', '.join(kind.missing())}")
-    for row in rows([kind for kind in kinds if not kind.missing()], ways, args.jobs):
+    for row in rows([kind for kind in kinds if not kind.missing()], ways, args.jobs, args.limit):
         runs += 1 + len(row.runs)
         failed += [] if row.same else [row.kind.name]
         for line in text(row, args.verbose):

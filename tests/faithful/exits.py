@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tests.faithful.kinds import Kind
 from tests.faithful.outcome import Outcome
-from tests.faithful.runs import WAYS, Lane
+from tests.faithful.runs import LIMIT, WAYS, Lane
 
 ENDS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ends")
 BURN = "while True: pass"
@@ -122,6 +122,9 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     parser.add_argument("--only", metavar="NAME,…", help="these scripts only")
     parser.add_argument("--ways", default=",".join(WAYS), metavar="WAY,…", help="take turns; default: %(default)s")
     parser.add_argument("--torchrun", type=int, metavar="N", help="runs of each under torchrun (default: a fifth)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="a longer run hangs (default: 60)"
+    )
     args = parser.parse_args(argv)
     ends = [end for end in ALL if not args.only or end.name in args.only.split(",")]
     usable = [end for end in ends if not end.missing()]
@@ -131,7 +134,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     started = time.monotonic()
     say(f"{'':23}{'phalanx':>29}{'torchrun':>29}")
     say(f"{'end':23}" + f"{'runs':>6}{'hangs':>7}{'wrong':>7}{'seconds':>9}" * 2)
-    with busy(args.busy), Lane() as lane:
+    with busy(args.busy), Lane(args.limit) as lane:
         for end in ends:
             if end.missing():
                 say(f"{end.name:23}  skipped: not installed: {', '.join(end.missing())}")

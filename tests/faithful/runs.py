@@ -23,7 +23,7 @@ from tests.kit.cli import PHALANX, TORCHRUN, phalanx, start
 
 # way -> options of `phalanx run`. Warm: a fork server that has torch imported is waiting.
 WAYS = {"cold": (), "fresh": ("--fresh",), "warm": ()}
-LIMIT = 60.0  # seconds; a run takes some 8
+LIMIT = 60.0  # seconds, after which a run hangs; most take less than 8
 PREFIX = "<${rank}>"
 OLD_LAUNCHER = (*TORCHRUN[:-1], "torch.distributed.launch")
 # What a shell may have set that a launcher or torch would read.
@@ -44,7 +44,8 @@ class Ended:
 class Lane:
     """Folders and a warm fork server for runs that follow each other. Lanes can run beside each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = LIMIT) -> None:
+        self._limit = limit
         self.root = tempfile.mkdtemp(prefix="faithful-")
         self._tmp, self._logs = f"{self.root}/tmp", f"{self.root}/logs"
         self._homes = {way: f"{self.root}/{way}" for way in WAYS}
@@ -89,9 +90,9 @@ class Lane:
         env = self._env(way) | dict(kind.env)
         with start(words=(*launcher, *options, *kind.command), cwd=work, env=env, input=kind.input) as job:
             try:
-                code = job.wait(LIMIT)
+                code = job.wait(self._limit)
             except AssertionError:
-                return Ended(None, job.out, job.err, LIMIT, stacks.dump(stacks.inside(work)))
+                return Ended(None, job.out, job.err, self._limit, stacks.dump(stacks.inside(work)))
             return Ended(code, job.out, job.err, (job.ended or job.started) - job.started)
 
     def _env(self, way: str) -> dict[str, str | None]:

@@ -17,7 +17,7 @@ sys.modules["plugin"] = types.ModuleType("plugin")
 import torch
 
 old = torch.nn.Linear.forward
-torch.nn.Linear.forward = lambda self, x: old(self, x) * 0
+torch.nn.Linear.forward = lambda self, x: old(self, x) * 0 + 1
 print(torch.nn.Linear(2, 2)(torch.ones(2)).tolist(), torch.__version__)
 try:
     import made_up  # noqa: F401

@@ -7,4 +7,4 @@ from .model import SIZE
 
 if __name__ == "__main__":
     print(sys.argv, sys.path[0], __package__, __spec__.name, __file__)
-    print(data.SIZE, SIZE, sorted(name for name in sys.modules if name.startswith("pkg")))
+    print(data.SIZE, SIZE, sorted(name for name in sys.modules if name.startswith("pkg.")))
