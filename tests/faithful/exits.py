@@ -144,10 +144,9 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
             for total, one in zip((ours, torchrun), pair, strict=True):
                 total.runs, total.hangs = total.runs + one.runs, total.hangs + one.hangs
                 total.wrong, total.seconds = total.wrong + one.wrong, total.seconds + one.seconds
-                total.notes += one.notes
+                for note in one.notes:
+                    say(f"{note}\n")
     say(f"{'all':23}{ours}{torchrun}")
-    for note in (*ours.notes, *torchrun.notes):
-        say(f"\n{note}")
     exits = runs * sum(end.ranks for end in usable)
     say(f"{exits} exits, {time.monotonic() - started:.0f} s: {ours.hangs} runs hang, {ours.wrong} have a wrong code")
     return 1 if ours.failed else 0

@@ -95,8 +95,8 @@ def mask(text: str, more: Iterable[str] = ()) -> str:
 
 
 def logs(folder: str, ranks: int, masks: Iterable[str] = ()) -> dict[str, str]:
-    """Each rank's streams, from the log files that both launchers write in the same places."""
-    (run,) = os.listdir(folder)
+    """Each rank's streams, from the log files that both launchers write in the same places; empty where none began."""
+    run = next(iter(os.listdir(folder)), "")
     found = {}
     for rank in range(ranks):
         for stream in ("stdout", "stderr"):

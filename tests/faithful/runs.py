@@ -77,7 +77,7 @@ class Lane:
             return Outcome(None, seconds=ended.seconds, note=ended.stacks)
         outcome = self._outcome(kind, ended.code, ended.seconds)
         console = _console(outcome.streams, kind, ended.out, ended.err)
-        return replace(outcome, streams={**outcome.streams, **console}, note=self._note(way))
+        return replace(outcome, streams={**outcome.streams, **console}, note=self._note(way, ended.err))
 
     def _run(self, kind: Kind, launcher: Sequence[str], way: str) -> Ended:
         """Run it to its end or to the limit. Every run of a kind has the same paths."""
@@ -110,14 +110,16 @@ class Lane:
         found = files(f"{self.root}/{kind.name}", kind.ignore, kind.masks)
         return Outcome(code, streams, found | {"left in TMPDIR": leftovers(self._tmp)}, seconds)
 
-    def _note(self, way: str) -> str:
-        """Was it the way that was asked for?"""
+    def _note(self, way: str, err: str) -> str:
+        """What went wrong with phalanx itself: no worker was started, or not in the way that was asked for."""
+        events = []
         for path in glob.glob(f"{self._logs}/*/events.jsonl"):
             with open(path) as lines:
                 events = [json.loads(line) for line in lines]
-            used = next((event["way"] for event in events if event["event"] == "zygote-ready"), way)
-            return "" if used == way else f"was {used}, not {way}"
-        return "no events"
+        used = next((event["way"] for event in events if event["event"] == "zygote-ready"), None)
+        if used is None:
+            return f"no worker: {err.strip().rpartition(chr(10))[2]}"
+        return "" if used == way else f"was {used}, not {way}"
 
     def warm_up(self) -> None:
         """Start the warm fork server, unless it is there."""
