@@ -92,7 +92,7 @@ class Lane:
             try:
                 code = job.wait(self._limit)
             except AssertionError:
-                return Ended(None, job.out, job.err, self._limit, stacks.dump(stacks.inside(work)))
+                return Ended(None, job.out, job.err, self._limit, stacks.dump(stacks.inside(work, job.pid)))
             return Ended(code, job.out, job.err, (job.ended or job.started) - job.started)
 
     def _env(self, way: str) -> dict[str, str | None]:

@@ -11,12 +11,16 @@ import sys
 from tests.kit.proc import command, every
 
 
-def inside(folder: str) -> list[int]:
-    """The processes that work in a folder: the ranks of a run that was started there, and their children."""
+def inside(folder: str, launcher: int = 0) -> list[int]:
+    """The processes that work in a folder, except the launcher: the ranks of a run, and their children."""
     found = []
     for process in every():
         with contextlib.suppress(OSError):
-            if not process.dead and os.path.realpath(f"/proc/{process.pid}/cwd") == os.path.realpath(folder):
+            if (
+                not process.dead
+                and process.pid != launcher
+                and os.path.realpath(f"/proc/{process.pid}/cwd") == os.path.realpath(folder)
+            ):
                 found.append(process.pid)
     return found
 
