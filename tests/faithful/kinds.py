@@ -132,7 +132,7 @@ KINDS = (
     Kind("autograd"),
     Kind("compile_eager"),
     Kind("compile_inductor"),
-    Kind("profiled"),
+    Kind("profiled", masks=(r"\d+:\d+ (?=Sync)",)),
     # torch.distributed, and what is built on it.
     Kind("ddp_plain"),
     Kind("ddp_digits", args=("--epochs", "2")),
