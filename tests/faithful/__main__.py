@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     parser.add_argument("--ways", default=",".join(WAYS), metavar="WAY,…", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="kinds at the same time (default: 1)")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="a longer run hangs (default: 60)"
+        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="idle after this, a run hangs (default: 60)"
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="each difference in full")
     args = parser.parse_args(argv)

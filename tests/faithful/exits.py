@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print
     parser.add_argument("--ways", default=",".join(WAYS), metavar="WAY,…", help="take turns; default: %(default)s")
     parser.add_argument("--torchrun", type=int, metavar="N", help="runs of each under torchrun (default: a fifth)")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="a longer run hangs (default: 60)"
+        "--limit", type=float, default=LIMIT, metavar="SECONDS", help="idle after this, a run hangs (default: 60)"
     )
     args = parser.parse_args(argv)
     ends = [end for end in ALL if not args.only or end.name in args.only.split(",")]

@@ -8,22 +8,28 @@ with Lane() as lane:
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tests.faithful import stacks
+from tests.faithful import hangs
 from tests.faithful.kinds import Kind
 from tests.faithful.outcome import Outcome, files, leftovers, logs, mask, shown, worker_code
-from tests.kit.cli import PHALANX, TORCHRUN, phalanx, start
+from tests.kit.cli import PHALANX, TORCHRUN, Handle, phalanx, start
 
 # way -> options of `phalanx run`. Warm: a fork server that has torch imported is waiting.
 WAYS = {"cold": (), "fresh": ("--fresh",), "warm": ()}
-LIMIT = 60.0  # seconds, after which a run hangs; most take less than 8
+LIMIT = 60.0  # seconds; most runs take less than 8
+# A run beyond the limit may only be slow, on a machine that is full: it hangs once its processes stop using the CPU.
+SLICE = 5.0
+SLICES = 60
+IDLE = 0.03
 PREFIX = "<${rank}>"
 OLD_LAUNCHER = (*TORCHRUN[:-1], "torch.distributed.launch")
 # What a shell may have set that a launcher or torch would read.
@@ -89,11 +95,22 @@ class Lane:
         options = ("--nproc-per-node", str(kind.ranks), "--log-dir", self._logs)
         env = self._env(way) | dict(kind.env)
         with start(words=(*launcher, *options, *kind.command), cwd=work, env=env, input=kind.input) as job:
-            try:
-                code = job.wait(self._limit)
-            except AssertionError:
-                return Ended(None, job.out, job.err, self._limit, stacks.dump(stacks.inside(work, job.pid)))
-            return Ended(code, job.out, job.err, (job.ended or job.started) - job.started)
+            code = self._wait(job, work)
+            where = hangs.dump(hangs.inside(work, job.pid)) if code is None else ""
+            return Ended(code, job.out, job.err, (job.ended or time.monotonic()) - job.started, where)
+
+    def _wait(self, job: Handle, work: str) -> int | None:
+        """The exit code, or None if the run hangs."""
+        with contextlib.suppress(AssertionError):
+            return job.wait(self._limit)
+        used = hangs.cpu_seconds(hangs.inside(work))
+        for _ in range(SLICES):
+            with contextlib.suppress(AssertionError):
+                return job.wait(SLICE)
+            before, used = used, hangs.cpu_seconds(hangs.inside(work))
+            if used - before < IDLE * SLICE:
+                break
+        return None
 
     def _env(self, way: str) -> dict[str, str | None]:
         # One thread, as torchrun has it for several ranks: then one fork server serves runs of one rank, too.

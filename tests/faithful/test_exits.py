@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faithful import stacks
+from tests.faithful import hangs
 from tests.faithful.exits import ALL, Count, End, count
 from tests.faithful.outcome import Outcome
 from tests.faithful.runs import Lane
@@ -24,12 +24,20 @@ def test_an_outcome_is_counted(code: int | None, hangs: int, wrong: int) -> None
 
 def test_a_run_that_does_not_end_is_ended_and_its_stacks_are_told(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import threading\n\ndef waits():\n    threading.Event().wait()\n\nwaits()\n")
-    with Lane(limit=8) as lane:
+    with Lane(limit=4) as lane:
         ours, torchrun = count(End("endless", scripts=str(tmp_path), ranks=1), lane, 1, 0, ("fresh",))
-        assert stacks.inside(f"{lane.root}/endless") == []
+        assert hangs.inside(f"{lane.root}/endless") == []
     assert (ours.runs, ours.hangs, torchrun.runs) == (1, 1, 0)
     assert "endless.py" in ours.notes[0]
     assert "waits" in ours.notes[0]
+
+
+def test_a_slow_run_is_no_hang(tmp_path: Path) -> None:
+    script = "import time\nend = time.monotonic() + 4\nwhile time.monotonic() < end:\n    pass\n"
+    (tmp_path / "slow.py").write_text(script)
+    with Lane(limit=1) as lane:
+        ours, _ = count(End("slow", scripts=str(tmp_path), ranks=1), lane, 1, 0, ("fresh",))
+    assert (ours.runs, ours.hangs, ours.wrong) == (1, 0, 0)
 
 
 def test_there_are_25_ends_with_a_script_each() -> None:

@@ -1,4 +1,4 @@
-"""The stacks of every process of a run that does not end."""
+"""The processes of a run that does not end: do they still compute, and where are they?"""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def inside(folder: str, launcher: int = 0) -> list[int]:
             ):
                 found.append(process.pid)
     return found
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """The CPU time that they and the children they waited for have used."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            ticks += sum(map(int, file.read().rpartition(b")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def dump(pids: list[int]) -> str:
