@@ -152,7 +152,7 @@ def _console(streams: Mapping[str, str], kind: Kind, out: str, err: str) -> dict
     found = {}
     for rank in range(kind.ranks):
         for stream, text in (("stdout", out), ("stderr", err)):
-            logged = streams[f"rank {rank} {stream}"].rstrip("\n")
+            logged = streams[f"rank {rank} {stream}"].removesuffix("\n")
             seen = mask(shown(text, rank), kind.masks)
             if _comparable(logged) and seen != logged:
                 found[f"rank {rank} {stream} on the console"] = seen

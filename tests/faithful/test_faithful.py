@@ -1,31 +1,26 @@
-"""A tenth of `make faithful`: the first kinds, forked cold and warm, each twice; one as new interpreters, too."""
+"""A tenth of `make faithful`: the first kinds, forked cold and from a warm fork server, each twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.faithful.__main__ import compare, text
+from tests.faithful.__main__ import Row, rows, text
 from tests.faithful.kinds import KINDS, Kind
-from tests.faithful.runs import Lane
+from tests.faithful.runs import LIMIT
 
 TENTH = KINDS[:6]
-ALSO_FRESH = "main_facts"
 
-pytestmark = pytest.mark.xdist_group("faithful")
+pytestmark = [pytest.mark.xdist_group("faithful"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def lane() -> Iterator[Lane]:
-    with Lane() as lane:
-        lane.warm_up()
-        yield lane
+def compared() -> dict[str, Row]:
+    """All of them, two at a time: most of a run is one process that imports."""
+    return {row.kind.name: row for row in rows(TENTH, ("cold", "warm"), jobs=2, limit=LIMIT)}
 
 
 @pytest.mark.parametrize("kind", TENTH, ids=lambda kind: kind.name)
-def test_a_script_does_what_it_does_under_torchrun(kind: Kind, lane: Lane) -> None:
-    ways = ("cold", "warm", *(("fresh",) if kind.name == ALSO_FRESH else ()))
-    row = compare(kind, lane, ways)
+def test_a_script_does_what_it_does_under_torchrun(kind: Kind, compared: dict[str, Row]) -> None:
+    row = compared[kind.name]
     assert row.same, "\n".join(text(row, full=True))
-    assert [run.outcome.note for run in row.runs] == [""] * len(row.runs)
+    assert [run.outcome.note for run in row.runs] == [""] * 4

@@ -21,6 +21,3 @@ if rank == 0:
         print(file_store.get("a"), dist.HashStore().add("n", 3))
 dist.barrier()
 dist.destroy_process_group()
-dist.init_process_group("gloo")
-print(dist.get_rank(), dist.get_world_size())
-dist.destroy_process_group()
