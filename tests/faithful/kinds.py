@@ -61,15 +61,15 @@ def _linked(folder: str) -> None:
     os.symlink("real/main_facts.py", os.path.join(folder, "link.py"))
 
 
-# The tenth that the test suite runs comes first: together they cover exit handlers, variables set before torch is
-# imported, the end of a group, a failure, files and numbers.
+# The tenth that the test suite runs comes first. Together they cover files closed at exit, variables set before torch
+# is imported, numbers and the end of a group, a failure, what a script sees of itself, and its children.
 KINDS = (
     Kind("csv_log"),
     Kind("env_assigned"),
     Kind("ddp_not_destroyed"),
     Kind("exception", ranks=1),
     Kind("main_facts", args=("--lr", "0.1", "a b", "")),
-    Kind("loader_fork"),
+    Kind("mp_fork"),
     # Files, and what happens at exit.
     Kind("gzip_log"),
     Kind("zip_archive"),
@@ -82,7 +82,6 @@ KINDS = (
     Kind("futures_at_exit"),
     Kind("tensorboard_log", needs=("tensorboard",), masks=(r"events\.out\.tfevents\.\S*",), ignore=("board-*",)),
     # Processes.
-    Kind("mp_fork"),
     Kind("mp_spawn"),
     Kind("mp_forkserver"),
     Kind("mp_manager"),
@@ -145,6 +144,7 @@ KINDS = (
     Kind("gloo_timeout"),
     Kind("rpc"),
     Kind("sampler"),
+    Kind("loader_fork"),
     Kind("loader_spawn"),
     Kind("save_load"),
     Kind("save_dcp", ignore=("checkpoint/.metadata",)),
@@ -152,7 +152,12 @@ KINDS = (
     Kind("accelerator", needs=("accelerate",)),
     Kind("fabric", needs=("lightning",)),
     Kind("lightning_trainer", needs=("lightning",)),
-    Kind("hf_trainer", needs=("transformers", "accelerate"), ignore=("model/training_args.bin",)),
+    Kind(
+        "hf_trainer",
+        needs=("transformers", "accelerate"),
+        ignore=("model/training_args.bin",),
+        masks=(r"'train_(runtime|\w+_per_second)': '[\d.e-]+'", r"\[\d\d:\d\d<[^\]]*\]"),
+    ),
 )
 
 BY_NAME = {kind.name: kind for kind in KINDS}
