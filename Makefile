@@ -7,7 +7,7 @@ COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|
 # What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check clean
+.PHONY: demo test check faithful clean
 
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
@@ -19,6 +19,10 @@ test: $(VENV)/ready
 	    echo "once more, with nothing beside them:"; \
 	    $(BIN)/python -m pytest @$(VENV)/failed; }
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+
+# Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
+faithful: $(VENV)/ready
+	@$(BIN)/python -m tests.faithful
 
 check: $(VENV)/ready
 	@$(BIN)/ruff check .

@@ -1,0 +1,21 @@
+import atexit
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def leave():
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+atexit.register(leave)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()

@@ -1,0 +1,23 @@
+import threading
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def last():
+    threading.main_thread().join()
+    dist.all_reduce(torch.ones(4))
+    print("the last words")
+    dist.destroy_process_group()
+
+
+threading.Thread(target=last).start()
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()

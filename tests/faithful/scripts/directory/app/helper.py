@@ -1,0 +1,2 @@
+def greet(rank):
+    return f"hello from {__file__} to {rank}"

@@ -1,0 +1,9 @@
+"""One rank raises while the other waits without a word."""
+
+import os
+import time
+
+if os.environ["RANK"] == "1":
+    print("rank 1 fails")
+    raise ZeroDivisionError("of rank 1")
+time.sleep(600)

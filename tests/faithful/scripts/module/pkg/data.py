@@ -1,0 +1,3 @@
+from . import model
+
+SIZE = model.SIZE * 2
