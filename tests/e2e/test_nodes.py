@@ -362,6 +362,9 @@ def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path) ->
         "if rank < 3:\n"
         "    open(f'{folder}/{rank}', 'w').close()\n"
         "    while len(os.listdir(folder)) < 4: time.sleep(0.01)\n"
+        "    # All at one time: whoever is told to stop before that has not failed by itself.\n"
+        "    together = max(os.stat(f'{folder}/{n}').st_mtime for n in range(3)) + 0.5\n"
+        "    while time.time() < together: pass\n"
         "    raise ValueError(rank)\n"
         "time.sleep(1000)\n"
     )

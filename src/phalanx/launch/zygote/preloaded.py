@@ -34,7 +34,8 @@ Changed = dict[str, "str | None"]  # variable -> its value now; None: not set
 _NATIVE = tuple(
     b"""
     OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ GOTO_ BLIS_ ONEDNN_ DNNL_ MKLDNN_ GFORTRAN_ ATEN_ NPY_ NUMPY_ TORCH_ PYTORCH_ KINETO_
-    ACC_ INTEL_LIBITTNOTIFY OPENSSL_ TQDM_
+    ACC_ INTEL_LIBITTNOTIFY I_MPI_ OPENSSL_ GLIBCXX_ CUDA_LAUNCH_BLOCKING CUBLASLT_ CUBLAS_LOG CASK_ NVRTC_ LIBNVVM_
+    NV_NVVM_ LLVM_OVERRIDE_ PTXAS_ AS_SECURE_ TRITON_ TQDM_
     """.split()
 )
 _READ_LATER = (b"TORCH_NCCL_", b"TORCH_FR_", b"TORCH_HOME", b"TORCH_EXTENSIONS_DIR", b"TORCH_SHOW_CPP_STACKTRACES")
@@ -53,18 +54,11 @@ class Layer:
         self.writes: Environment = {}
         self.exits: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []  # module, arguments of atexit.register
 
-    def part(self, name: str) -> set[str]:
-        """What reappears when `name` is imported: everything with the root's package, else what it imports in turn."""
+    def brings(self, name: str) -> list[str]:
+        """What else reappears with this module: everything with the root's package, else what it imports."""
         if name.partition(".")[0] == self.root.partition(".")[0]:
-            return set(self.modules)
-        found: set[str] = set()
-        waiting = [name]
-        while waiting:
-            module = waiting.pop()
-            if module in self.modules and module not in found:
-                found.add(module)
-                waiting += [module.rpartition(".")[0], *self.imports.get(module, ())]
-        return found
+            return list(self.modules)
+        return [name.rpartition(".")[0], *self.imports.get(name, ())]
 
 
 class Preloaded:
@@ -142,19 +136,49 @@ class Preloaded:
         layer = self._hidden.get(spec.name)
         if layer is None:  # another thread has imported it meanwhile
             return sys.modules[spec.name]
-        part = layer.part(spec.name)
-        changed = self._changed(layer, part)
+        parts = self._with(spec.name)
+        changed = {name: value for part in parts for name, value in self._changed(*part).items()}
         if changed:
             self._stale(changed)
         module = layer.modules[spec.name]
         self._replaced[id(module)] = (getattr(module, "__spec__", None), getattr(module, "__loader__", None))
-        self._reveal(layer, part)
+        for part in parts:
+            self._reveal(*part)
         return module
+
+    def _with(self, name: str) -> list[tuple[Layer, set[str]]]:
+        """This module and all that its import brings, by layers."""
+        found: set[str] = set()
+        waiting = [name]
+        while waiting:
+            module = waiting.pop()
+            if module in self._hidden and module not in found:
+                found.add(module)
+                waiting += self._hidden[module].brings(module)
+        parts = [(layer, found & layer.modules.keys()) for layer in self._layers]
+        return [(layer, part) for layer, part in parts if part]
 
     def exec_module(self, module: ModuleType) -> None:
         """It was executed in the fork server; only what the import system has just replaced is put back."""
         if id(module) in self._replaced:
             module.__spec__, module.__loader__ = self._replaced.pop(id(module))
+
+    def get_code(self, name: str) -> Any:
+        """For runpy, which executes a module by another name: `-m cProfile`."""
+        return self._loader(name).get_code(name)
+
+    def get_source(self, name: str) -> Any:
+        return self._loader(name).get_source(name)
+
+    def get_filename(self, name: str) -> Any:
+        return self._loader(name).get_filename(name)
+
+    def is_package(self, name: str) -> Any:
+        return self._loader(name).is_package(name)
+
+    def _loader(self, name: str) -> Any:
+        layer = self._hidden.get(name)
+        return (sys.modules[name] if layer is None else layer.modules[name]).__loader__
 
     def _reveal(self, layer: Layer, part: set[str]) -> None:
         new = part & self._hidden.keys()
