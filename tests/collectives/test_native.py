@@ -76,12 +76,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return build
 
 
+@pytest.mark.timeout(
+    400
+)  # four processes that poll each other, checked at each access, beside other tests on two cores
 @pytest.mark.parametrize(("flavour", "mode", "size", "way"), RUNS, ids=["-".join(map(str, run)) for run in RUNS])
 def test_all_collectives_and_all_deaths(
     built: Callable[[str], Path], flavour: str, mode: str, size: int, way: str
 ) -> None:
     done = subprocess.run(
-        [built(flavour), mode, str(size), way], capture_output=True, text=True, timeout=120, check=False
+        [built(flavour), mode, str(size), way], capture_output=True, text=True, timeout=360, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
