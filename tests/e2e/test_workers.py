@@ -32,6 +32,12 @@ def way(err: str) -> str:
     return next(event.way for event in told(err) if isinstance(event, events.ZygoteReady))
 
 
+# Whether the fork server has: a script does not see it before it imports it itself.
+IMPORTED = (
+    "import sys; layers = sys.modules['_phalanx_zygote.imports'].modules._layers; "
+    "print(any('torch._dynamo' in layer.modules for layer in layers), 'torch._dynamo' in sys.modules)"
+)
+
 ECHO = "import sys, os; print(os.environ['RANK'], repr(sys.stdin.read()))"
 
 
@@ -124,16 +130,16 @@ def test_what_a_script_imports_is_learned_for_the_next_run(tmp_path: Path) -> No
     write(
         tmp_path,
         helper="import importlib\nimportlib.import_module('torch._dynamo')",
-        main="import sys; print('torch._dynamo' in sys.modules); import helper",
+        main=f"{IMPORTED}; import helper",
     )
     first = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
     second = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
-    assert (first.out, second.out) == ("False\n", "True\n")
+    assert (first.out, second.out) == ("False False\n", "True False\n")
 
 
 def test_a_script_that_trains_is_recognised_before_its_first_run(tmp_path: Path) -> None:
-    write(tmp_path, main="import sys; print('torch._dynamo' in sys.modules)\nimport torch.optim\n")
-    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "True\n"
+    write(tmp_path, main=f"{IMPORTED}\nimport torch.optim\n")
+    assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "True False\n"
 
 
 def test_c_streams_are_flushed_though_destructors_are_skipped(tmp_path: Path) -> None:
@@ -224,11 +230,11 @@ def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_warm_zygote_serves_one_run_after_another(tmp_path: Path) -> None:
-    write(tmp_path, main="import sys; print(sys.argv, 'torch._dynamo' in sys.modules)")
+    write(tmp_path, main=f"import sys; print(sys.argv, end=' '); {IMPORTED}")
     with warm():
         for word in ("a", "b"):
             result = phalanx("run", "-g", "2", "--cpu", "main.py", word, cwd=str(tmp_path))
-            assert result.out.count(f"['main.py', '{word}'] True") == 2
+            assert result.out.count(f"['main.py', '{word}'] True False") == 2
             assert way(result.err) == "warm"
         assert way(phalanx("run", "-g", "2", "--cpu", "--no-warm", "main.py", cwd=str(tmp_path)).err) == "cold"
     assert phalanx("warm", "--list").out == "nothing is warm\n"

@@ -40,15 +40,15 @@ def finalize() -> None:
     if _then is None:
         return
     gc.collect()  # as Python does; the objects are in the order of the collector afterwards
-    kinds: dict[type, bool] = {}
-    found = []
+    depths: dict[type, int] = {}
+    found: list[Any] = []
     for one in gc.get_objects():
         kind = type(one)
-        if kind not in kinds:
-            kinds[kind] = hasattr(kind, "__del__")
-        if kinds[kind]:
+        if kind not in depths:
+            depths[kind] = _depth(kind)
+        if depths[kind] >= 0:
             found.append(one)
-    found.sort(key=_depth)
+    found.sort(key=lambda one: depths[type(one)])
     spared = _in_use()
     call = ctypes.pythonapi.PyObject_CallFinalizer
     call.argtypes, call.restype = (ctypes.py_object,), None
@@ -58,22 +58,31 @@ def finalize() -> None:
     _then()
 
 
-def _depth(one: Any) -> int:
-    """Files last, and those last that others write to: the collector's order may close a file before its buffer."""
-    if not isinstance(one, io.IOBase):
-        return 0
-    return next((depth for kind, depth in _DEPTHS.items() if isinstance(one, kind)), 2)
+def _depth(kind: type) -> int:
+    """Files last, and those last that others write to: the collector's order may close a file before its buffer.
+
+    Negative: there is nothing to finalize.
+    """
+    try:
+        if not hasattr(kind, "__del__"):
+            return -1
+        return next(
+            (depth for file, depth in _DEPTHS.items() if issubclass(kind, file)), 2 * issubclass(kind, io.IOBase)
+        )
+    except Exception:  # of a class of classes that answers otherwise
+        return -1
 
 
 def _in_use() -> set[int]:
     """By `id`, objects that Python keeps to its very end: standard streams, and what running threads use."""
-    roots = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
+    held = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
+    roots: list[Any] = [getattr(sys, name, None) for name in ("stdin", "stdout", "stderr")]
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while frame is not None and thread != threading.get_ident():
             roots += frame.f_locals.values()
             frame = frame.f_back
-    return _reachable(roots)
+    return _reachable(roots) | _reachable(held)
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:

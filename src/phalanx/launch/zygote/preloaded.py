@@ -68,7 +68,7 @@ class Preloaded:
         self._layers: list[Layer] = []
         self._seen: Environment = {}  # by the imports
         self._hidden: dict[str, Layer] = {}
-        self._parents: dict[str, ModuleType] = {}  # of hidden modules, if another import made them
+        self._parents: dict[str, ModuleType] = {}  # of hidden modules, which are no attributes of them meanwhile
         self._replaced: dict[int, tuple[Any, Any]] = {}  # specification and loader of a module that is reappearing
         self._launchers: set[bytes] = set()  # variables that the launcher gave this worker
         self._stale: Callable[[Changed], None] = lambda _: None
@@ -114,10 +114,11 @@ class Preloaded:
 
     def _hide(self, name: str, module: ModuleType, layer: Layer) -> None:
         package, _, child = name.rpartition(".")
-        parent = sys.modules.get(package) if package not in layer.modules else None
+        parent = layer.modules.get(package) or sys.modules.get(package)  # `from package import child` finds it there
         if parent is not None and vars(parent).get(child) is module:
-            self._parents[name] = parent
-            delattr(parent, child)
+            with contextlib.suppress(AttributeError, TypeError):  # something that only stands for a module
+                delattr(parent, child)
+                self._parents[name] = parent
         self._hidden[name] = layer
         del sys.modules[name]
 
