@@ -16,7 +16,7 @@ import pytest
 from phalanx.cluster import links
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract import events, line
+from phalanx.contract import encoding, events, line
 from phalanx.contract.events import UNSEEN, Face, Glance, Link
 from phalanx.control import messages
 from phalanx.launch import glances, measures, sights
@@ -225,7 +225,7 @@ class Scene:
             faces=(Face(rank=rank, node=rank, host=f"host{rank}"),),
             ranks=(Glance(rank=rank, **glance),),
         )
-        content = sights._encoder.encode(seen)
+        content = encoding.encode(seen)
         self.post.heard(rank, messages.Letter(kind="sight", number=0, content=content))
 
     def of(self, kind: Any) -> list[Any]:

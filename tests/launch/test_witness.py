@@ -250,7 +250,7 @@ async def _look_on(folder: Path) -> None:
 def _hooked(shown: Witness, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
     """An interpreter that begins a witness before its script."""
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
-    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [shown.slot, *shown.fds]))}
+    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [shown.slot, *shown.fds, ""]))}
     if "PYTHONPATH" in clean:
         hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
     command = [sys.executable, *options, str(SCRIPTS / script), str(folder)]

@@ -24,6 +24,9 @@ class FreshStart:
         self._order = order
         self._fds = fds  # of its probe: board, channel, stacks; empty: it has none
         self._pid = os.getpid()
+        if fds:
+            known = os.fstat(fds[0]).st_ino
+            os.register_at_fork(after_in_child=lambda: _close(fds[0], known))
         self._cwd = os.getcwd()
         self._umask = os.umask(0o077)
         os.umask(self._umask)
@@ -58,6 +61,13 @@ class FreshStart:
         for number, handler in self._signals.items():
             if signal.getsignal(number) is signal.SIG_IGN and handler is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
+
+
+def _close(fd: int, known: int) -> None:
+    """In a child of the worker, which has no use for it, if it is still what it was."""
+    with contextlib.suppress(OSError):
+        if os.fstat(fd).st_ino == known:
+            os.close(fd)
 
 
 def _joined() -> bool:

@@ -60,7 +60,9 @@ def _be_witnessed(task: str) -> None:
         from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
 
         board, channel, stacks = fds
-        witness.begin(board, slot, channel, stacks)
+        kept = witness.begin(board, slot, channel, stacks)
+        if kept:
+            os.close(kept[0])  # the board is mapped
         shadows.uncover(path0 or None)
     except Exception:
         pass
