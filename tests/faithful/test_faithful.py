@@ -23,4 +23,6 @@ def compared() -> dict[str, Row]:
 def test_a_script_does_what_it_does_under_torchrun(kind: Kind, compared: dict[str, Row]) -> None:
     row = compared[kind.name]
     assert row.same, "\n".join(text(row, full=True))
-    assert [run.outcome.note for run in row.runs] == [""] * 4
+    # A warm fork server has imported torch without the values that these scripts set: they are started cold.
+    expected = {"", "was cold, not warm"} if kind.name.startswith("env_") else {""}
+    assert {run.outcome.note for run in row.runs} <= expected
