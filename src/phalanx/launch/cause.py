@@ -99,9 +99,6 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
     return replace(death, code=report.code) if report.exception and _obeyed(death) else death
 
 
-_SLACK = 1.0  # seconds in which a rank on a busy machine raises what it would have raised without us
-
-
 def count(deaths: Sequence[Death]) -> int:
     """How many failed by themselves: not those that ended because we told them to."""
     return sum(not death.stopped or -death.code in _CRASHES or _raised_before(death) for death in deaths)
@@ -112,8 +109,7 @@ def _raised_before(death: Death) -> bool:
     report = report_of(death)
     if report.when is None:
         return bool(report.exception) and not _obeyed(death)
-    late = 0.0 if _lost_a_peer(report) or _obeyed(death) else _SLACK
-    return 0 < report.when <= death.told + late
+    return 0 < report.when <= death.told
 
 
 def counted(block: str, others: int) -> str:
