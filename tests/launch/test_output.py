@@ -599,3 +599,33 @@ def test_any_lines_in_any_chunks_are_shown_as_they_are(
 
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         running(Path(folder), len(ranks), body)
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "kept"),
+    [
+        (b"one\ntwo\n", b"one\ntwo\nthree\n", b"one\ntwo\nthree\n"),
+        (b"one\ntw", b"one\ntwo\n", b"one\ntwo\n"),  # the second half of a line that had no end
+        (b"at 10:00:01\nx\n", b"at 10:00:02\nx\n", b"at 10:00:01\nx\nat 10:00:02\nx\n"),  # whole lines
+        (b"one\ntwo\n", b"one\ntw", b"one\ntwo\ntw"),  # it ended there
+        (b"", b"one\n", b"one\n"),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 3, 100])
+def test_what_a_worker_repeats_when_it_starts_again_is_kept_once(
+    tmp_path: Path, first: bytes, again: bytes, kept: bytes, piece: int
+) -> None:
+    async def body(run: Run) -> None:
+        out, err = (os.dup(fd) for fd in run.open(0))
+        run.output.handed_over(0)
+        os.write(out, first)
+        run.output.repeats(0)
+        for begin in range(0, len(again), piece):
+            os.write(out, again[begin : begin + piece])
+            run.output.catch_up(0)
+        os.close(out)
+        os.close(err)
+        assert await run.output.drained(PATIENCE) == []
+
+    running(tmp_path, 1, body)
+    assert (tmp_path / "0" / "stdout.log").read_bytes() == kept

@@ -326,6 +326,8 @@ class Attempt:
 
     def _imported_too_early(self, worker: Worker, message: wire.Message) -> None:
         """Its script has set variables that the fork server's imports have read before: the next run knows."""
+        if not message["late"]:
+            self.output.repeats(worker.seat.rank)
         if self._lesson is None:
             return
         if not self._set:

@@ -22,6 +22,7 @@ from phalanx.launch.rows import Lines, plain
 PIPE_SIZE = 1 << 20
 _READS = 512  # a pipe is empty after two, but a pseudo-terminal gives a page at a time
 TAIL_SIZE = 1 << 17
+_MOST_REPEATED = 1 << 20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
 
@@ -37,11 +38,14 @@ class Stream:
     target: int | None  # the worker's end, until it has it
     pty: bool
     log: int | None  # None: it could not even be opened
+    start: int  # of this worker's part of the log
     size: int  # of the log
     ended: asyncio.Future[None]
     followers: list[Feed | Thread] = field(default_factory=list)  # they read the log as it grows
     duplicate: Duplicate | None = None
     unkept: bytes = b""  # the end of what the log could not take
+    repeated: bytes = b""  # the worker has started again, and writes this for a second time
+    held: bytes = b""  # as far as it has: the beginning of `repeated`, from its last line on
 
 
 class Output:
@@ -130,7 +134,7 @@ class Output:
         else:
             with contextlib.suppress(OSError):  # the user's share of pipe memory may be used up
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-        stream = Stream(rank, std, path, source, target, live, log, size, self._loop.create_future())
+        stream = Stream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
         if shown and self._echo:
             stream.followers.append(self._console.attach(rank, std, log, size, live=live))
         if shown and self._relay is not None:
@@ -147,6 +151,13 @@ class Output:
             if stream.target is not None:
                 os.close(stream.target)
                 stream.target = None
+
+    def repeats(self, rank: int) -> None:
+        """Its worker begins again, in the same process: lines that it has written before are not kept twice."""
+        self.catch_up(rank)
+        for stream in self._of([rank]):
+            if stream.log is not None and stream.size - stream.start <= _MOST_REPEATED:
+                stream.repeated = os.pread(stream.log, stream.size - stream.start, stream.start)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Living workers have other ranks now: old -> new."""
@@ -253,7 +264,9 @@ class Output:
             return None
         except OSError:  # EIO: the last process that had the pseudo-terminal has closed it
             return 0
-        if count:
+        if count and stream.repeated:
+            self._keep(stream, memoryview(_not_repeated(stream, bytes(self._buffer[:count]))))
+        elif count:
             self._keep(stream, self._buffer[:count])
         return count
 
@@ -305,6 +318,8 @@ class Output:
             self._end(stream)
 
     def _end(self, stream: Stream) -> None:
+        if stream.held:
+            self._keep(stream, memoryview(stream.held))
         self._loop.remove_reader(stream.source)
         os.close(stream.source)
         if stream.target is not None:
@@ -318,6 +333,22 @@ class Output:
         for follower in stream.followers:
             follower.end()
         stream.ended.set_result(None)
+
+
+def _not_repeated(stream: Stream, data: bytes) -> bytes:
+    """What is new: from the first line on that differs. What may yet turn out to be the same line is held."""
+    data = stream.held + data
+    pairs = enumerate(zip(data, stream.repeated, strict=False))
+    same = next((place for place, (new, old) in pairs if new != old), min(len(data), len(stream.repeated)))
+    line = stream.repeated.rfind(b"\n", 0, same) + 1
+    if same == len(stream.repeated):
+        stream.repeated = stream.held = b""
+        return data[same:]
+    if same < len(data):
+        stream.repeated = stream.held = b""
+        return data[line:]
+    stream.repeated, stream.held = stream.repeated[line:], data[line:]
+    return b""
 
 
 def _open_log(path: str) -> int:

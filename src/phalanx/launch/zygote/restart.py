@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import sys
+import termios
+import time
 from typing import Any
 
 from . import birth
 from .witness import witness
 
+_PATIENCE = 2.0  # for an agent that does not read
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
 
 
@@ -37,21 +41,30 @@ class FreshStart:
         if os.getpid() != self._pid:  # a child that the script has forked: it goes on with what its parent has
             return
         joined = _joined()
-        if witness.current is not None:
-            with contextlib.suppress(OSError):
-                witness.current.say({"is": "stale", "variables": changed, "late": joined})
+        for stream in () if joined else (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._say({"is": "stale", "variables": changed, "late": joined})
         if joined:
             names = ", ".join(changed)
             os.write(2, f"phalanx: {names}: set after the import that reads it; use phalanx run --fresh\n".encode())
             return
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
         self._as_before()
         order = {**self._order, "exec": self._order["command"], "hook": _HOOK}
         if self._fds:
             birth.hook(order, self._fds)
         birth.execute(order)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        """Between what this interpreter has written and what the next one writes: the agent has read both."""
+        if witness.current is None:
+            return
+        until = time.monotonic() + _PATIENCE
+        with contextlib.suppress(OSError):
+            for fd in (1, 2):
+                _until_empty(fd, termios.FIONREAD, until)
+            witness.current.say(message)
+            _until_empty(self._fds[1], termios.TIOCOUTQ, until)
 
     def _as_before(self) -> None:
         """What a process keeps when it executes a program, and the script may have changed."""
@@ -61,6 +74,17 @@ class FreshStart:
         for number, handler in self._signals.items():
             if signal.getsignal(number) is signal.SIG_IGN and handler is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
+
+
+def _until_empty(fd: int, request: int, until: float) -> None:
+    """Of a pipe, or a socket: until the other side has read everything."""
+    left = bytearray(4)
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):  # a terminal or a file: nothing to wait for
+            fcntl.ioctl(fd, request, left)
+        if not any(left):
+            return
+        time.sleep(0.001)
 
 
 def _close(fd: int, known: int) -> None:
