@@ -354,7 +354,8 @@ def test_a_rank_that_did_not_come_is_named_on_whatever_node_it_is(lab: Lab, tmp_
         assert "1 other rank failed after it" in said
 
 
-def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["cold", "fresh"])
+def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path, way: tuple[str, ...]) -> None:
     late = tmp_path / "fail.py"
     late.write_text(
         "import atexit, os, time\n"
@@ -367,6 +368,6 @@ def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path) ->
         "    raise ValueError(rank)\n"
         "time.sleep(1000)\n"
     )
-    jobs = together(lab, "--cpu", str(late), ranks=(2, 2))  # forked: fresh ones write no time of their end
+    jobs = together(lab, "--cpu", *way, str(late), ranks=(2, 2))
     assert codes(jobs) == [1, 1], texts(jobs)
     assert "2 other ranks failed after it" in block(jobs[0]), texts(jobs)

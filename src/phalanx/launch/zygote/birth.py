@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -66,10 +67,31 @@ def dress(order: Order) -> None:
     if sys.orig_argv != order["command"]:
         sys.orig_argv[:] = order["command"]
         kernel.set_command_line(order["command"])
+    for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
+        if stream is not None:
+            _reopen(stream, mode)
     _reseed()
     if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes what it has found at the very end
         kernel.leave_what_was_loaded()
-    _record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
+    record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
+
+
+def _reopen(stream: Any, mode: str) -> None:
+    """The same stream on what its descriptor is now: Python looks only once whether one can seek in a file."""
+    raw: Any = io.FileIO(stream.fileno(), mode, closefd=False)
+    raw.name = stream.name
+    through = stream.write_through
+    buffer: Any = raw
+    if isinstance(stream.buffer, io.BufferedIOBase):
+        buffer = io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
+    stream.__init__(
+        buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=stream.line_buffering or (not through and raw.isatty()),
+        write_through=through,
+    )
 
 
 def _reseed() -> None:
@@ -85,7 +107,7 @@ def _reseed() -> None:
         sys.modules["threading"].main_thread()._set_native_id()
 
 
-def _record_exceptions(path: str) -> None:
+def record_exceptions(path: str) -> None:
     """An exception that ends the script is also written to `path`, in torchrun's form, with the exact time."""
     plain = sys.excepthook
 

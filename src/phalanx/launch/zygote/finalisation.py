@@ -31,8 +31,10 @@ def begin(then: Callable[[], None]) -> None:
     global _then
     _then = then
     gc.freeze()  # what exists now is not the script's
-    # Python clears the names of the main module at exit only if something still refers to the module.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
+    main = sys.modules["__main__"]
+    for one in (main, vars(main)):  # but these are: the collector is to find them
+        ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
+        ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 
 
 def finalize() -> None:

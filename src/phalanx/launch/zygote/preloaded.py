@@ -73,20 +73,19 @@ class Preloaded:
         self._launchers: set[bytes] = set()  # variables that the launcher gave this worker
         self._stale: Callable[[Changed], None] = lambda _: None
 
-    def load(self, name: str) -> None:
+    def load(self, root: str) -> None:
         """In the fork server. Raises what the import raises."""
-        layer = Layer(name)
+        layer = Layer(root)
         self._layers.append(layer)
         self._seen = self._seen or environment()
         before = frozenset(sys.modules)
         try:
             with _recorded(layer):
-                importlib.import_module(name)
+                importlib.import_module(root)
         finally:
-            new = {found: module for found, module in list(sys.modules.items()) if found not in before}
-            layer.modules = {found: module for found, module in new.items() if module is not sys.modules["__main__"]}
-            if "__mp_main__" in new:
-                del sys.modules["__mp_main__"]
+            if "__mp_main__" not in before:  # the main module, by the name that multiprocessing gives it
+                sys.modules.pop("__mp_main__", None)
+            layer.modules = {name: module for name, module in list(sys.modules.items()) if name not in before}
 
     def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
         """In a worker. `assumed`: variables that the imports saw because the script was expected to set them."""

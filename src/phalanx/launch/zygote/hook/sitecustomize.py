@@ -56,7 +56,7 @@ def _be_witnessed(task: str) -> None:
         for fd in fds:
             os.set_inheritable(fd, False)
         _load()
-        from _phalanx_zygote import shadows
+        from _phalanx_zygote import birth, shadows
         from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
 
         board, channel, stacks = fds
@@ -64,6 +64,7 @@ def _be_witnessed(task: str) -> None:
         if kept:
             os.close(kept[0])  # the board is mapped
         shadows.uncover(path0 or None)
+        birth.record_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     except Exception:
         pass
 
