@@ -22,6 +22,7 @@ SEE_THEMSELVES = ("main_facts", "symlink")
 KNOWN = (
     Known(SEE_THEMSELVES, "*", "rank * stdout", "frozen objects .*", "the objects of torch's import are frozen"),
     Known(SEE_THEMSELVES, "warm", "rank * stdout", "stack .*", "warm: one more frame below the script"),
+    Known(("import_hooks",), "*", "rank * stdout", r"\['Finder', .*'PathFinder'\]", "a finder of hidden modules"),
 )
 
 
