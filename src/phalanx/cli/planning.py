@@ -11,7 +11,7 @@ from dataclasses import replace
 from phalanx.cli.gathering import Surroundings
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import Streams
-from phalanx.cluster import nvidia, slots
+from phalanx.cluster import nvidia, sharing, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
@@ -42,6 +42,9 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
     slices = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
     if slices and not options.virtual_local_rank:
         notes.append("a process can use one MIG slice only, so each worker sees its own, as device 0 (LOCAL_RANK is 0)")
+    shared = _shared(here)
+    if shared:
+        notes.append(shared)
     if gathering is not None and gathering.task is not None:
         asked = [f"-n {options.min_nodes}:{options.max_nodes}"] * (options.min_nodes < options.max_nodes)
         asked += [f"--spares {options.spares}"] * (options.spares > 0)
@@ -64,8 +67,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         node=0,
         nodes=1,
         environ=inherited,
-        devices_isolated=options.isolate or slices,
-        virtual_local_rank=options.virtual_local_rank or slices,
+        devices_isolated=options.isolate or slices or options.share_gpu,
+        virtual_local_rank=options.virtual_local_rank or slices or options.share_gpu,
         role=options.role,
         master_addr=options.master_addr or "127.0.0.1",
         master_port=options.master_port or 0,
@@ -128,12 +131,22 @@ def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[
                 fix="phalanx run -g N …, with the number of devices",
             )
     devices = None if options.devices is None else ",".join(options.devices)
-    chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu)
+    chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu, share=options.share_gpu)
     if options.numa_binding is None:
         return chosen
     from phalanx.cluster import affinity
 
     return affinity.bind(chosen, options.numa_binding, affinity.read())
+
+
+def _shared(here: tuple[Slot, ...]) -> str:
+    """A note about devices that several workers share."""
+    devices = [slot.device for slot in here if slot.device is not None]
+    if sharing.most(here) < 2:
+        return ""
+    count = len(set(devices))
+    noun = ("MIG slice" if devices[0].kind == "mig" else "GPU") + ("s" if count > 1 else "")
+    return f"{len(devices)} ranks share {count} {noun}: to try and debug a script, not for speed"
 
 
 def _inherited(
@@ -145,6 +158,8 @@ def _inherited(
     if crowded:
         # As torchrun: workers that each use every core get in each other's way.
         inherited.setdefault(THREADS, "1")
+    for name, value in sharing.for_all(here).items():
+        inherited.setdefault(name, value)
     if options.devices is not None:
         inherited["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device.handle for slot in here if slot.device is not None)
     if options.cpu:

@@ -10,25 +10,30 @@ from phalanx.cluster.inventory import Inventory, match_uuid
 from phalanx.errors import DeviceError
 
 
-def choose(inventory: Inventory, *, asked: int | None, devices: str | None, cpu: bool = False) -> tuple[Slot, ...]:
+def choose(
+    inventory: Inventory, *, asked: int | None, devices: str | None, cpu: bool = False, share: bool = False
+) -> tuple[Slot, ...]:
     """One slot a worker, in the order of local ranks.
 
     `asked` is how many workers the user wants: by default one a visible GPU, or a single one where there is
     no GPU. `devices` is the text of --devices: `0,2,5`, `0-3`, UUIDs; numbers are those that a process
-    started here would use (`cuda:2`). `cpu` gives workers without a device, whatever GPUs there are.
+    started here would use (`cuda:2`). `cpu` gives workers without a device, whatever GPUs there are. `share` deals
+    the devices out again and again where there are more workers.
     """
     if asked is not None and asked < 1:
         raise DeviceError(f"{asked} workers were asked for; a node takes at least 1.", fix="phalanx run -g 1 …")
     if cpu:
         return _cpu_slots(inventory, asked, devices)
     if devices is not None:
-        return tuple(Slot(device) for device in _named(inventory, devices, asked))
+        named = _named(inventory, devices, None if share else asked)
+        return tuple(Slot(named[place % len(named)]) for place in range(asked or len(named)))
     if not inventory.visible:
         _check_absence(inventory, asked)
         return (Slot(),) * (asked or 1)
-    if asked is not None and asked > len(inventory.visible):
+    usable = len(inventory.visible)
+    if asked is not None and asked > usable and not share:
         raise _too_few(inventory, asked)
-    return tuple(Slot(device) for device in inventory.visible[:asked])
+    return tuple(Slot(inventory.visible[place % usable]) for place in range(asked or usable))
 
 
 def _cpu_slots(inventory: Inventory, asked: int | None, devices: str | None) -> tuple[Slot, ...]:
@@ -59,7 +64,7 @@ def _check_absence(inventory: Inventory, asked: int | None) -> None:
 
 def _too_few(inventory: Inventory, asked: int) -> DeviceError:
     usable = len(inventory.visible)
-    ways = [f"--cpu for {asked} CPU ranks"]
+    ways = [f"--share-gpu for {asked} ranks on {'it' if usable == 1 else 'them'}", f"--cpu for {asked} CPU ranks"]
     if asked <= usable + len(inventory.hidden):
         ways.append(_unset(usable + len(inventory.hidden), asked))
     return DeviceError(

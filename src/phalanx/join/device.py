@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from phalanx.cluster.sharing import HOST
 from phalanx.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -123,13 +125,13 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
     """`devices`: CUDA_VISIBLE_DEVICES of each rank of this node, so that all of them refuse alike."""
     import torch
 
-    if device.type != "cuda" or "nccl" not in backend:
+    if device.type != "cuda" or "nccl" not in backend or HOST in os.environ:
         return
     count, ranks = torch.cuda.device_count(), len(devices)
     if ranks > count and len(set(devices)) < ranks:
         raise DeviceError(
             f"there are {ranks} ranks on this node, but {count} GPU{'s' if count != 1 else ''}: nccl wants one each",
-            fix=f'phalanx run -g {count} …, or phalanx.init("gloo"), or phalanx.init(device="cpu")',
+            fix=f'phalanx run -g {ranks} --share-gpu …, or phalanx.init("gloo"), or phalanx.init(device="cpu")',
         )
 
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
-from phalanx.join import ending, objects, rollcall, seeds, tcp
+from phalanx.join import ending, nccl, objects, rollcall, seeds, tcp
 from phalanx.join.membership import Membership, form
 from phalanx.join.store import Store
 
@@ -438,10 +438,10 @@ def _to_bytes(body: torch.Tensor) -> bytes:
 
 def _destroy_for_good() -> None:
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _abort_process_group
 
     if "nccl" in str(dist.get_backend_config()):
-        _abort_process_group()
+        nccl.abort()
+        nccl.forget_groups()
     else:
         dist.destroy_process_group()
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.join import nccl
+
 
 class Severing:
     """with severing.watching(): dist.init_process_group(…); later, from any thread: severing.cut()"""
@@ -22,8 +24,7 @@ class Severing:
         self._found: dict[str, int] = {}  # the socket's own name -> descriptor
         self._before: list[dict[str, int]] = []  # while groups are being formed
         self._pid = os.getpid()
-        # Else NCCL's own watchdog ends the process when a peer is gone, before anybody could regroup.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        nccl.prepare()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,7 +56,7 @@ class Severing:
         if os.getpid() == self._pid:
             _abort_ours()  # first: or they ask a store that has just been cut off, about which torch makes a noise
             self.disconnect()
-            _abort()
+            nccl.abort()
 
     def disconnect(self) -> None:
         """What was watched alone: NCCL knows nothing of that, and is left alone."""
@@ -106,27 +107,3 @@ def _abort_ours() -> None:
     """Those that are being made, too: they wait in memory, and for no socket."""
     if (living := sys.modules.get("phalanx.collectives.living")) is not None:
         living.abort()
-
-
-def _abort() -> None:
-    """NCCL's communicators, all in one call of its own: one by one, they might wait for each other."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not c10d.is_nccl_available():
-        return
-    import torch
-
-    backends = []
-    for group in [*c10d._world.pg_map]:
-        with contextlib.suppress(RuntimeError):  # it has none for the GPU
-            backend = group._get_backend(torch.device("cuda"))
-            if isinstance(backend, c10d.ProcessGroupNCCL):
-                backends.append(backend)
-    if not backends:
-        return
-    backends[0]._group_start()
-    try:
-        for backend in backends:
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-    finally:
-        backends[0]._group_end()

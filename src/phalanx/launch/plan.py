@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from string import Template
 from typing import Literal
 
+from phalanx.cluster import sharing
 from phalanx.cluster.placement import Placement, Seat
 from phalanx.contract.variables import INTERFACES, Membership, worker_environment
 from phalanx.launch import filters
@@ -174,7 +175,8 @@ class Plan:
         )
         devices = self.devices(seat)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        return {**self.environ, **worker_environment(member, self.environ), **own}
+        shared = sharing.for_one(seat, self.seats, run=run, nodes=self.nodes)
+        return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
 
     def devices(self, seat: Seat) -> str | None:
         """What a worker may see, where that is not what all of them see."""

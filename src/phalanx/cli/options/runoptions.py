@@ -45,6 +45,7 @@ class RunOptions:
     devices: tuple[str, ...] | None
     cpu: bool
     isolate: bool
+    share_gpu: bool
     virtual_local_rank: bool
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None
     role: str
@@ -157,6 +158,7 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         devices=values.devices,
         cpu=values.cpu,
         isolate=values.isolate,
+        share_gpu=values.share_gpu,
         virtual_local_rank=values.virtual_local_rank,
         numa_binding=values.numa_binding,
         role=values.role,

@@ -85,6 +85,12 @@ OPTIONS = (
         kinds.WORKERS,
     ),
     _ours(SIZE, "--isolate", "Each worker sees its own device only."),
+    _ours(
+        SIZE,
+        "--share-gpu",
+        "More workers than GPUs: several NCCL ranks on each, to try and debug a script, not for speed. A worker sees "
+        "its GPU as device 0, and LOCAL_RANK is 0.",
+    ),
     Option(
         SIZE,
         "--virtual-local-rank",

@@ -1,0 +1,37 @@
+"""Several ranks on one GPU: the environment in which NCCL and torch allow that.
+
+NCCL refuses two ranks on one device of one host ("Duplicate GPU detected"), and takes the MIG slices of a GPU for one
+device. It accepts ranks that claim different hosts (`NCCL_HOSTID`), and connects them by its network transport.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+
+HOST = "NCCL_HOSTID"
+
+
+def most(slots: Sequence[Slot]) -> int:
+    """Ranks on the device that has most of them."""
+    devices = [slot.device for slot in slots if slot.device is not None]
+    return max(map(devices.count, devices), default=0)
+
+
+def for_all(slots: Sequence[Slot]) -> dict[str, str]:
+    """Variables of every worker of this node: an equal share of the memory for each."""
+    sharers = most(slots)
+    return {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{1 / sharers:.3f}"} if sharers > 1 else {}
+
+
+def for_one(seat: Seat, seats: Sequence[Seat], *, run: str, nodes: int) -> dict[str, str]:
+    """Variables of one worker. `seats` are those of its node."""
+    device = seat.slot.device
+    beside = [other.slot.device for other in seats if other.slot.device is not None]
+    if device is None or sum(other.index == device.index for other in beside) < 2:
+        return {}
+    host = {HOST: f"{os.uname().nodename}/{run}/{seat.local_rank}"}
+    return host if nodes > 1 else {**host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}

@@ -1,0 +1,143 @@
+"""Ranks die on real NCCL; the others stay, and the end is to the bit that of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPT = str(Path(__file__).parent / "training.py")
+
+
+@dataclass
+class Outcome:
+    code: int | None
+    seconds: float
+    text: str
+    end: dict[str, Any]
+    kills: dict[str, float] = field(default_factory=dict)
+    pids: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)  # pid: (time, rank, step)
+    folder: Path = Path()
+
+    def recoveries(self) -> list[float]:
+        """Seconds from each kill to the next step that anybody commits in a later generation."""
+        steps = sorted((moment, step) for of_pid in self.pids.values() for moment, _, step in of_pid)
+        found = []
+        for killed in sorted(self.kills.values()):
+            later = [moment for moment, _ in steps if moment > killed]
+            before = max((step for moment, step in steps if moment <= killed), default=0)
+            new = [moment for moment, step in steps if moment > killed and step > before]
+            found.append((new or later or [float("inf")])[0] - killed)
+        return found
+
+    def steps(self) -> dict[int, set[str]]:
+        """Samples of each step, by all ranks."""
+        found: dict[int, set[str]] = {}
+        for path in self.folder.glob("steps.*"):
+            for line in path.read_text().splitlines():
+                if line.startswith("step "):
+                    words = line.split()
+                    found.setdefault(int(words[2]), set()).update(words[5].split(","))
+        return found
+
+
+def run(ranks: int, options: list[str] = [], limit: float = 120.0, **told: Any) -> Outcome:  # noqa: B006
+    folder = Path(tempfile.mkdtemp(prefix="survive-"))
+    environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
+    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *options, SCRIPT]
+    began = time.monotonic()
+    with open(folder / "console", "wb") as console:
+        job = subprocess.Popen(
+            [*line, json.dumps({"folder": str(folder), **told})], env=environ, stdout=console, stderr=console
+        )
+        try:
+            code: int | None = job.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+            with contextlib.suppress(Exception):
+                subprocess.run(
+                    [sys.executable, "-m", "phalanx", "why"], env=environ, timeout=20, stdout=console, stderr=console
+                )
+            job.send_signal(signal.SIGINT)
+            try:
+                job.wait(20)
+            except subprocess.TimeoutExpired:
+                job.kill()
+    seconds = time.monotonic() - began
+    end = json.loads((folder / "end.json").read_text()) if (folder / "end.json").exists() else {}
+    outcome = Outcome(code, seconds, (folder / "console").read_text(errors="replace"), end, folder=folder)
+    for path in folder.glob("killed.*"):
+        outcome.kills[path.name] = float(path.read_text())
+    for path in folder.glob("steps.*"):
+        rows = [line.split() for line in path.read_text().splitlines() if line.startswith("step ")]
+        outcome.pids[int(path.suffix[1:])] = [(float(row[4]), int(row[1]), int(row[2])) for row in rows]
+    return outcome
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "small, forward": {"kills": [[20, 2, "forward"]]},
+    "small, backward": {"kills": [[20, 2, "backward"]]},
+    "small, optimizer": {"kills": [[20, 2, "optimizer"]]},
+    "small, idle": {"kills": [[20, 2, "idle"]]},
+    "25 M": {"layers": 6, "width": 2048, "kills": [[20, 2, "backward"]]},
+    "100 M": {"layers": 24, "width": 2048, "kills": [[20, 2, "backward"]]},
+    "first collective": {"kills": [[0, 1, "start"]]},
+    "rank 0": {"kills": [[20, 0, "backward"]]},
+    "twice": {"kills": [[20, 2, "backward"], [21, 1, "forward"], [22, 3, "backward"]]},
+    "two at once": {"kills": [[20, 2, "forward"], [20, 1, "forward"]]},
+    "compile": {"compile": True, "kills": [[20, 2, "optimizer"]]},
+    "bf16": {"precision": "bf16", "kills": [[20, 2, "backward"]]},
+    "fsdp": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "backward"]]},
+}
+
+
+def main(argv: list[str]) -> int:
+    ranks = 4
+    names = argv or list(CASES)
+    undisturbed: dict[str, str] = {}
+    failed = 0
+    for name in names:
+        case = dict(CASES[name])
+        kills = case.pop("kills")
+        options = case.pop("options", [])
+        key = json.dumps(case, sort_keys=True)
+        if key not in undisturbed:
+            quiet = run(ranks, **case)
+            undisturbed[key] = quiet.end.get("digest", "")
+            print(f"      {name}: undisturbed: code {quiet.code}, {quiet.seconds:.1f} s", flush=True)
+            if quiet.code != 0:
+                print(quiet.text[-3000:])
+        found = run(ranks, options, kills=kills, **case)
+        same = bool(found.end) and found.end.get("digest") == undisturbed[key]
+        steps = found.steps()
+        whole = sorted(steps) == list(range(1, 61)) and all(len(ids) == 8 for ids in steps.values())
+        good = found.code == 0 and same and whole
+        failed += not good
+        times = " ".join(f"{one:.2f}" for one in found.recoveries())
+        print(
+            f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times} s, "
+            f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, samples: {whole}",
+            flush=True,
+        )
+        lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]
+        print("\n".join(f"        {line[:220]}" for line in lines[: 60 if good else 150]), flush=True)
+        print(f"        console: {len(found.text.splitlines())} lines", flush=True)
+        if os.environ.get("OUT"):
+            (Path(os.environ["OUT"]) / f"console-{re.sub(r'[^a-z0-9]+', '-', name)}.txt").write_text(
+                found.text
+            ) if not good else None
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""A training whose ranks are killed at chosen places: python training.py '{"folder": …, "kills": [[20, 2, "backward"]]}'
+
+Every rank writes each step that it commits into FOLDER/steps.PID; rank 0 writes what came out into FOLDER/end.json.
+A kill is [step, rank, place], and happens once. Places: start, forward, backward, optimizer, checkpoint, idle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import phalanx
+
+told: dict[str, Any] = {
+    "layers": 3,
+    "width": 1024,
+    "steps": 60,
+    "samples": 8,
+    "strategy": "ddp",
+    "compile": False,
+    "precision": None,
+    "checkpoints": False,
+    "pause": 0.0,
+    "kills": [],
+    **json.loads(sys.argv[1]),
+}
+folder = Path(told["folder"])
+
+
+def dies(run: phalanx.Run, place: str) -> None:
+    for step, rank, where in told["kills"]:
+        mark = folder / f"killed.{step}.{rank}.{where}"
+        if (run.steps, run.rank, place) == (step, rank, where) and not mark.exists():
+            mark.write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dies(torch.autograd.Function):
+    """In the middle of backward, when some gradients are on their way and some are not."""
+
+    run: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        dies(Dies.run, "backward")
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        width = told["width"]
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(told["layers"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            x = torch.relu(layer(x)) + x
+            if place == len(self.layers) // 2 and not told["compile"]:
+                x = Dies.apply(x)
+        return x
+
+
+def make() -> tuple[Net, torch.optim.Optimizer]:
+    net = Net().to("cuda")
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+
+def digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found.update(name.encode() + whole.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(run: phalanx.Run) -> None:
+    Dies.run = run
+    steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)
+    dies(run, "start")
+    chance = torch.Generator().manual_seed(1)
+    count = told["steps"] * told["samples"]
+    data = torch.utils.data.TensorDataset(torch.randn(count, told["width"], generator=chance), torch.arange(count))
+    loader = run.loader(data, global_batch=told["samples"], shuffle=True)
+    model, opt = run.once(make)
+    options = {"folder": str(folder / "checkpoints"), "every": 10} if told["checkpoints"] else {}
+    run.keep(model=model, opt=opt, data=loader, **options)
+    wrapping = {"compile": True} if told["compile"] else {}
+    if told["precision"]:
+        wrapping["precision"] = told["precision"]
+    net = run.wrap(model, told["strategy"], **wrapping)
+    print(f"entered {run.rank} generation {run.generation} step {run.steps} {time.time():.3f}", file=steps)
+    for _ in run.epochs(1):
+        for x, number in run.batches(loader):
+            dies(run, "forward")
+            loss = net(x).square().mean()
+            run.backward(loss)
+            dies(run, "optimizer")
+            run.step(opt)
+            ids = ",".join(map(str, number.tolist()))
+            print(f"step {run.rank} {run.steps} {run.generation} {time.time():.4f} {ids}", file=steps)
+            dies(run, "idle")
+            if told["pause"]:
+                time.sleep(told["pause"])
+    found = digest(model)
+    peak = torch.cuda.mem_get_info()
+    if run.is_main:
+        (folder / "end.json").write_text(json.dumps({"steps": run.steps, "digest": found, "memory": peak}))
+
+
+if __name__ == "__main__":
+    phalanx.main(train)
