@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -125,7 +124,7 @@ def main(argv: list[str]) -> int:
         failed += not good
         times = " ".join(f"{one:.2f}" for one in found.recoveries())
         print(
-            f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times} s, "
+            f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times}, "
             f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, samples: {whole}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""A training whose ranks are killed at chosen places: python training.py '{"folder": …, "kills": [[20, 2, "backward"]]}'
+"""A training whose ranks are killed at chosen places: python training.py '{"folder": …, "kills": [[20, 2, "idle"]]}'
 
 Every rank writes each step that it commits into FOLDER/steps.PID; rank 0 writes what came out into FOLDER/end.json.
 A kill is [step, rank, place], and happens once. Places: start, forward, backward, optimizer, checkpoint, idle.
@@ -88,7 +88,7 @@ def digest(model: nn.Module) -> str:
 
 def train(run: phalanx.Run) -> None:
     Dies.run = run
-    steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)
+    steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
     dies(run, "start")
     chance = torch.Generator().manual_seed(1)
     count = told["steps"] * told["samples"]

@@ -24,7 +24,7 @@ from phalanx.launch.output import Output
 from phalanx.launch.plan import Plan
 from phalanx.launch.relay import Relay
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.stuck import LAST, PATIENCE, SAVING, Stuck
+from phalanx.launch.stuck import LAST, ON_GPU, PATIENCE, SAVING, Stuck
 from phalanx.launch.victims import Blame, Victims
 from phalanx.launch.witnesses import Board, Witness
 from phalanx.launch.zygote import kernel, wire
@@ -568,11 +568,12 @@ class Attempt:
         stuck, asked = Stuck(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
-            for pid in stuck.among(missing.keys() - asked, PATIENCE) if not safe else ():
+            patience = ON_GPU if any(worker.seat.slot.device is not None for _, worker in self.living) else PATIENCE
+            for pid in stuck.among(missing.keys() - asked, patience) if not safe else ():
                 asked.add(pid)
                 self._saving.add(pid)
                 self._line.send(pid, words.Rescue())
-            for pid in stuck.among(missing, PATIENCE if safe else LAST):
+            for pid in stuck.among(missing, patience if safe else LAST):
                 if not safe and pid in self._saving and not stuck.among([pid], SAVING):
                     continue
                 self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from phalanx.launch.zygote import kernel
 
 PATIENCE = 0.4  # seconds without a sign of work
+ON_GPU = 3.0  # the same for a rank on a GPU, which waits there until NCCL's abort has ended its kernels
 LAST = 15.0  # the same where nobody else has the state: what is lost then is what was done since the last snapshot
 SAVING = 120.0  # the same while it saves that: tens of gigabytes may have to be copied
 
