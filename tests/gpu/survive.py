@@ -39,6 +39,21 @@ class Outcome:
             found.append((new or later or [float("inf")])[0] - killed)
         return found
 
+    def timeline(self) -> list[str]:
+        """What the ranks did after the first kill, in seconds from it."""
+        if not self.kills:
+            return []
+        killed = min(self.kills.values())
+        found = []
+        for path in self.folder.glob("began.*"):
+            found.append((float(path.read_text()) - killed, f"pid {path.suffix[1:]} began"))
+        for path in self.folder.glob("steps.*"):
+            for line in path.read_text().splitlines():
+                words = line.split()
+                moment = float(words[4] if words[0] == "step" else words[-1]) - killed
+                found.append((moment, f"pid {path.suffix[1:]} {' '.join(words[:4][: 3 if words[0] != 'step' else 4])}"))
+        return [f"{moment:7.3f} {what}" for moment, what in sorted(found) if 0 < moment < 4][:24]
+
     def steps(self) -> dict[int, set[str]]:
         """Samples of each step, by all ranks."""
         found: dict[int, set[str]] = {}
@@ -96,20 +111,37 @@ CASES: dict[str, dict[str, Any]] = {
     "two at once": {"kills": [[20, 2, "forward"], [20, 1, "forward"]]},
     "compile": {"compile": True, "kills": [[20, 2, "optimizer"]]},
     "bf16": {"precision": "bf16", "kills": [[20, 2, "backward"]]},
+    "10 M": {"layers": 10, "width": 1024, "kills": [[20, 2, "backward"]]},
+    "10 M, spare": {
+        "layers": 10,
+        "width": 1024,
+        "ranks": 3,
+        "samples": 12,
+        "options": ["--spares", "1"],
+        "kills": [[40, 2, "idle"]],
+    },
+    "100 M, spare": {
+        "layers": 24,
+        "width": 2048,
+        "ranks": 3,
+        "samples": 12,
+        "options": ["--spares", "1"],
+        "kills": [[40, 2, "backward"]],
+    },
     "fsdp": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "backward"]]},
 }
 
 
 def main(argv: list[str]) -> int:
-    ranks = 4
     names = argv or list(CASES)
     undisturbed: dict[str, str] = {}
     failed = 0
     for name in names:
         case = dict(CASES[name])
         kills = case.pop("kills")
+        ranks = case.pop("ranks", 4)
         options = case.pop("options", [])
-        key = json.dumps(case, sort_keys=True)
+        key = json.dumps([ranks, case], sort_keys=True)
         if key not in undisturbed:
             quiet = run(ranks, **case)
             undisturbed[key] = quiet.end.get("digest", "")
@@ -119,7 +151,9 @@ def main(argv: list[str]) -> int:
         found = run(ranks, options, kills=kills, **case)
         same = bool(found.end) and found.end.get("digest") == undisturbed[key]
         steps = found.steps()
-        whole = sorted(steps) == list(range(1, 61)) and all(len(ids) == 8 for ids in steps.values())
+        whole = sorted(steps) == list(range(1, 61)) and all(
+            len(ids) == case.get("samples", 8) for ids in steps.values()
+        )
         good = found.code == 0 and same and whole
         failed += not good
         times = " ".join(f"{one:.2f}" for one in found.recoveries())
@@ -131,10 +165,10 @@ def main(argv: list[str]) -> int:
         lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]
         print("\n".join(f"        {line[:220]}" for line in lines[: 60 if good else 150]), flush=True)
         print(f"        console: {len(found.text.splitlines())} lines", flush=True)
+        if os.environ.get("TIMELINE"):
+            print("\n".join(f"        {line}" for line in found.timeline()), flush=True)
         if os.environ.get("OUT"):
-            (Path(os.environ["OUT"]) / f"console-{re.sub(r'[^a-z0-9]+', '-', name)}.txt").write_text(
-                found.text
-            ) if not good else None
+            (Path(os.environ["OUT"]) / f"console-{re.sub(r'[^a-z0-9]+', '-', name)}.txt").write_text(found.text)
     return failed
 
 

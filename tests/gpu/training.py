@@ -89,6 +89,7 @@ def digest(model: nn.Module) -> str:
 def train(run: phalanx.Run) -> None:
     Dies.run = run
     steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
+    print(f"formed {run.rank} {run.generation} {time.time():.3f}", file=steps)
     dies(run, "start")
     chance = torch.Generator().manual_seed(1)
     count = told["steps"] * told["samples"]
@@ -101,7 +102,7 @@ def train(run: phalanx.Run) -> None:
     if told["precision"]:
         wrapping["precision"] = told["precision"]
     net = run.wrap(model, told["strategy"], **wrapping)
-    print(f"entered {run.rank} generation {run.generation} step {run.steps} {time.time():.3f}", file=steps)
+    print(f"wrapped {run.rank} {run.generation} {time.time():.3f}", file=steps)
     for _ in run.epochs(1):
         for x, number in run.batches(loader):
             dies(run, "forward")
@@ -121,4 +122,5 @@ def train(run: phalanx.Run) -> None:
 
 
 if __name__ == "__main__":
+    (folder / f"began.{os.getpid()}").write_text(f"{time.time():.3f}")
     phalanx.main(train)

@@ -34,7 +34,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         options.kind, options.script, options.args, options.python or sys.executable, options.local_rank_option
     )
     command.check()
-    here = _slots(options, environ, around.node)
+    here, unused = _slots(options, environ, around.node)
     placement = place(Cluster((Node(0, os.uname().nodename, here),)))
     tasks = gathering.task.local_size if gathering is not None and gathering.task is not None else 1
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
@@ -93,6 +93,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         gathering=gathering,
         check_collectives=options.check_collectives,
         spares=options.spares if gathering is None else 0,
+        unused=unused,
     )
 
 
@@ -107,7 +108,8 @@ def _is_wrapper(python: str) -> bool:
         ) from error
 
 
-def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[Slot, ...]:
+def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Those of the workers, and those that are left."""
     inventory = nvidia.survey({**environ, **options.env})
     asked, cpu = options.workers, options.cpu
     if asked is None and options.slots is not None and node < len(options.slots):
@@ -132,11 +134,12 @@ def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[
             )
     devices = None if options.devices is None else ",".join(options.devices)
     chosen = slots.choose(inventory, asked=asked, devices=devices, cpu=cpu, share=options.share_gpu)
+    left = [] if cpu or devices is not None else [one for one in map(Slot, inventory.visible) if one not in chosen]
     if options.numa_binding is None:
-        return chosen
+        return chosen, tuple(left)
     from phalanx.cluster import affinity
 
-    return affinity.bind(chosen, options.numa_binding, affinity.read())
+    return affinity.bind(chosen, options.numa_binding, affinity.read()), ()
 
 
 def _shared(here: tuple[Slot, ...]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.sharing import HOST
@@ -133,6 +135,30 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
             f"there are {ranks} ranks on this node, but {count} GPU{'s' if count != 1 else ''}: nccl wants one each",
             fix=f'phalanx run -g {ranks} --share-gpu …, or phalanx.init("gloo"), or phalanx.init(device="cpu")',
         )
+
+
+def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
+    """Create a CUDA context and load cuBLAS in a thread, while this process meets the others.
+
+    A spare does not know its device yet, unless it sees only one: it prepares all of them.
+    """
+    import torch
+
+    found = _parsed(asked)
+    if (found is not None and found.type != "cuda") or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    own = found.index if found is not None and found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    devices = range(count) if spare else [own % count]
+
+    def prepare() -> None:
+        with contextlib.suppress(RuntimeError):  # whoever uses the device next is told what is wrong with it
+            for index in devices:
+                ones = torch.ones(16, 16, device=torch.device("cuda", index))
+                torch.mm(ones, ones).sum()
+                torch.cuda.synchronize(index)
+
+    threading.Thread(target=prepare, name="phalanx-cuda", daemon=True).start()
 
 
 def use(device: torch.device) -> None:

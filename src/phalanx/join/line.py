@@ -21,16 +21,23 @@ _FIRST = 30.0  # for the supervisor to say where we stand: it is on this machine
 
 
 class Line:
-    """`world` is where this worker stands. `moved` is called, by the thread of `listen`, when that is elsewhere, or
-    nowhere; `heard` with whatever else the supervisor says."""
+    """`world` is where this worker stands.
+
+    When that changes, the thread of `listen` calls `leave`, then publishes the new world, then calls `moved`. So
+    nothing of the next group exists yet when `leave` cuts the old one. `has_moved` is true from before `leave` on:
+    nothing counts that an operation of the old group has left half done. `heard` is called with whatever else the
+    supervisor says.
+    """
 
     def __init__(
         self,
         name: str,
+        leave: Callable[[], None],
         moved: Callable[[], None],
         beat: Callable[[], words.Beat],
         heard: Callable[[words.Halt | words.Rescue | words.End], None],
     ) -> None:
+        self._leave = leave
         self._moved = moved
         self._heard = heard
         self._beat = beat
@@ -39,6 +46,7 @@ class Line:
         self.preempt = first.preempt  # signals that are not for a worker to die of
         self._world = first if isinstance(first, words.World) else None
         self._waiting = self._world is None  # a spare, or one of too few
+        self._leaving = False  # the old group, and the next one is not known yet
         self._gone = False
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
@@ -56,6 +64,11 @@ class Line:
             return self._world
 
     @property
+    def is_spare(self) -> bool:
+        """It has never had a place."""
+        return self._world is None
+
+    @property
     def generation(self) -> int:
         """Of where it stands, at once; -1: nowhere yet."""
         world = self._world
@@ -71,7 +84,7 @@ class Line:
 
     def has_moved(self, since: words.World) -> bool:
         with self._changed:
-            return self._waiting or self._later(since)
+            return self._leaving or self._waiting or self._later(since)
 
     def _later(self, than: words.World) -> bool:
         return self._world is not None and self._world.generation > than.generation
@@ -118,8 +131,12 @@ class Line:
                 self._heard(message)
                 continue
             with self._changed:
+                self._leaving = True
+            self._leave()
+            with self._changed:
                 self._waiting = isinstance(message, words.Wait)
                 self._world = self._world if isinstance(message, words.Wait) else message
+                self._leaving = False
                 self._changed.notify_all()
             self._moved()
         with self._changed:

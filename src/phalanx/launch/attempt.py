@@ -16,7 +16,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
-from phalanx.launch import cause, differing, zygotes
+from phalanx.launch import cause, differing, spares, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.line import Line
@@ -601,7 +601,8 @@ class Attempt:
 
     def _fill(self, seat: Seat, name: str | None) -> None:
         if name is None:
-            name = next((name for name, worker in self.living if worker.spare and worker.called), None)
+            ready = {name: worker.seat.slot for name, worker in self.living if worker.spare and worker.called}
+            name = spares.pick(seat.slot, ready, self._slots(spare=False))
             dead = [name for name, worker in self.workers.items() if worker.code is not None]
             for gone in dead:
                 if self.workers[gone].seat.local_rank == seat.local_rank:
@@ -616,7 +617,9 @@ class Attempt:
 
     def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
         """Its rank before, and now."""
-        was, worker.seat = worker.seat.rank, seat
+        own = worker.seat.slot
+        # A process keeps the device that it has.
+        was, worker.seat = worker.seat.rank, seat if own.device is None else replace(seat, slot=own)
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
             if worker.witness is not None:
@@ -647,7 +650,14 @@ class Attempt:
         for _ in range(plan.spares - sum(worker.spare for _, worker in self.living)):
             place = next(free)
             rank = plan.placement.world_size + place - len(plan.seats)
-            self.start_worker(Seat(rank, plan.node, place, len(plan.seats), Slot()), spare=True)
+            slot = Slot()
+            if plan.devices_isolated:
+                slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.unused])
+                slot = spares.slot([*slots], self._slots(spare=False), self._slots(spare=True))
+            self.start_worker(Seat(rank, plan.node, place, len(plan.seats), slot), spare=True)
+
+    def _slots(self, *, spare: bool) -> list[Slot]:
+        return [worker.seat.slot for _, worker in self.living if worker.spare == spare]
 
     def _move_store(self, before: socket.socket | None) -> None:
         """To another node, or from it."""

@@ -9,6 +9,7 @@ from string import Template
 from typing import Literal
 
 from phalanx.cluster import sharing
+from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Placement, Seat
 from phalanx.contract.variables import INTERFACES, Membership, worker_environment
 from phalanx.launch import filters
@@ -139,6 +140,7 @@ class Plan:
     watching: Watching = Watching()
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits
+    unused: tuple[Slot, ...] = ()  # devices of this node that no rank has
 
     @property
     def seats(self) -> tuple[Seat, ...]:

@@ -17,6 +17,7 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import line as words
 from phalanx.contract.variables import MEMORY
 from phalanx.errors import JoinError
+from phalanx.join.device import warm_up
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.severing import Severing
@@ -46,12 +47,13 @@ class Generations:
         self._forming: words.World | None = None  # or formed: where this process is
         self._remembers = False  # there were snapshots in memory, in the last group that it has left
         self._rescuing = threading.Lock()  # one at a time
-        self._line = Line(name, self._moved, self._pulse, self._heard)
+        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard)
         self._ignoring = Ignoring(self._line.preempt)
         self._line.listen()
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
         """Through as many generations as it takes. The run is still open when it returns or raises."""
+        warm_up(self._options.get("device"), spare=self._line.is_spare)
         while True:
             world = self._line.world
             self._forming = world
@@ -152,10 +154,6 @@ class Generations:
         self._severing.forget()
 
     # -- what the supervisor says
-
-    def _moved(self) -> None:
-        self._severing.cut()
-        self._halting.stir()
 
     def _heard(self, message: words.Halt | words.Rescue | words.End) -> None:
         if isinstance(message, words.End):
