@@ -77,6 +77,7 @@ class Group:
         device: str | torch.device | None = None,
         world: World | None = None,
         word: str = "",
+        met: Callable[[Membership], None] | None = None,
     ) -> Self:
         """Finds out who this process is, waits until all are here, and forms the group.
 
@@ -94,6 +95,7 @@ class Group:
             device=device,
             world=world,
             word=word,
+            met=met,
         )
         return cls(membership, seed=seed)
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,12 @@ def form(
     device: str | torch.device | None,
     world: World | None = None,
     word: str = "",
+    met: Callable[[Membership], None] | None = None,
 ) -> Membership:
-    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all."""
+    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all.
+
+    `met` is called when all are here, and the group is about to form.
+    """
     import torch.distributed as dist
 
     timeout = _seconds(timeout)
@@ -107,7 +111,16 @@ def form(
     where, people = _meet(bare, identity, place, environ, timeout, word=word, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
-        backend, device, identity, people, store=where, place=place, keeper=keeper, timeout=timeout, group=asked
+        backend,
+        device,
+        identity,
+        people,
+        store=where,
+        place=place,
+        keeper=keeper,
+        timeout=timeout,
+        group=asked,
+        met=met,
     )
 
 
@@ -230,6 +243,7 @@ def _found(
     keeper: bool,
     timeout: float,
     group: bool,
+    met: Callable[[Membership], None] | None,
 ) -> Membership:
     import torch.distributed as dist
 
@@ -240,18 +254,7 @@ def _found(
     if group:
         device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
     device.use(own)
-    if group:
-        choose_interface(identity, people, place)
-        eager = own if own.type == "cuda" and "nccl" in name else None
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore("group", store),
-            rank=identity.rank,
-            world_size=identity.world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=eager,
-        )
-    return Membership(
+    membership = Membership(
         identity,
         people,
         where,
@@ -264,6 +267,20 @@ def _found(
         owned=group,
         timeout=timeout,
     )
+    if met is not None:
+        met(membership)
+    if group:
+        choose_interface(identity, people, place)
+        eager = own if own.type == "cuda" and "nccl" in name else None
+        dist.init_process_group(
+            name,
+            store=dist.PrefixStore("group", store),
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=eager,
+        )
+    return membership
 
 
 def _refuse_another(

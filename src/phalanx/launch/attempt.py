@@ -705,6 +705,7 @@ class Attempt:
         match message:
             case words.Here():
                 worker.called = True
+                self.output.regroups(worker.seat.rank)
                 self._line.send(pid, self._place(worker))
                 if self._halt is not None and not worker.spare:
                     self._line.send(pid, self._halt)

@@ -405,6 +405,8 @@ class Console:
         return feed.prefix + lines[:-1].replace(b"\n", b"\n" + feed.prefix) + b"\n"
 
     def _put(self, feed: Feed, lines: bytes) -> None:
+        if feed.noise is not None:
+            lines = feed.noise.without(lines)
         if not lines:
             return
         self._gone_by(feed.sink, feed)

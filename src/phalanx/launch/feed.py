@@ -7,6 +7,7 @@ import os
 from collections import deque
 from typing import TYPE_CHECKING
 
+from phalanx.launch.noise import Noise
 from phalanx.launch.rows import Lines
 from phalanx.launch.sink import Sink
 
@@ -27,6 +28,7 @@ class Feed:
         self.rank = 0
         self.live = False  # its unfinished rows are painted
         self.heard = 0.0
+        self.noise: Noise | None = None  # what is left out
         self.showing = False  # an unfinished line is on the screen
         self.sign_at: float | None = None  # when to show how far a bar is that has no terminal
         self.sign = b""

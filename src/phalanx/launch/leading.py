@@ -31,6 +31,7 @@ from phalanx.launch.console import Console
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Std
 from phalanx.launch.gathering import Gathering
+from phalanx.launch.noise import Noise
 from phalanx.launch.plan import Plan
 from phalanx.launch.preemption import Preemption
 from phalanx.launch.recoveries import Recoveries
@@ -608,6 +609,8 @@ class Leading:
         if feed is None:
             feed = self._console.attach(log.rank, Std(log.stream), None, 0, live=False)
             self._feeds[log.rank, log.stream] = feed
+        if feed.noise is None and self._abilities and self._ability()[0]:
+            feed.noise = Noise()
         if log.skipped:
             host = self._own().roster.members[member].host
             feed.unkept(f"… {log.skipped} bytes are left out here; all of it is in the log on {host}\n".encode())

@@ -16,6 +16,7 @@ from typing import Literal
 from phalanx.launch.console import Console
 from phalanx.launch.feed import Feed
 from phalanx.launch.filters import Duplicate, Std
+from phalanx.launch.noise import Noise
 from phalanx.launch.relay import Relay, Thread
 from phalanx.launch.rows import Lines, plain
 
@@ -158,6 +159,13 @@ class Output:
         for stream in self._of([rank]):
             if stream.log is not None and stream.size - stream.start <= _MOST_REPEATED:
                 stream.repeated = os.pread(stream.log, stream.size - stream.start, stream.start)
+
+    def regroups(self, rank: int) -> None:
+        """Its worker can lose a peer and go on: what torch and NCCL print about that is not shown."""
+        for stream in self._of([rank]):
+            for follower in stream.followers:
+                if isinstance(follower, Feed) and follower.noise is None:
+                    follower.noise = Noise()
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Living workers have other ranks now: old -> new."""

@@ -20,6 +20,7 @@ from phalanx.errors import JoinError
 from phalanx.join.device import warm_up
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
+from phalanx.join.membership import Membership
 from phalanx.join.severing import Severing
 from phalanx.train.halting import Halted, Halting
 from phalanx.train.handover import Handover, Past
@@ -39,6 +40,7 @@ class Generations:
         self._severing = Severing()
         self._run: Run | None = None
         self._past: Past | None = None
+        self._handover: Handover | None = None  # of the group that is being formed
         self._once = Once()
         self._waited = 0.0  # since a checkpoint was due
         self._unwatched = self._severing.watch_groups()
@@ -84,7 +86,8 @@ class Generations:
     def _begin(self, world: words.World) -> Run:
         self._line.tell(words.Entering(world.generation, self._past is not None))
         with self._severing.watching():
-            run = Run.join(**self._options, world=world, word=self._past.word if self._past is not None else "")
+            word = self._past.word if self._past is not None else ""
+            run = Run.join(**self._options, world=world, word=word, met=self._met if world.generation else None)
         self._run = run
         run.seed_everything()
         self._once.enter()
@@ -114,10 +117,16 @@ class Generations:
         if self._line.has_moved(world):
             raise JoinError("the group was left in the middle of a step, which will be done again")
 
+    def _met(self, membership: Membership) -> None:
+        """While those that are new still make themselves ready, those that have the state lay it out for them."""
+        self._handover = Handover(membership, self._past)
+        self._handover.prepare()
+
     def _inherit(self, run: Run, world: words.World) -> None:
         run.past, self._past = self._past, None
-        run.handover = handover = Handover(run, run.past)
-        handover.prepare()
+        handover, self._handover = self._handover, None
+        assert handover is not None  # noqa: S101
+        run.handover = handover
 
         def committed(step: int) -> None:
             self._line.tell(words.Going(world.generation, step, run.before))
@@ -128,6 +137,9 @@ class Generations:
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is None:  # it never came to be
+            if self._handover is not None:
+                self._handover.close()
+                self._handover = None
             self._destroy()
             return
         self._waited, self._remembers = run.waiting, run.remembers

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.cluster.sharing import HOST
+from phalanx.cluster.sources.surroundings import environment
 from phalanx.join import objects
-from phalanx.join.group import Group
+from phalanx.join.membership import Membership
 from phalanx.join.store import Store
 from phalanx.train import pieces
 from phalanx.train.buckets import Layout
@@ -119,11 +121,14 @@ class Deal:
 class Handover:
     """Of one generation, as one rank sees it."""
 
-    def __init__(self, group: Group, past: Past | None) -> None:
-        self._group = group
+    def __init__(self, membership: Membership, past: Past | None) -> None:
+        self._rank = membership.identity.rank
+        self._device, self._backend = membership.device, membership.backend
+        # Where NCCL takes the ranks of a node for several hosts, it is much slower than memory that they share.
+        self._by_memory = HOST in environment() and self._device.type == "cuda"
         self._past = past
-        self._deal = Deal.of([person.word for person in group.membership.people], group.topology.nodes)
-        self._store = Store(dist.PrefixStore("handover", group.membership.store), group.membership.timeout)
+        self._deal = Deal.of([person.word for person in membership.people], membership.topology.nodes)
+        self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
         self._parcel: Parcel | None = None
         self.spoilt = False  # the objects of the past are being written over
 
@@ -133,13 +138,13 @@ class Handover:
         return bool(self._deal.holders)
 
     def prepare(self) -> None:
-        """Lay out this rank's part of what others of its node will come for."""
-        deal, rank, past = self._deal, self._group.rank, self._past
+        """Lay out this rank's part of what others of its node will come for. The group need not have formed."""
+        deal, rank, past = self._deal, self._rank, self._past
         if past is None or rank not in deal.holders or not self._takers():
             return
         past.put_back()
         held = state.taken(past.kept)
-        near = {name: tensor for name, tensor in held.tensors.items() if not tensor.is_cuda}
+        near = {name: tensor for name, tensor in held.tensors.items() if self._by_memory or not tensor.is_cuda}
         givers = deal.near(rank)
         mine = _share(near, givers.index(rank), len(givers))
         self._parcel = Parcel(mine, _label(held, past) if rank == givers[0] else {})
@@ -147,14 +152,14 @@ class Handover:
 
     def complete(self, kept: Mapping[str, object]) -> Received | None:
         """The newest state is in the objects of this rank. None: there is none to be had."""
-        deal, rank, past = self._deal, self._group.rank, self._past
+        deal, rank, past = self._deal, self._rank, self._past
         self._past = None
         if not deal.holders:
             return None
         if rank in deal.holders and past is not None:
             past.put_back()
             self._send(past)
-            _keep_on(kept, past, self._group.device)
+            _keep_on(kept, past, self._device)
             return Received(past.step, past.epoch, past.layouts if deal.alike else [])
         self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
@@ -171,10 +176,10 @@ class Handover:
             self._parcel = None
 
     def _takers(self) -> list[int]:
-        return [rank for rank in self._deal.lacking if self._group.rank in self._deal.near(rank)]
+        return [rank for rank in self._deal.lacking if self._rank in self._deal.near(rank)]
 
     def _send(self, past: Past) -> None:
-        takers = [rank for rank in self._deal.lacking if self._deal.giver(rank) == self._group.rank]
+        takers = [rank for rank in self._deal.lacking if self._deal.giver(rank) == self._rank]
         if not takers:
             return
         held = state.taken(past.kept)
@@ -184,12 +189,12 @@ class Handover:
                 label = objects.encode(_label(held, past))
                 self._store.set(f"to {taker}", str(len(label)))
                 pieces.send({"": torch.frombuffer(bytearray(label), dtype=torch.uint8)}, taker, self._wire(False))
-            for far in (True, False) if not near else (True,):
+            for far in self._by_backend(near):
                 theirs = {name: one for name, one in held.tensors.items() if one.is_cuda is far}
                 pieces.send(theirs, taker, self._wire(far))
 
     def _receive(self, kept: Mapping[str, object]) -> Received:
-        deal, rank = self._deal, self._group.rank
+        deal, rank = self._deal, self._rank
         near = deal.near(rank)
         if not near:
             body = torch.empty(int(self._store.get(f"to {rank}")), dtype=torch.uint8)
@@ -212,16 +217,20 @@ class Handover:
                     for parcel in parcels:
                         parcel.read(targets)
             self._store.set(f"taken {rank}", "")
-        for far in (True, False) if not near else (True,):
+        for far in self._by_backend(bool(near)):
             mine = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far is far}
             pieces.receive(mine, deal.giver(rank), self._wire(far))
         state.restore(kept, label["plain"], targets)
         return Received(label["step"], label["epoch"], label["layouts"] if deal.alike else [])
 
+    def _by_backend(self, near: bool) -> tuple[bool, ...]:
+        """Which tensors go by the backend: those on a GPU (True), those of the CPU (False)."""
+        return () if near and self._by_memory else (True,) if near else (True, False)
+
     def _wire(self, far: bool) -> torch.device:
         """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
-        backend = self._group.backend
-        return self._group.device if "nccl" in backend and (far or "gloo" not in backend) else pieces.CPU
+        backend = self._backend
+        return self._device if "nccl" in backend and (far or "gloo" not in backend) else pieces.CPU
 
 
 def _label(held: State, past: Past) -> dict[str, Any]:

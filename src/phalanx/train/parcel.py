@@ -27,12 +27,8 @@ class Parcel:
     def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
         self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
         try:
-            places, end = {}, 0
-            for name, tensor in tensors.items():
-                places[name] = end
-                packed = tensor.detach().contiguous()  # held until it is written
-                end += _write(self._fd, _memory(packed))
-                end += _write(self._fd, memoryview(bytes(-end % ALIGNED)))
+            fill = _copied if any(tensor.is_cuda for tensor in tensors.values()) else _written
+            places, end = fill(self._fd, tensors)
             text = objects.encode({**label, "places": places})
             _write(self._fd, memoryview(text))
         except BaseException:
@@ -86,11 +82,10 @@ class Opened:
             target = targets[name].detach()
             if self._is_own(target):
                 continue
-            near = (
-                target
-                if target.is_contiguous() and target.device.type == "cpu"
-                else torch.empty_like(target, device="cpu", memory_format=torch.contiguous_format)
-            )
+            if target.is_cuda:
+                target.copy_(self.tensor(name, target.dtype, tuple(target.shape)))
+                continue
+            near = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
             view = _memory(near)
             while view:
                 count = os.preadv(self._fd, [view], place)
@@ -111,6 +106,34 @@ class Opened:
 
     def __exit__(self, *error: object) -> None:
         os.close(self._fd)
+
+
+def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """Where each of them is in the file, and where the last one ends."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        packed = tensor.detach().contiguous()  # held until it is written
+        end += _write(fd, _memory(packed))
+        end += _write(fd, memoryview(bytes(-end % ALIGNED)))
+    return places, end
+
+
+def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """The same, for tensors on a GPU: straight into the memory of the file."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        end += tensor.nbytes + -tensor.nbytes % ALIGNED
+    if end:
+        os.ftruncate(fd, end)
+        memory = mmap.mmap(fd, end, flags=mmap.MAP_SHARED | _POPULATE)
+        for name, tensor in tensors.items():
+            if count := tensor.numel():
+                there = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=places[name])
+                there.view(tensor.shape).copy_(tensor.detach())
+        os.lseek(fd, end, os.SEEK_SET)
+    return places, end
 
 
 def _write(fd: int, view: memoryview) -> int:

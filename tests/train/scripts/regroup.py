@@ -38,7 +38,7 @@ def join(generation: int, past: Past | None) -> Run:
     run = Run.join(world=world, word=past.word if past is not None else "")
     run.seed_everything()
     if past is not None:
-        run.generation, run.past, run.handover = generation, past, Handover(run, past)
+        run.generation, run.past, run.handover = generation, past, Handover(run.membership, past)
         run.handover.prepare()
     return run
 

@@ -1,0 +1,47 @@
+"""What torch and NCCL print when a rank that can regroup loses a peer: dozens of lines for each rank, about an abort
+that is expected. They stay in the rank's log, and the console has one line of ours instead.
+
+    noise = Noise()
+    shown = noise.without(b"…whole lines…")
+"""
+
+from __future__ import annotations
+
+import re
+
+_ERROR = re.compile(
+    rb"(?:\[rank\d+\]:)?\[[EF]\d{4} [\d:.]+ (?:ProcessGroupNCCL|NCCLUtils|TCPStore|HeartbeatMonitor)\.cpp:\d+\]"
+)
+_WARNING = re.compile(
+    rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|TCPStore)\.cpp:\d+\].*"
+    rb"(?:unbatched P2P op|recvValue failed|Failed to check the|should dump)"
+)
+# The other lines of one message: NCCL's own words, and two kinds of stacks.
+_MORE = re.compile(rb"nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
+_QUOTED = b"Last error:"  # the next line is NCCL's, in any words
+
+
+class Noise:
+    """Of one stream: a message may be cut anywhere between two of its lines."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._quoted = False
+
+    def without(self, lines: bytes) -> bytes:
+        return b"".join(line for line in lines.splitlines(keepends=True) if not self._drops(line))
+
+    def _drops(self, line: bytes) -> bool:
+        text = line.rstrip(b"\r\n")
+        if self._quoted:
+            self._quoted = False
+            return True
+        if _ERROR.match(text):
+            self._inside = True
+        elif self._inside and _MORE.match(text):
+            self._quoted = text.startswith(_QUOTED)
+            self._inside = bool(text.strip())  # an empty line is the last one
+        else:
+            self._inside = False
+            return bool(_WARNING.match(text))
+        return True
