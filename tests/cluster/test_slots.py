@@ -100,14 +100,17 @@ def test_too_many_workers_for_a_machine_that_lost_a_gpu_and_hides_another() -> N
             "a container or a scheduler keeps it from this process, or it is broken",
             "  on the PCI bus at 0000:04:00.0, but not listed by the driver: "
             "it no longer answers: it fell off the bus (a reset or a reboot may bring it back)",
-            "  fix: phalanx run -g 2 …   (or --cpu for 4 CPU ranks)",
+            "  fix: phalanx run -g 2 …   (or --share-gpu for 4 ranks on them, or --cpu for 4 CPU ranks)",
         ]
     )
 
 
 def test_what_the_mask_hides_is_offered_if_it_would_be_enough() -> None:
     fix = refusal(machine(8, mask="0,1"), asked=8).fix
-    assert fix.startswith("phalanx run -g 2 …   (or --cpu for 8 CPU ranks, or unset CUDA_VISIBLE_DEVICES; ")
+    assert fix.startswith(
+        "phalanx run -g 2 …   (or --share-gpu for 8 ranks on them, or --cpu for 8 CPU ranks, "
+        "or unset CUDA_VISIBLE_DEVICES; "
+    )
     assert fix.endswith("phalanx run -g 8 …)")
     assert "unset" not in refusal(machine(8, mask="0,1"), asked=9).fix
 

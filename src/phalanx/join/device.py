@@ -138,7 +138,8 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
 
 
 def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
-    """Create a CUDA context and load cuBLAS in a thread, while this process meets the others.
+    """Create a CUDA context, load cuBLAS and NCCL and the kernels of a step in a thread, while this process meets the
+    others.
 
     A spare does not know its device yet, unless it sees only one: it prepares all of them.
     """
@@ -154,11 +155,22 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
     def prepare() -> None:
         with contextlib.suppress(RuntimeError):  # whoever uses the device next is told what is wrong with it
             for index in devices:
-                ones = torch.ones(16, 16, device=torch.device("cuda", index))
-                torch.mm(ones, ones).sum()
-                torch.cuda.synchronize(index)
+                _use_once(torch.device("cuda", index))
 
     threading.Thread(target=prepare, name="phalanx-cuda", daemon=True).start()
+
+
+def _use_once(device: torch.device) -> None:
+    """What every training needs, and CUDA loads when it is first used. Draws no random numbers."""
+    import torch
+
+    x = torch.ones(16, 16, device=device)
+    weight = torch.ones(16, 16, device=device, requires_grad=True)
+    torch.nn.functional.linear(x, weight).square().mean().backward()
+    torch.optim.AdamW([weight]).step()
+    if torch.cuda.nccl.is_available([x]):
+        torch.cuda.nccl.all_reduce([x])  # a communicator of its own, for one device
+    torch.cuda.synchronize(device)
 
 
 def use(device: torch.device) -> None:

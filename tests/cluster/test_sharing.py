@@ -1,0 +1,59 @@
+"""Several ranks on one GPU: who shares, and what their processes are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.cluster import sharing
+from phalanx.cluster.cluster import Device, Slot
+from phalanx.cluster.inventory import Inventory
+from phalanx.cluster.placement import Seat
+from phalanx.cluster.slots import choose
+from phalanx.errors import DeviceError
+
+GPUS = tuple(Device("gpu", n, str(n), f"GPU-{n}", "NVIDIA H200") for n in range(2))
+SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb") for n in range(2))
+
+
+def seats(devices: list[Device | None]) -> list[Seat]:
+    return [Seat(rank, 0, rank, len(devices), Slot(device)) for rank, device in enumerate(devices)]
+
+
+def told(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
+    every = seats(devices)
+    return [sharing.for_one(seat, every, run="run", nodes=nodes) for seat in every]
+
+
+def test_devices_are_dealt_out_again_where_there_are_more_workers() -> None:
+    chosen = choose(Inventory(GPUS, GPUS), asked=5, devices=None, share=True)
+    assert [slot.device for slot in chosen] == [GPUS[0], GPUS[1], GPUS[0], GPUS[1], GPUS[0]]
+    assert sharing.most(chosen) == 3
+    assert sharing.for_all(chosen) == {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.333"}
+
+
+def test_named_devices_are_shared_too() -> None:
+    chosen = choose(Inventory(GPUS, GPUS), asked=2, devices="1", share=True)
+    assert [slot.device for slot in chosen] == [GPUS[1]] * 2
+
+
+def test_without_the_option_the_refusal_names_it() -> None:
+    with pytest.raises(DeviceError) as refused:
+        choose(Inventory(GPUS[:1], GPUS[:1]), asked=4, devices=None)
+    assert "--share-gpu for 4 ranks on it" in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("devices", [[GPUS[0]] * 2, list(SLICES), [SLICES[0]] * 3])
+def test_ranks_of_one_gpu_claim_different_hosts(devices: list[Device | None]) -> None:
+    environs = told(devices)
+    assert len({environ[sharing.HOST] for environ in environs}) == len(devices)
+    assert all(environ["NCCL_SOCKET_IFNAME"] == "=lo" for environ in environs)
+
+
+def test_between_nodes_the_interface_is_not_loopback() -> None:
+    assert all(list(environ) == [sharing.HOST] for environ in told([GPUS[0]] * 2, nodes=2))
+
+
+@pytest.mark.parametrize("devices", [list(GPUS), [None, None], [GPUS[0]]])
+def test_ranks_that_share_nothing_are_told_nothing(devices: list[Device | None]) -> None:
+    assert told(devices) == [{}] * len(devices)
+    assert sharing.for_all([Slot(device) for device in devices]) == {}
