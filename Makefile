@@ -7,7 +7,7 @@ COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|
 # What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check faithful clean
+.PHONY: demo test check faithful gpu-test clean
 
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
@@ -23,6 +23,10 @@ test: $(VENV)/ready
 # Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
 faithful: $(VENV)/ready
 	@$(BIN)/python -m tests.faithful
+
+# On a machine with an NVIDIA GPU: several NCCL ranks, on MIG slices where they can be made, else on a shared GPU.
+gpu-test: $(VENV)/ready
+	@$(BIN)/python -m tests.gpu
 
 check: $(VENV)/ready
 	@$(BIN)/ruff check .

@@ -61,7 +61,17 @@ def main() -> int:
         script = work / "end.py"
         script.write_text(HEAD + text)
         for way in ((), ("--fresh",)):
-            command = [sys.executable, "-m", "phalanx", "run", "-g", "2", *way, str(script)]
+            command = [
+                sys.executable,
+                "-m",
+                "phalanx",
+                "run",
+                "-g",
+                "2",
+                *os.environ.get("PHALANX_GPU_OPTIONS", "").split(),
+                *way,
+                str(script),
+            ]
             codes, took = [], []
             for _ in range(runs):
                 start = time.monotonic()

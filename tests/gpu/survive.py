@@ -68,7 +68,8 @@ class Outcome:
 def run(ranks: int, options: list[str] = [], limit: float = 120.0, **told: Any) -> Outcome:  # noqa: B006
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
-    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *options, SCRIPT]
+    shared = os.environ.get("PHALANX_GPU_OPTIONS", "").split()
+    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *shared, *options, SCRIPT]
     began = time.monotonic()
     with open(folder / "console", "wb") as console:
         job = subprocess.Popen(
@@ -106,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "25 M": {"layers": 6, "width": 2048, "kills": [[20, 2, "backward"]]},
     "100 M": {"layers": 24, "width": 2048, "kills": [[20, 2, "backward"]]},
     "first collective": {"kills": [[0, 1, "start"]]},
+    "broken context": {"kills": [[20, 2, "assert"]]},
     "rank 0": {"kills": [[20, 0, "backward"]]},
     "twice": {"kills": [[20, 2, "backward"], [21, 1, "forward"], [22, 3, "backward"]]},
     "two at once": {"kills": [[20, 2, "forward"], [20, 1, "forward"]]},

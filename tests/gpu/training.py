@@ -1,7 +1,8 @@
 """A training whose ranks are killed at chosen places: python training.py '{"folder": …, "kills": [[20, 2, "idle"]]}'
 
 Every rank writes each step that it commits into FOLDER/steps.PID; rank 0 writes what came out into FOLDER/end.json.
-A kill is [step, rank, place], and happens once. Places: start, forward, backward, optimizer, checkpoint, idle.
+A kill is [step, rank, place], and happens once. Places: start, forward, backward, optimizer, idle; assert: before
+forward, the device refuses an index instead.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def dies(run: phalanx.Run, place: str) -> None:
         mark = folder / f"killed.{step}.{rank}.{where}"
         if (run.steps, run.rank, place) == (step, rank, where) and not mark.exists():
             mark.write_text(repr(time.time()))
+            if where == "assert":  # the device refuses: its context is broken for good
+                print(torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -106,6 +109,7 @@ def train(run: phalanx.Run) -> None:
     for _ in run.epochs(1):
         for x, number in run.batches(loader):
             dies(run, "forward")
+            dies(run, "assert")
             loss = net(x).square().mean()
             run.backward(loss)
             dies(run, "optimizer")

@@ -4,6 +4,7 @@ Ranks are killed from outside, with SIGKILL, at a random moment of a step; each 
 committed, with the time by a clock that all processes share. Contenders run in turn, the same model in each:
 
 phalanx    a script with phalanx.main: the ranks that are left regroup, and a fork takes the place of the dead
+spare      the same, with a spare that waits (only where it is named)
 restart    a plain DDP script with a checkpoint every step: phalanx starts all ranks again
 torchrun   the same script; with the variable without which its restarts fail more often than not
 torchft    its example of DDP, a process a replica group; each is started again as soon as it has ended
@@ -31,9 +32,11 @@ from phalanx.bench.report import verdict
 from phalanx.bench.results import Target
 from phalanx.bench.survivors import SURVIVORS
 from phalanx.bench.training import LostError, Training
+from phalanx.cluster import nvidia
 from phalanx.errors import OptionError
 
 RECOVERY, COLLECTIVE, GOODPUT = 0.3, 1.5, 0.9  # seconds, seconds, share of undisturbed steps
+ON_GPU, WITH_SPARE = 1.0, 0.5  # seconds: the first of these between NCCL ranks
 PARTS = {
     "kill": "from the kill of a rank to the next committed step",
     "goodput": "steps with a kill now and then, beside undisturbed ones",
@@ -153,9 +156,11 @@ class Bench:
             "params": params,
             "turns": os.path.join(folder, "turns") if turns else None,
             "kept": os.path.join(folder, "kept.pt") if keeps else None,
+            "gpus": self._options.gpus,
         }
         environ = contenders.environment(survivor.contender, ranks, self._inherited, self._folder)
-        return Training(survivor.line(ranks), told, ranks, {**environ, **survivor.variables}, folder)
+        line = survivor.line(ranks, gpu=self._options.gpu)
+        return Training(line, told, ranks, {**environ, **survivor.variables}, folder)
 
     # -- from the kill to the next step
 
@@ -272,8 +277,9 @@ def targets(bench: Bench, options: argparse.Namespace) -> list[Target]:
     found = {row.contender: row for row in rows(bench.samples)}
     size = f"{options.ranks} ranks, {options.params:,} parameters with AdamW"
     ours = found.get("phalanx")
+    limit = ON_GPU if options.gpu else RECOVERY
     judged = [
-        _below(f"kill to the next committed step, {size}: below {RECOVERY} s", ours, "whole", RECOVERY),
+        _below(f"kill to the next committed step, {size}: below {limit} s", ours, "whole", limit),
         _none_lost(ours),
         _below(
             f"plain script, started again: below {COLLECTIVE} s to its first collective",
@@ -283,6 +289,8 @@ def targets(bench: Bench, options: argparse.Namespace) -> list[Target]:
         ),
         _goodput(bench.pairs, options.every),
     ]
+    if "spare" in found:
+        judged.insert(1, _below(f"the same with a spare: below {WITH_SPARE} s", found["spare"], "whole", WITH_SPARE))
     ready = step.targets(step.rows(bench.ready))
     if not ready:
         what = f"a step, {_READY[0]}: at most {step.LIMIT} of raw PyTorch DDP"
@@ -333,6 +341,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
             raise OptionError(f"--{name} {getattr(options, name)}: at least one is needed", fix=f"--{name} 2")
     parts = chosen("--only", options.only, PARTS)
     names = _names(options.contenders)
+    options.gpus = _gpus(options.ranks, inherited) if options.gpu else []
     before = machine.machine()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
         if options.quick:  # nothing can be told from its times, so torch is imported once for all runs
@@ -427,9 +436,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=float, default=10.0, metavar="S", help="seconds between kills for goodput (10)")
     parser.add_argument("--only", default=",".join(PARTS), metavar="A,B", help=f"of {', '.join(PARTS)} (all)")
     parser.add_argument("--contenders", default="", metavar="A,B", help=f"of {', '.join(SURVIVORS)} (the installed)")
+    parser.add_argument(
+        "--gpu", action="store_true", help="NCCL ranks, a GPU or a MIG slice each, instead of CPU ranks"
+    )
     parser.add_argument("--quick", action="store_true", help="one kill of everything, with a tiny model: does it run?")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there as JSON")
     return parser
+
+
+def _gpus(ranks: int, environ: Mapping[str, str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES holds for each rank."""
+    found = [device.handle for device in nvidia.survey(environ).visible]
+    if len(found) < ranks:
+        raise OptionError(
+            f"--gpu with {ranks} ranks: {len(found)} GPUs or MIG slices can be used here",
+            fix=f"--gpu --ranks {len(found)}" if found else "leave --gpu out",
+        )
+    return found[:ranks]
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -438,8 +461,9 @@ def _names(text: str) -> tuple[str, ...]:
         for name in names:
             contenders.check_installed(SURVIVORS[name].contender)
         return names
-    here = tuple(name for name, one in SURVIVORS.items() if importlib.util.find_spec(one.contender.package))
-    for name in SURVIVORS:
+    invited = [name for name, one in SURVIVORS.items() if not one.asked]
+    here = tuple(name for name in invited if importlib.util.find_spec(SURVIVORS[name].contender.package))
+    for name in invited:
         if name not in here:
             _say("left out", f"{name}: it is not installed (pip install {SURVIVORS[name].contender.package})")
     return here

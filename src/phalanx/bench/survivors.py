@@ -18,14 +18,21 @@ class Survivor:
     loop: str  # of scripts/recover.py
     variables: dict[str, str] = field(default_factory=dict)
     learns: bool = False  # it knows better after a first run
+    asked: bool = False  # it takes part only where it is named
 
-    def line(self, ranks: int) -> list[str]:
-        return self.contender.line(ranks, os.path.join(_SCRIPTS, "recover.py"))
+    def line(self, ranks: int, *, gpu: bool = False) -> list[str]:
+        line = self.contender.line(ranks, os.path.join(_SCRIPTS, "recover.py"))
+        return [word for word in line if word != "--cpu"] if gpu else line
 
 
 def _restart(ranks: int, script: str) -> list[str]:
     *line, script = CONTENDERS["phalanx"].line(ranks, script)
     return [*line, *_OFTEN, script]
+
+
+def _spare(ranks: int, script: str) -> list[str]:
+    *line, script = CONTENDERS["phalanx"].line(ranks, script)
+    return [*line, "--spares", "1", script]
 
 
 def _torchrun(ranks: int, script: str) -> list[str]:
@@ -41,6 +48,7 @@ SURVIVORS = {
     survivor.contender.name: survivor
     for survivor in (
         Survivor(Contender("phalanx", "phalanx", CONTENDERS["phalanx"].line), "phalanx", learns=True),
+        Survivor(Contender("spare", "phalanx, a spare", _spare), "phalanx", learns=True, asked=True),
         Survivor(Contender("restart", "phalanx, plain script", _restart), "plain", learns=True),
         Survivor(
             Contender("torchrun", "torchrun, plain script", _torchrun),

@@ -77,7 +77,7 @@ class Generations:
                 if self._halting.asked and not moved:
                     self._stand(world.generation)
                 patience = world.patience if moved or self._halting.asked else _patience(error, world.patience)
-                if not patience or self._line.newer(world, patience) is None:
+                if not patience or self._line.newer(world, patience) is None or _is_broken(self._run):
                     raise
                 self._stuck = False
             self._leave()
@@ -247,6 +247,20 @@ class Generations:
         self._unwatched()
         self._line.close()
         self._ignoring.end()
+
+
+def _is_broken(run: Run | None) -> bool:
+    """Whether its CUDA context is: after an illegal address, a device assert or a memory error, every call fails. Only
+    another process can go on from there."""
+    if run is None or run.device.type != "cuda":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize(run.device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _patience(error: Exception, whole: float) -> float:

@@ -97,7 +97,7 @@ def through_main(told: dict[str, Any]) -> None:
                 run.step(opt, loss=loss)
                 mark.tell("step", run.generation, run.steps)
 
-    phalanx.main(train, device="cpu")
+    phalanx.main(train, device=None if told["gpus"] else "cpu")
 
 
 # -- raw DDP, as a careful user writes it: with "kept", a checkpoint every step
@@ -108,16 +108,17 @@ def plain(told: dict[str, Any]) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DistributedSampler
 
-    dist.init_process_group("gloo")
+    device = own_device(told["gpus"])
+    dist.init_process_group("nccl" if told["gpus"] else "gloo")
     rank, attempt, kept = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), told.get("kept")
     marks = Marks(told, rank)
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1, device=device))
     marks.tell("met", attempt)
-    model = network(told["params"])
+    model = network(told["params"]).to(device)
     opt = adamw(model)
     step = 0
     if kept and os.path.exists(kept):
-        state = torch.load(kept, weights_only=True)
+        state = torch.load(kept, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
         opt.load_state_dict(state["opt"])
         step = state["step"]
@@ -128,14 +129,28 @@ def plain(told: dict[str, Any]) -> None:
     marks.tell("ready", attempt)
     for x, y in endless(loader, sampler):
         marks.wait()
-        loss_of(ddp(x), y).backward()
+        loss_of(ddp(x.to(device)), y.to(device)).backward()
         opt.step()
         opt.zero_grad(set_to_none=True)
         step += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # or the step is not there yet
         if kept and rank == 0:
             torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step}, f"{kept}.new")
             os.replace(f"{kept}.new", kept)
         marks.tell("step", attempt, step)
+
+
+def own_device(gpus: list[str]) -> torch.device:
+    """Of a plain script. torchrun does not know MIG slices, nor what NCCL wants of ranks that share a GPU."""
+    if not gpus:
+        return torch.device("cpu")
+    if "PHALANX_RUN" not in os.environ and gpus[0].startswith("MIG"):
+        local = int(os.environ["LOCAL_RANK"])
+        os.environ |= {"CUDA_VISIBLE_DEVICES": gpus[local], "NCCL_HOSTID": f"rank {local}", "NCCL_SOCKET_IFNAME": "=lo"}
+        os.environ["LOCAL_RANK"] = "0"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def endless(loader: Iterable[Any], sampler: Any) -> Iterator[Any]:

@@ -1,0 +1,103 @@
+"""`make gpu-test`: everything that needs an NVIDIA GPU, on several real NCCL ranks, on a machine with at least one.
+
+With one GPU, it is cut into four MIG slices where that is allowed (root, nothing else runs on it), and otherwise shared
+by the ranks. A line for each script, and its output where it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ONE = (  # on a whole GPU
+    "tests/cluster/gpu_probe.py",
+    "tests/doctor/gpu_check.py",
+    "tests/e2e/gpu_check.py",
+    "tests/join/gpu_check.py",
+    "tests/join/gpu_group.py",
+    "tests/train/gpu_check.py",
+    "tests/train/gpu_checkpoint.py",
+    "tests/train/gpu_snapshot.py",
+    "tests/train/gpu_survive.py",
+)
+SEVERAL = ("tests/gpu/survive.py", "tests/gpu/verdicts.py", "tests/e2e/gpu_ends.py")
+LIMIT = 900.0
+OPTIONS = "PHALANX_GPU_OPTIONS"  # of `phalanx run`, for scripts with several ranks
+_SMALLEST = "19"  # the profile of a seventh of a GPU: A100, H100, H200
+
+
+def asked(*words: str) -> str:
+    done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+@contextlib.contextmanager
+def four() -> Iterator[list[str]]:
+    """Room for four ranks; the options that `phalanx run` needs for them."""
+    gpus = len(asked("-L").strip().splitlines())
+    busy = asked("--query-compute-apps=pid", "--format=csv,noheader").strip()
+    off = "Disabled" in asked("--query-gpu=mig.mode.current", "--format=csv,noheader")
+    if gpus >= 4:
+        yield []
+    elif os.geteuid() or busy or not off or not asked("-i", "0", "-mig", "1"):
+        yield ["--share-gpu"]
+    else:
+        try:
+            made = asked("mig", "-i", "0", "-cgi", ",".join([_SMALLEST] * 4), "-C")
+            yield [] if made else ["--share-gpu"]
+        finally:
+            asked("mig", "-i", "0", "-dci")
+            asked("mig", "-i", "0", "-dgi")
+            asked("-i", "0", "-mig", "0")
+
+
+def passes(script: str, options: list[str]) -> bool:
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), OPTIONS: " ".join(options)}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, script],
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT,
+            check=False,
+        )
+        code, text = str(done.returncode), done.stdout
+    except subprocess.TimeoutExpired as late:
+        code, text = f"none after {LIMIT:.0f} s", late.stdout or b""
+    good = code == "0"
+    print(f"{'ok    ' if good else 'FAILED'} {script}  {time.monotonic() - began:.0f} s", flush=True)
+    if not good:
+        print(f"exit code {code}\n{text.decode(errors='replace')}", flush=True)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="scripts whose name contains this")
+    only = parser.parse_args().only
+    if not asked("-L").strip():
+        print("no NVIDIA GPU here")
+        return 2
+    one, several = ([script for script in scripts if only in script] for scripts in (ONE, SEVERAL))
+    failed = [script for script in one if not passes(script, [])]
+    if several:
+        with four() as options:
+            print(f"four ranks: {' '.join(options) or 'a device each'}", flush=True)
+            failed += [script for script in several if not passes(script, options)]
+    print(f"{len(one) + len(several)} scripts, {len(failed)} failed {' '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
