@@ -8,6 +8,8 @@ from phalanx.diagnose.parting import partings
 from phalanx.diagnose.standing import Field, survey
 from phalanx.diagnose.verdict import Verdict
 
+_OUT_OF_STEP = ("uneven data", "skipped collective")
+
 
 def diagnose(evidence: Evidence) -> list[Verdict]:
     """What is wrong. Nothing while somebody has a debugger open: then all that stands still does so on purpose."""
@@ -19,7 +21,8 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     found += [desync.judge(field, parting) for parting in parted]  # before those who died of it
     found += [*process.verdicts(field), *rendezvous.verdicts(field), *circles.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
-    found += culprit.verdicts(field, accused)
+    passed = any(parting.passed for parting in parted)  # then ranks that are out of step are so because of that
+    found += [each for each in culprit.verdicts(field, accused) if not (passed and each.kind in _OUT_OF_STEP)]
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {parting.group for parting in parted})
     if not found:
