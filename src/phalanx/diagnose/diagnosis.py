@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import circles, culprit, desync, network, process, rendezvous, words
+from phalanx.diagnose import circles, culprit, desync, gpu, network, process, rendezvous, words
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.parting import partings
 from phalanx.diagnose.standing import Field, survey
@@ -27,7 +27,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         found += network.verdicts(field, {parting.group for parting in parted})
     if not found:
         found += culprit.everybody(field)
-    return sorted(found, key=lambda verdict: not verdict.certain)
+    return gpu.supported(evidence, sorted(found, key=lambda verdict: not verdict.certain))
 
 
 def remarks(evidence: Evidence) -> list[str]:
@@ -49,4 +49,5 @@ def _remark(field: Field, rank: int) -> str:
     doing = {"compile": "compiles", "checkpoint": "writes or reads a checkpoint", "import": "imports"}.get(
         standing.long, "computes"
     )
-    return f"rank {rank} {doing}{words.at(standing.place)}: slow, and not stuck{field.wait_for([rank])}"
+    idle = f", while its GPU is idle{gpu.use(standing.rank.gpu)}" if gpu.idle(standing.rank.gpu) else ""
+    return f"rank {rank} {doing}{words.at(standing.place)}{idle}: slow, and not stuck{field.wait_for([rank])}"

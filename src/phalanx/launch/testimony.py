@@ -81,7 +81,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
-        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
+        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER, health=True),
         asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]

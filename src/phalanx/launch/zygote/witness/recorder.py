@@ -170,8 +170,11 @@ def _tell(found: dict[str, Any], still: float) -> None:
             status[name] = max(told, status.get(name, told))
         past = known.keys() - today
         entries = [each for each in answer.get("entries", []) if str(each["pg_id"]) not in past and not _inner(each)]
-        timed = any(entry.get("time_discovered_started_ns") for entry in entries)
-        calls += [(int(entry["time_created_ns"]), _call(entry, now, timed=timed)) for entry in _newest(entries)]
+        timed = _timed(entries)
+        calls += [
+            (int(entry["time_created_ns"]), _call(entry, now, timed=(entry["pg_id"], _number(entry)) in timed))
+            for entry in _newest(entries)
+        ]
         with contextlib.suppress(Exception):  # of another torch: the newest calls are evidence too
             history.add(entries)
     calls.sort(key=lambda one: one[0])
@@ -357,7 +360,7 @@ def _call(entry: dict[str, Any], now: int, *, timed: bool = False) -> dict[str, 
     site = [[one["filename"], one["line"], one["name"]] for one in entry.get("frames", [])[:_DEEP]]
     return {
         "group": group,
-        "seq": 0 if entry.get("is_p2p") else int(entry["collective_seq_id"]),
+        "seq": _number(entry),
         "op": _named(site, op),
         "dtypes": _dtypes(entry.get("input_dtypes") or entry.get("output_dtypes") or []),
         "shapes": [list(shape) for shape in entry.get("input_sizes", [])][:8],
@@ -372,6 +375,24 @@ def _call(entry: dict[str, Any], now: int, *, timed: bool = False) -> dict[str, 
         "backend": backend,
         "started": bool(entry.get("time_discovered_started_ns")) if timed else None,
     }
+
+
+def _timed(entries: list[dict[str, Any]]) -> set[tuple[Any, int]]:
+    """Collectives of which it is known whether their kernel has started: all, where torch times them, but not the parts
+    of a coalesced block. Where it does not, a start is unknown, or noted with the end."""
+    times = [(entry.get("time_discovered_started_ns"), entry.get("time_discovered_completed_ns")) for entry in entries]
+    if not any(start and start != end for start, end in times):
+        return set()
+    counts: dict[tuple[Any, int], int] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            key = entry["pg_id"], _number(entry)
+            counts[key] = counts.get(key, 0) + 1
+    return {key for key, count in counts.items() if count == 1}
+
+
+def _number(entry: dict[str, Any]) -> int:
+    return 0 if entry.get("is_p2p") else int(entry["collective_seq_id"])
 
 
 def _called(site: list[list[Any]]) -> str:
