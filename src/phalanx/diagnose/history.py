@@ -89,17 +89,19 @@ def first_difference(histories: Mapping[int, Log]) -> Difference | None:
         return None
     begin = sorted(map(min, known.values()))[1]
     last = {rank: max(log) for rank, log in known.items()}
-    keys: dict[int, _Key] = {}  # by identity: a log has the same object for all collectives of a kind
+    keys: dict[_Key, int] = {}
+    numbers: dict[int, int] = {}  # by identity: a log has the same object for all collectives of a kind
+    for log in known.values():
+        for items in log.values():
+            if id(items) not in numbers:
+                numbers[id(items)] = keys.setdefault(tuple(map(_key, items)), len(keys))
     for seq in range(begin, max(last.values()) + 1):
+        if len({numbers[id(log[seq])] for log in known.values() if seq in log}) < 2:
+            continue
         here = {rank: log[seq] for rank, log in known.items() if seq in log}
         by_key: dict[_Key, list[int]] = {}
         for rank, items in here.items():
-            key = keys.get(id(items))
-            if key is None:
-                key = keys[id(items)] = tuple(map(_key, items))
-            by_key.setdefault(key, []).append(rank)
-        if len(by_key) < 2:
-            continue
+            by_key.setdefault(tuple(map(_key, items)), []).append(rank)
         sides = _sides(by_key, here, unfinished={rank for rank in here if last[rank] == seq})
         if len(sides) > 1:
             overwritten = tuple(rank for rank, log in known.items() if min(log) > seq)

@@ -39,6 +39,7 @@ class History:
         self._name = name
         self._dtypes = dtypes
         self._root = root
+        self._called: dict[Any, tuple[str, int]] = {}  # by frames and record: the name, and the site
         self._sites: dict[Any, int] = {}
         self._signatures: dict[Any, int] = {}
         self._rows: list[tuple[str, str, int, int]] = []  # group, backend, number, signature
@@ -66,8 +67,10 @@ class History:
         return found
 
     def _signature(self, op: str, group: str, backend: str, entry: Entry) -> int:
-        frames = [(one["filename"], one["line"], one["name"]) for one in entry.get("frames") or ()]
-        site = tuple(frame for frame in frames if _shows(frame[0], frame[2]))[:_DEEP]
+        frames = tuple([(one["filename"], one["line"], one["name"]) for one in entry.get("frames") or ()])
+        if (frames, op) not in self._called:
+            self._called[frames, op] = self._name([list(frame) for frame in frames], op), self._site(frames)
+        called, site = self._called[frames, op]
         shapes = [tuple(shape) for shape in entry.get("input_sizes") or ()]
         outputs = [tuple(shape) for shape in entry.get("output_sizes") or ()]
         if "gather" in op:
@@ -77,15 +80,19 @@ class History:
         root = entry.get("root")
         signature = (
             op,
-            self._name([list(frame) for frame in frames], op),
+            called,
             tuple(self._dtypes(list(entry.get("input_dtypes") or entry.get("output_dtypes") or ()))),
             tuple(shapes[:_TENSORS]),
             tuple(outputs[:_TENSORS]),
             str(entry.get("reduction") or ""),
             None if root is None else self._root(group, root),
-            self._sites.setdefault(site, len(self._sites)) if site else -1,
+            site,
         )
         return self._signatures.setdefault(signature, len(self._signatures))
+
+    def _site(self, frames: tuple[tuple[str, int, str], ...]) -> int:
+        site = tuple(frame for frame in frames if _shows(frame[0], frame[2]))[:_DEEP]
+        return self._sites.setdefault(site, len(self._sites)) if site else -1
 
     def _table(self, rows: list[tuple[str, str, int, int]], *, cut: bool) -> dict[str, Any]:
         groups: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
