@@ -9,7 +9,20 @@ import pytest
 
 from phalanx.diagnose import report
 from phalanx.diagnose.diagnosis import diagnose, remarks
-from phalanx.diagnose.evidence import Call, Evidence, Frame, Gpu, Group, Node, Process, Rank, Thread
+from phalanx.diagnose.evidence import (
+    Call,
+    Evidence,
+    Frame,
+    Gpu,
+    Group,
+    History,
+    Node,
+    Process,
+    Rank,
+    Recorded,
+    Signature,
+    Thread,
+)
 from tests.diagnose.scene import backward, collective, frame, loading, workers
 
 OPS = ("all_reduce", "broadcast", "barrier", "all_gather", "send", "recv", "")
@@ -63,12 +76,37 @@ def _rank(dice: random.Random, number: int) -> Rank:
             for name in names
         ),
         calls=tuple(_call(dice) for _ in range(dice.randrange(6))),
+        history=_history(dice) if dice.random() < 0.6 else History(),
         process=_process(dice) if dice.random() < 0.8 else None,
         gpu=Gpu(index=0, use=dice.random(), lost=dice.random() < 0.1) if dice.random() < 0.3 else None,
         ended=dice.choice((None, None, None, None, 0, 1, -9, -77)),
         note=dice.choice(("", "no page")),
         debugged=dice.random() < 0.02,
     )
+
+
+def _history(dice: random.Random) -> History:
+    signatures = [
+        Signature(
+            op=dice.choice(OPS),
+            called=dice.choice(("", "all_reduce")),
+            dtypes=dice.choice(((), ("float32",), ("int64",))),
+            shapes=dice.choice(((), ((),), ((3, 0),), ((4,), (5,)))),
+            outputs=dice.choice(((), ((1,), (2,)))),
+            root=dice.choice((None, 0)),
+            site=dice.randrange(-1, 1),
+        )
+        for _ in range(3)
+    ]
+    count = dice.randrange(6)
+    numbers = sorted(dice.choices(range(1, 5), k=count))
+    group = Recorded(
+        group=dice.choice(("0", "x")),
+        backend=dice.choice(("nccl", "gloo")),
+        seqs=tuple(numbers),
+        kinds=tuple(dice.choices(range(3), k=count)),
+    )
+    return History(sites=(tuple(dice.choice(STACKS)),), signatures=tuple(signatures), groups=(group,))
 
 
 def _call(dice: random.Random) -> Call:
@@ -86,6 +124,8 @@ def _call(dice: random.Random) -> Call:
         tag=dice.choice((None, 0, 3)),
         reduction=dice.choice(("", "SUM", "MAX")),
         root=dice.choice((None, None, 0, 1)),
+        backend=dice.choice(("", "nccl")),
+        started=dice.choice((None, True, False)),
     )
 
 

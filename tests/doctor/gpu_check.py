@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import msgspec
 
-from phalanx.doctor import gpus, machine, versions, xids
+from phalanx.cluster import xids as kernel_xids
+from phalanx.doctor import gpus, machine, versions
 from phalanx.doctor.gpus import Gpus
 
 
@@ -40,7 +41,7 @@ def main() -> int:
             wrong.append(f"GPU {gpu.index}: the driver answered nothing")
     if msgspec.json.decode(msgspec.json.encode(facts), type=Gpus) != facts:
         wrong.append("the facts cannot be sent")
-    print(f"{len(xids.kernel_log())} records in the kernel's log can be read")
+    print(f"{len(kernel_xids.kernel_log())} records in the kernel's log can be read")
     print("versions:", versions.describe(versions.read()))
     print()
     for finding in gpus.judge(facts):

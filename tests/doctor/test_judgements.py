@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.cluster import xids as kernel_xids
+from phalanx.cluster.xids import Xid
 from phalanx.doctor import (
     clock,
     disk,
@@ -19,7 +21,6 @@ from phalanx.doctor import (
     reach,
     sharedmemory,
     versions,
-    xids,
 )
 from phalanx.doctor.clock import Offset
 from phalanx.doctor.disk import Disk
@@ -33,7 +34,6 @@ from phalanx.doctor.ports import Ports
 from phalanx.doctor.reach import Reach
 from phalanx.doctor.sharedmemory import SharedMemory
 from phalanx.doctor.versions import Versions
-from phalanx.doctor.xids import Xid
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -323,7 +323,7 @@ def test_xids_in_the_kernels_log() -> None:
         "4,2,40000000,-;NVRM: Xid (PCI:0000:3B:00): 79, pid='<unknown>', GPU has fallen off the bus.\n SUBSYSTEM=x\n",
         "NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception",
     ]
-    assert [(xid.number, xid.bus, xid.age) for xid in xids.find_xids(lines, 100.0)] == [
+    assert [(xid.number, xid.bus, xid.age) for xid in kernel_xids.find_xids(lines, 100.0)] == [
         (79, "0000:3b:00", 60.0),
         (13, "0000:3b:00", 0.0),
     ]

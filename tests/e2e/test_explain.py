@@ -110,6 +110,33 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
         assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
 
 
+# gloo sums ten integers with ten floats, and goes on; what stands still later is something else.
+PASSED = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for number in range(1, 41):
+    odd = dist.get_rank() == 2 and number == 31
+    dist.all_reduce(torch.ones(10, dtype=torch.int32 if odd else torch.float32))
+if dist.get_rank() == 1:
+    time.sleep(1000)
+dist.barrier()
+"""
+
+
+@GROUPS[0]
+def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) -> None:
+    (tmp_path / "passed.py").write_text(PASSED)
+    options = ("run", "-g", "3", "--cpu", "--stall-after", LIMIT, "--on-hang", "stop")
+    done = phalanx(*options, str(tmp_path / "passed.py"), env=places)
+    verdicts = json.loads((folder_of(done.err) / "stall_1" / "verdict.json").read_text())
+    assert [(each["kind"], each["ranks"]) for each in verdicts] == [("dtypes differ", [2]), ("sleep", [1])], done.err
+    first = verdicts[0]
+    said = "dtypes differ in all_reduce #31 at passed.py:6: rank 2 has int32, the other 2 have float32"
+    assert first["text"] == said
+    assert "rank 2: all_reduce #31 [10] int32 at passed.py:6" in first["details"]
+    assert "all ranks went on, with wrong results since collective 31" in first["details"]
+
+
 @GROUPS[0]
 def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
     done = phalanx(*words("healthy", tmp_path, ranks=2), env=places)

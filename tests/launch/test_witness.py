@@ -336,6 +336,36 @@ def test_a_group_that_forms_anew_has_the_name_of_the_lost_one(monkeypatch: pytes
     assert sorted((call["group"], call["seq"]) for call in recorder.everything()["calls"]) == [("0", 309), ("1", 7)]
 
 
+def test_a_kernel_that_has_not_started_is_known_where_torch_times_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of coalesced collectives and messages, nor where a start is only noted with the end."""
+
+    def entry(seq: int, start: int | None, end: int | None, **more: Any) -> dict[str, Any]:
+        return {
+            "pg_id": 0,
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "nccl:all_reduce",
+            "collective_seq_id": seq,
+            "time_created_ns": seq,
+            "time_discovered_started_ns": start,
+            "time_discovered_completed_ns": end,
+            "retired": end is not None,
+            **more,
+        }
+
+    def started(*entries: dict[str, Any]) -> list[bool | None]:
+        answer = {"pg_status": {}, "entries": list(entries)}
+        monkeypatch.setattr(recorder, "_entries", lambda which: answer if which == "nccl" else {})
+        return [call["started"] for call in recorder.everything()["calls"]]
+
+    monkeypatch.setattr(recorder, "_begun", lambda: True)
+    monkeypatch.setattr(recorder, "_known", {})
+    assert started(entry(1, 5, 9), entry(2, 7, None), entry(3, None, None)) == [True, True, False]
+    assert started(entry(1, None, 9), entry(2, None, None)) == [None, None]
+    assert started(entry(1, 9, 9), entry(2, None, None)) == [None, None]
+    message = entry(3, None, None, is_p2p=True, profiling_name="nccl:send")
+    assert started(entry(1, 5, 9), entry(2, None, None), entry(2, None, None), message) == [True, None, None, None]
+
+
 def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = types.ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -6,14 +6,12 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from phalanx.diagnose import children, data, leaving, words
-from phalanx.diagnose.evidence import Gpu
+from phalanx.diagnose import children, data, gpu, leaving, words
 from phalanx.diagnose.frames import What
 from phalanx.diagnose.process import lost_nodes
-from phalanx.diagnose.standing import LONGER, MEETINGS, Field, Standing, being, described
+from phalanx.diagnose.standing import LONGER, MEETINGS, Field, Standing, being, described, named, unstarted
 from phalanx.diagnose.verdict import Verdict
 
-_BUSY_GPU = 0.95
 _ALONE = frozenset(
     {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}
 )  # a wait that nobody shares
@@ -99,7 +97,7 @@ def _judge(field: Field, kept: Sequence[Standing]) -> Verdict | None:
 
 def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
     standing = kept[0]
-    act, gpu = standing.act, standing.rank.gpu
+    act, card = standing.act, standing.rank.gpu
     are, have = _verb(kept, "is", "are"), _verb(kept, "has", "have")
     time = words.duration(max(standing.rank.since, field.evidence.waited))
     if standing.long == "checkpoint":
@@ -111,6 +109,16 @@ def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
     if standing.long:
         doing = {"compile": "compiling", "import": "importing"}[standing.long]
         return _verdict(field, kept, standing.long, f"{have} been {doing} for {time}")
+    behind = unstarted(standing.rank)
+    if behind is not None:
+        text = f"{_verb(kept, 'waits', 'wait')} for the GPU{gpu.use(card)}"
+        return _verdict(
+            field,
+            kept,
+            "gpu",
+            text,
+            f": a kernel does not end, and {named(standing, behind)} behind it has not started",
+        )
     if act.what in _KEPT:
         kind, after, fix = _KEPT[act.what]
         awaited = children.awaited(standing.rank, act)
@@ -118,10 +126,14 @@ def _kept(field: Field, kept: Sequence[Standing]) -> Verdict:
         found = _verdict(field, kept, kind, f"{are} {act.words}{first}", after)
         fix = _TIMEOUT if awaited else fix
         return msgspec.structs.replace(found, fix=fix, details=(*awaited[len(first) > 0 :], *found.details))
-    if act.what == "cuda" or (gpu is not None and gpu.use >= _BUSY_GPU and not standing.rank.busy):
-        return _verdict(
-            field, kept, "gpu", f"{_verb(kept, 'waits', 'wait')} for the GPU{_use(gpu)}", ": a kernel does not end"
+    if act.what == "cuda" or (gpu.busy(card) and not standing.rank.busy):
+        text = f"{_verb(kept, 'waits', 'wait')} for the GPU{gpu.use(card)}"
+        return _verdict(field, kept, "gpu", text, "" if gpu.idle(card) else ": a kernel does not end")
+    if (standing.spins or standing.rank.busy) and gpu.idle(card):
+        text = (
+            f"{_verb(kept, 'computes', 'compute')} on the CPU, or {_verb(kept, 'loops', 'loop')}, while the GPU is idle"
         )
+        return _verdict(field, kept, "loop", f"{text}{gpu.use(card)}")
     if standing.spins or standing.rank.busy:
         return _verdict(
             field,
@@ -177,14 +189,15 @@ def _verdict(field: Field, kept: Sequence[Standing], kind: str, what: str, after
         kind=kind,
         ranks=ranks,
         text=f"{words.who(ranks)} {what}{words.at(place)}{after}{field.wait_for(ranks)}",
-        details=(f"its line: {place.source}",) if place is not None and place.source else (),
+        details=(*_line(kept[0]), *(() if kind == "loop" else data.idle_gpu(kept[0]))),
         place=place,
         certain=False,
     )
 
 
-def _use(gpu: Gpu | None) -> str:
-    return "" if gpu is None else f" (GPU {gpu.index}, {gpu.use:.0%} in use)"
+def _line(standing: Standing) -> tuple[str, ...]:
+    place = standing.place
+    return (f"its line: {place.source}",) if place is not None and place.source else ()
 
 
 def _late(field: Field, kept: Sequence[Standing], waiting: Sequence[Standing]) -> Verdict:

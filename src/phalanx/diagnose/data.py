@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from phalanx.diagnose import frames, words
+from phalanx.diagnose import frames, gpu, words
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.frames import Act
 from phalanx.diagnose.standing import Field, Standing
@@ -61,7 +61,11 @@ def _workers(field: Field, standing: Standing) -> Verdict:
         ranks=(standing.number,),
         text=f"rank {standing.number} is in data loading{words.at(standing.place)} ({cause})"
         f"{field.wait_for([standing.number])}",
-        details=(*(f"worker {pid}: state {state}, {command}" for pid, state, command in workers[:8]), *killed),
+        details=(
+            *(f"worker {pid}: state {state}, {command}" for pid, state, command in workers[:8]),
+            *killed,
+            *idle_gpu(standing),
+        ),
         place=standing.place,
         fix=_DEAD if dead else _LINE if workers else _ERROR,
         certain=bool(dead),
@@ -88,7 +92,7 @@ def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Fram
         ranks=(standing.number,),
         text=f"rank {standing.number} is in data loading, {words.place(place)} ({doing} a DataLoader worker, process "
         f"{pid}){field.wait_for([standing.number])}",
-        details=(f"its line: {place.source}",) if place.source else (),
+        details=(*((f"its line: {place.source}",) if place.source else ()), *idle_gpu(standing)),
         place=place,
         fix=_ERROR,
         certain=False,
@@ -97,4 +101,10 @@ def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Fram
 
 def _seen(standing: Standing) -> tuple[str, ...]:
     source = standing.place.source if standing.place is not None else ""
-    return (f"its line: {source}",) if source else ()
+    return (*((f"its line: {source}",) if source else ()), *idle_gpu(standing))
+
+
+def idle_gpu(standing: Standing) -> tuple[str, ...]:
+    """The GPU has nothing to do: it is the CPU that keeps the rank."""
+    card = standing.rank.gpu
+    return (f"its GPU is idle{gpu.use(card)}",) if gpu.idle(card) else ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Call, Frame
+from phalanx.diagnose.history import Shift
 from phalanx.diagnose.parting import Parting, alike, expected, guard, past, ways
 from phalanx.diagnose.standing import Field, Standing, bucket, described, named, site, trail
 from phalanx.diagnose.verdict import Verdict
@@ -97,6 +99,7 @@ class _Case:
         if self.ways is not None and self.ways != (self.here, self.there):
             one, other = map(words.place, self.ways)
             details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
+        details += _aftermath(self.parting)
         place = place or self.here or self.standing.place
         return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
@@ -106,7 +109,7 @@ def judge(field: Field, parting: Parting) -> Verdict:
     same_place = case.here is not None and case.here == case.there
     if case.call.op == case.beside.op and same_place:
         return _differs(case)
-    found = _evaluation(case) or _uneven(case) or _unused(case) or _skipped(case) or _extra(case)
+    found = next(filter(None, (test(case) for test in _TESTS[parting.shift])), None)
     if found is not None:
         return found
     return _operation(case) if case.call.op != case.beside.op else _differs(case)
@@ -128,7 +131,8 @@ def _evaluation(case: _Case) -> Verdict | None:
 
 def _uneven(case: _Case) -> Verdict | None:
     asked = case.guard is not None or case.their_guard is not None
-    if asked or not (case.standing.leaving or _left_loop(case)):
+    left = case.standing.leaving and case.parting.newest
+    if asked or not (left or _left_loop(case)):
         return None
     return case.verdict(
         "uneven data",
@@ -172,6 +176,10 @@ def _unused(case: _Case) -> Verdict | None:
 def _skipped(case: _Case) -> Verdict | None:
     if case.guard is not None or not (case.their_guard is not None or (case.strange and case.again)):
         return None
+    return _left_out(case)
+
+
+def _left_out(case: _Case) -> Verdict:
     return case.verdict(
         "skipped collective",
         f"{case.who} skipped a collective that {case.them} called{words.inside(case.their_guard or case.there)}: "
@@ -185,6 +193,10 @@ def _extra(case: _Case) -> Verdict | None:
         return None
     if case.guard is None and not (case.strange and case.call.op == case.beside.op):
         return None
+    return _added(case)
+
+
+def _added(case: _Case) -> Verdict:
     return case.verdict(
         "skipped collective",
         f"{case.who} called one more collective than the others, {words.numbered(case.call)}"
@@ -221,6 +233,34 @@ def _differs(case: _Case) -> Verdict:
         return case.verdict("roots differ", text, "the same root on all ranks")
     text = sentence("reductions", call.reduction or "none", beside.reduction or "none")
     return case.verdict("reductions differ", text, "the same reduction on all ranks")
+
+
+# By what the records show after the difference. Empty: they do not tell, and the code around the calls has to.
+_TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
+    "": (_evaluation, _uneven, _unused, _skipped, _extra),
+    "replaced": (),
+    "added": (_evaluation, _added),
+    "skipped": (_unused, _left_out),
+}
+
+
+def _aftermath(parting: Parting) -> list[str]:
+    """What a difference that ranks have passed means for what came after it."""
+    if not parting.passed:
+        return []
+    found = []
+    if all(call.done for _, call in (*parting.odd, *parting.rest)):
+        checked = "NCCL does not compare what ranks call: " if "nccl" in parting.backend else ""
+        found.append(f"{checked}all ranks went on, with wrong results since collective {parting.seq}")
+    if parting.overwritten:
+        have = words.verb(parting.overwritten, "has", "have")
+        found.append(f"{words.who(parting.overwritten)} {have} no record of it any more")
+    if parting.begin > 1 and parting.seq == parting.begin:
+        found.append(
+            f"collectives before {parting.begin} are not recorded any more: the first difference may be older "
+            "(TORCH_FR_BUFFER_SIZE)"
+        )
+    return found
 
 
 def _shapes(parting: Parting) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import circles, culprit, desync, network, process, rendezvous, words
+from phalanx.diagnose import circles, culprit, desync, gpu, network, process, rendezvous, words
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.parting import partings
 from phalanx.diagnose.standing import Field, survey
 from phalanx.diagnose.verdict import Verdict
+
+_OUT_OF_STEP = ("uneven data", "skipped collective")
 
 
 def diagnose(evidence: Evidence) -> list[Verdict]:
@@ -19,12 +21,13 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     found += [desync.judge(field, parting) for parting in parted]  # before those who died of it
     found += [*process.verdicts(field), *rendezvous.verdicts(field), *circles.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
-    found += culprit.verdicts(field, accused)
+    passed = any(parting.passed for parting in parted)  # then ranks that are out of step are so because of that
+    found += [each for each in culprit.verdicts(field, accused) if not (passed and each.kind in _OUT_OF_STEP)]
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {parting.group for parting in parted})
     if not found:
         found += culprit.everybody(field)
-    return sorted(found, key=lambda verdict: not verdict.certain)
+    return gpu.supported(evidence, sorted(found, key=lambda verdict: not verdict.certain))
 
 
 def remarks(evidence: Evidence) -> list[str]:
@@ -46,4 +49,5 @@ def _remark(field: Field, rank: int) -> str:
     doing = {"compile": "compiles", "checkpoint": "writes or reads a checkpoint", "import": "imports"}.get(
         standing.long, "computes"
     )
-    return f"rank {rank} {doing}{words.at(standing.place)}: slow, and not stuck{field.wait_for([rank])}"
+    idle = f", while its GPU is idle{gpu.use(standing.rank.gpu)}" if gpu.idle(standing.rank.gpu) else ""
+    return f"rank {rank} {doing}{words.at(standing.place)}{idle}: slow, and not stuck{field.wait_for([rank])}"

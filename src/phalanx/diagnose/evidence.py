@@ -50,6 +50,38 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tag: int | None = None
     reduction: str = ""  # SUM ...; empty: not known
     root: int | None = None  # of broadcast, reduce, gather, scatter, where it is known
+    backend: str = ""  # that recorded it: a group may have one for CPU tensors and one for CUDA, each with own numbers
+    started: bool | None = None  # its kernel runs on the GPU; None: not recorded (TORCH_NCCL_ENABLE_TIMING)
+
+
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recorded collective was, apart from its number: a training loop repeats a few of them."""
+
+    op: str  # as the backend recorded it
+    called: str = ""  # as the script called it, where the call site shows that
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    reduction: str = ""
+    root: int | None = None
+    site: int = -1  # index in History.sites; -1: not known
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives of one group that a rank has recorded, oldest first."""
+
+    group: str
+    backend: str
+    seqs: tuple[int, ...]  # one number several times: collectives that were coalesced into one
+    kinds: tuple[int, ...]  # of each, its index in History.signatures
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flight recorders of one rank have kept. Messages between two ranks are left out."""
+
+    sites: tuple[tuple[Frame, ...], ...] = ()  # the user's own frames, and those that show DDP; the innermost first
+    signatures: tuple[Signature, ...] = ()
+    groups: tuple[Recorded, ...] = ()
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +113,28 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     children: tuple[str, ...] = ()  # of its own making: "pid state command"
 
 
+class Xid(msgspec.Struct, frozen=True):
+    """An error that the NVIDIA driver has written to the kernel log."""
+
+    number: int
+    age: float  # seconds
+    text: str = ""
+
+
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    use: float  # 0 to 1
+    use: float  # 0 to 1; -1: not known, as of a MIG slice
     memory: int = 0
     lost: bool = False  # the driver does not find it any more, or says that it must be reset
     throttled: str = ""  # why it is slowed down: thermal, power; empty: it is not, or nobody says
+    shared: bool = False  # other ranks use it too, as slices or at the same time
+    ecc: int = 0  # uncorrectable memory errors since the driver was loaded
+    remap_pending: bool = False  # memory rows or pages wait for a reset to be replaced
+    remap_failed: bool = False  # memory rows could not be replaced
+    nvlink_down: int = 0  # links that are not up, where others are
+    nvlink_errors: int = 0  # replays, recoveries and CRC errors of all links since the driver was loaded
+    pcie_replays: int = 0  # likewise
+    xids: tuple[Xid, ...] = ()  # from the kernel log, where that may be read: the newest last
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +150,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
     calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; it waits in the last one, if not done
+    history: History = History()  # all collectives that are still recorded
     process: Process | None = None
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal

@@ -105,6 +105,8 @@ _SOURCES = _patterns(
     )
 )
 
+_READS_GPU = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(")
+
 # And last the kernel, which knows in what the main thread sleeps.
 _KERNEL = _patterns(
     (
@@ -159,6 +161,12 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
             if pattern.search(frames[0].source):
                 return Act(what, words)
     return asleep(process)
+
+
+def reads_gpu(frames: Sequence[Frame]) -> Act | None:
+    """Of a rank with a GPU: its line takes a number from there, and waits for all that is queued before."""
+    source = frames[0].source if frames and mine(frames[0]) else ""
+    return Act("cuda", "waiting for the GPU") if _READS_GPU.search(source) else None
 
 
 def asleep(process: Process | None) -> Act:

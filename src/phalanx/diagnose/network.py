@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from phalanx.diagnose import words
-from phalanx.diagnose.standing import Field, Standing, described, members_of, newest
+from phalanx.diagnose.standing import Field, Standing, backend, described, members_of, newest
 from phalanx.diagnose.verdict import Verdict
 
+_UNTIMED = (
+    "or a kernel queued before it does not end on one GPU: with TORCH_NCCL_ENABLE_TIMING=1 torch records which GPUs "
+    "have started it"
+)
 _DOCTOR = "phalanx doctor looks at what lies between them"
 
 
@@ -58,6 +62,9 @@ def _same(field: Field, waiting: list[Standing]) -> Verdict:
         for each in unsent[:8]
         if each.rank.process is not None
     ]
+    call = first.call
+    if call is not None and "nccl" in backend(first.rank, call.group) and call.started is None:
+        details.append(_UNTIMED)
     return Verdict(
         kind="network",
         ranks=(),

@@ -5,12 +5,15 @@ Collectives of a group are numbered by each rank for itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from phalanx.diagnose import frames, words
+from phalanx.diagnose import frames, history, words
 from phalanx.diagnose.evidence import Call, Frame
+from phalanx.diagnose.history import Difference, Item, Log, Shift
 from phalanx.diagnose.standing import Field, Standing, trail
 
+_EARLIER = 256  # collectives before a difference that say what the loop does
 _LOOK_BACK = 16  # collectives that have to repeat, at most, to say what comes next
 _SAME_INPUTS = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base", "gather")
 
@@ -25,6 +28,13 @@ class Parting:
     seq: int
     odd: tuple[_Pair, ...]
     rest: tuple[_Pair, ...]
+    backend: str = ""
+    passed: bool = False  # by the records of all ranks: it may be over since long
+    newest: bool = True  # the odd ones have called nothing since
+    shift: Shift = ""  # how their collectives go on after it
+    begin: int = 0  # the first number that could be compared: older records are overwritten
+    overwritten: tuple[int, ...] = ()  # ranks that do not have it any more
+    earlier: Mapping[int, Sequence[Call]] = field(default_factory=dict)  # of a rank: what it called before
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -35,34 +45,147 @@ class Parting:
         return tuple(standing.number for standing, _ in self.rest)
 
 
+_Members = tuple[int, ...]
+_Key = tuple[str, str, _Members]  # name, backend and ranks of a group
+
+
 def partings(field: Field) -> list[Parting]:
-    # What all of them have done has been the same, or at least no matter.
+    """One of a group: by what is not over, or by the records of all ranks where these show an earlier one."""
+    now, then = _present(field), _recorded(field)
+    found = dict(now)
+    for key, parting in then.items():
+        known = now.get(key)
+        if known is None or parting.seq < known.seq:
+            found[key] = parting
+        elif parting.seq == known.seq:
+            found[key] = replace(known, shift=parting.shift, newest=parting.newest, earlier=parting.earlier)
+    return [found[key] for key in sorted(found)]
+
+
+def _present(field: Field) -> dict[_Key, Parting]:
+    # What all of them have done is compared by their records.
     undone = {(call.group, call.seq) for rank in field.evidence.ranks for call in rank.calls if not call.done}
-    called: dict[tuple[str, tuple[int, ...]], dict[int, list[_Pair]]] = {}
-    known: dict[str, tuple[int, ...]] = {}  # for a rank that does not tell who is in a group
+    called: dict[_Key, dict[int, list[_Pair]]] = {}
+    known = _known(field)
+    backends = {(call.group, call.backend) for rank in field.evidence.ranks for call in rank.calls if call.backend}
     for standing in field.of(field.standings):
-        members = {group.name: group.ranks for group in standing.rank.groups if group.ranks}
-        known = {**members, **known}
+        members = _members(standing)
         for call in standing.rank.calls:
             if call.seq > 0 and (call.group, call.seq) in undone:
-                group = (call.group, members.get(call.group) or known.get(call.group, ()))
-                called.setdefault(group, {}).setdefault(call.seq, []).append((standing, call))
-    found = (_first(group[0], called[group]) for group in sorted(called))
-    return [parting for parting in found if parting is not None]
+                only = [backend for group, backend in backends if group == call.group]
+                backend = call.backend or (only[0] if len(only) == 1 else "")
+                key = (call.group, backend, members.get(call.group) or known.get(call.group, ()))
+                called.setdefault(key, {}).setdefault(call.seq, []).append((standing, call))
+    found = {key: _first(key, called[key]) for key in called}
+    return {key: parting for key, parting in found.items() if parting is not None}
 
 
-def _first(name: str, called: dict[int, list[_Pair]]) -> Parting | None:
+def _members(standing: Standing) -> dict[str, _Members]:
+    return {group.name: group.ranks for group in standing.rank.groups if group.ranks}
+
+
+def _known(field: Field) -> dict[str, _Members]:
+    """For a rank that does not tell who is in a group."""
+    found: dict[str, _Members] = {}
+    for standing in field.of(field.standings):
+        found = {**_members(standing), **found}
+    return found
+
+
+def _recorded(field: Field) -> dict[_Key, Parting]:
+    """The first difference in the records of each group."""
+    known = _known(field)
+    groups: dict[_Key, dict[int, Log]] = {}
+    for standing in field.of(field.standings):
+        members = _members(standing)
+        for (name, backend), log in history.logs(standing.rank.history).items():
+            ranks = members.get(name) or known.get(name, ())
+            if not ranks or standing.number in ranks:
+                groups.setdefault((name, backend, ranks), {})[standing.number] = log
+    found: dict[_Key, Parting] = {}
+    for key, logs in groups.items():
+        difference = history.first_difference(logs)
+        if difference is not None:
+            found[key] = _differing(field, key, difference, logs)
+    return found
+
+
+def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[int, Log]) -> Parting:
+    name, backend, _ = key
+    seq = difference.seq
+
+    def pairs(ranks: Sequence[int]) -> list[_Pair]:
+        return [(field.standings[rank], _call(field.standings[rank], key, seq, _at(logs[rank][seq], difference.part)))
+                for rank in ranks]  # fmt: skip
+
+    kinds = [pairs(side.ranks) for side in difference.sides]
+    *odd, rest = sorted(kinds, key=_oddness)
+    by_rank = sorted((pair for each in odd for pair in each), key=lambda pair: pair[0].number)
+    first, other = by_rank[0][0].number, rest[0][0].number
+    earlier = {
+        rank: [
+            _call(field.standings[rank], key, number, item)
+            for number in [number for number in sorted(logs[rank]) if number < seq][-_EARLIER:]
+            for item in logs[rank][number][:1]
+        ]
+        for rank in (first, other)
+    }
+    return Parting(
+        name,
+        seq,
+        tuple(by_rank),
+        tuple(rest),
+        backend=backend,
+        passed=True,
+        newest=max(logs[first]) == seq,
+        shift=history.shift(logs[first], logs[other], seq),
+        begin=difference.begin,
+        overwritten=difference.overwritten,
+        earlier=earlier,
+    )
+
+
+def _at(items: tuple[Item, ...], part: int) -> Item:
+    return items[min(part, len(items) - 1)]
+
+
+def _call(standing: Standing, key: _Key, seq: int, item: Item) -> Call:
+    """As if it were one of the newest."""
+    group, backend, _ = key
+    for call in standing.rank.calls:
+        if (call.group, call.backend, call.seq) == (group, backend, seq):
+            return call
+    signature = item.signature
+    completed = next((each.completed for each in standing.rank.groups if each.name == group), -1)
+    shapes = signature.outputs if signature.op in history.OUTPUTS else signature.shapes
+    return Call(
+        group=group,
+        seq=seq,
+        op=signature.called or signature.op,
+        dtypes=signature.dtypes,
+        shapes=shapes,
+        outputs=signature.outputs,
+        done=seq <= completed,
+        site=item.site,
+        reduction=signature.reduction,
+        root=signature.root,
+        backend=backend,
+    )
+
+
+def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
+    """The fewest are odd. Of equally many those whose code asks for the rank, or that rank 0 is not among."""
+    return len(pairs), all(guard(*pair) is None for pair in pairs), -pairs[0][0].number
+
+
+def _first(key: _Key, called: dict[int, list[_Pair]]) -> Parting | None:
     for seq in sorted(called):
         kinds = _kinds(called[seq])
         if len(kinds) < 2:
             continue
-        # The fewest are odd. Of equally many those whose code asks for the rank, or that rank 0 is not among.
-        *odd, rest = sorted(
-            kinds,
-            key=lambda each: (len(each), all(guard(*pair) is None for pair in each), -each[0][0].number),
-        )
+        *odd, rest = sorted(kinds, key=_oddness)
         by_rank = sorted((pair for each in odd for pair in each), key=lambda pair: pair[0].number)
-        return Parting(name, seq, tuple(by_rank), tuple(rest))
+        return Parting(key[0], seq, tuple(by_rank), tuple(rest), backend=key[1])
     return None
 
 
@@ -115,6 +238,8 @@ def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame
 
 
 def past(standing: Standing, parting: Parting) -> list[Call]:
+    if parting.earlier.get(standing.number):
+        return list(parting.earlier[standing.number])
     return [call for call in standing.rank.calls if call.group == parting.group and 0 < call.seq < parting.seq]
 
 

@@ -11,7 +11,7 @@ from phalanx.contract import encoding
 from phalanx.diagnose import words
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
-from phalanx.diagnose.standing import Standing, being, described, stand
+from phalanx.diagnose.standing import Standing, being, described, stand, timed
 from phalanx.diagnose.verdict import Verdict
 
 MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
@@ -27,6 +27,7 @@ class Place(msgspec.Struct, frozen=True):
 
 def places(evidence: Evidence) -> list[Place]:
     """The smallest group first: who is alone somewhere is more interesting."""
+    evidence = timed(evidence)
     together: dict[str, list[Standing]] = {}
     for rank in evidence.ranks:
         standing = stand(evidence, rank)

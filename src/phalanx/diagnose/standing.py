@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec.structs import replace
+
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Rank
 from phalanx.diagnose.frames import Act
@@ -138,6 +140,8 @@ def trail(standing: Standing, call: Call) -> tuple[Frame, ...]:
 def stand(evidence: Evidence, rank: Rank) -> Standing:
     stack = frames.main_frames(rank)
     act = frames.act(stack, rank.process)
+    if not act.shown and (rank.device or rank.gpu is not None):
+        act = frames.reads_gpu(stack) or act
     usual = rank.usual if 0 < rank.usual < 1e6 else 0.0
     stuck = max(rank.since, evidence.waited) >= max(PATIENCE, SEVERAL * usual)
     place = frames.own(stack) or (stack[0] if stack else None)
@@ -152,9 +156,9 @@ def _waits_in(standing: Standing) -> Call | None:
     if frames.in_data(stack) and act.what not in ("collective", "message"):
         return None
     undone = [call for call in rank.calls if not call.done]
-    if act.what == "work":
+    if act.what == "work" and unstarted(rank) is None:
         return undone[-1] if undone else None
-    if act.shown and act.what in ("collective", "message"):
+    if act.shown and act.what in ("collective", "message") and unstarted(rank) is None:
         wanted = [call for call in undone if (call.op in ("send", "recv")) == (act.what == "message")]
         return wanted[-1] if wanted else _seen(rank, act)
     if not undone:
@@ -164,7 +168,7 @@ def _waits_in(standing: Standing) -> Call | None:
     if act.shown and act.what not in ("backward", "cuda"):
         return None
     if "nccl" in backend(rank, undone[-1].group):
-        return next(iter(_queued(rank)), None)
+        return next(iter(_queued(rank)), None) if unstarted(rank) is None else None
     # A wait for gloo sleeps in a lock. What computes, or sleeps elsewhere, has merely left it under way.
     if standing.spins or act.what not in ("nothing", "lock", "backward", "cuda"):
         return None
@@ -181,6 +185,13 @@ def _queued(rank: Rank) -> list[Call]:
         elif "nccl" in backend(rank, call.group):
             found.append(call)
     return found
+
+
+def unstarted(rank: Rank) -> Call | None:
+    """The first collective in the queue of its GPU, if its kernel has not even started: what lies before it does not
+    end. Only known where torch records when kernels start."""
+    head = next(iter(_queued(rank)), None)
+    return head if head is not None and head.seq > 0 and head.started is False else None
 
 
 def _seen(rank: Rank, act: Act) -> Call:
@@ -230,7 +241,28 @@ class Field:
         )
 
 
+def timed(evidence: Evidence) -> Evidence:
+    """That a kernel has not started says something only where that of another rank has."""
+    started = {_place(call) for rank in evidence.ranks for call in rank.calls if call.started}
+    if all(call.started is not False or _place(call) in started for rank in evidence.ranks for call in rank.calls):
+        return evidence
+    ranks = (
+        replace(rank, calls=tuple(_untimed(call) if _place(call) not in started else call for call in rank.calls))
+        for rank in evidence.ranks
+    )
+    return replace(evidence, ranks=tuple(ranks))
+
+
+def _place(call: Call) -> tuple[str, str, int]:
+    return call.group, call.backend, call.seq
+
+
+def _untimed(call: Call) -> Call:
+    return call if call.started is None else replace(call, started=None)
+
+
 def survey(evidence: Evidence) -> Field:
+    evidence = timed(evidence)
     standings = {rank.rank: stand(evidence, rank) for rank in evidence.ranks}
     awaits: dict[int, frozenset[int]] = {}
     memo: _Memo = {}  # most ranks wait in the same one
@@ -270,7 +302,7 @@ def _missing(
         peer = standings.get(call.peer) if call.peer is not None else None
         return frozenset() if peer is None or meet(standing, peer) else frozenset({peer.number})
     members = members_of(standing, standings)
-    key = (call.group, call.seq, call.op if call.seq <= 0 else "", members)
+    key = (call.group, call.seq, f"{'' if call.seq > 0 else call.op} {call.started}", members)
     if key not in memo:
         memo[key] = frozenset(rank for rank in members if _absent(standings[rank], call))
     return memo[key]
@@ -289,9 +321,15 @@ def _absent(standing: Standing, call: Call) -> bool:
     if call.seq > 0:
         reached = newest(standing.rank, call.group)
         if reached is not None:
-            return reached < call.seq
+            return reached < call.seq or (bool(call.started) and _not_started(standing.rank, call))
     own = standing.call
     return own is None or own.group != call.group or (call.seq <= 0 and own.op != call.op)
+
+
+def _not_started(rank: Rank, call: Call) -> bool:
+    """Its GPU has not come to the collective that the GPUs of others are in."""
+    head = unstarted(rank)
+    return head is not None and (head.group, head.backend) == (call.group, call.backend) and head.seq <= call.seq
 
 
 def newest(rank: Rank, name: str) -> int | None:

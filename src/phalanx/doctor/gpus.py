@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import nvidia
+from phalanx.cluster import xids as kernel_xids
 from phalanx.cluster.affinity import spell
+from phalanx.cluster.xids import Xid
 from phalanx.doctor import xids
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.quantity import listed, several, size
 from phalanx.doctor.versions import torch_build
-from phalanx.doctor.xids import Xid
 
 CHECK = "gpus"
 _UNEXPLAINED = 2 << 30  # memory in use that no process is seen to hold; a driver keeps up to 1 GiB for itself
@@ -97,7 +98,7 @@ def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
         driver=driver,
         driver_cuda=cuda,
         torch_cuda=torch_build().get("cuda", ""),
-        xids=xids.read(),
+        xids=kernel_xids.read(),
         topology=topology,
     )
 

@@ -1,13 +1,10 @@
-"""What the NVIDIA driver reported to the kernel's log about its GPUs."""
+"""What reports of the NVIDIA driver in the kernel log mean."""
 
 from __future__ import annotations
 
-import os
-import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from phalanx.cluster.xids import Xid
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.quantity import several
 
@@ -28,49 +25,6 @@ _XIDS: Mapping[int, tuple[Level, str]] = {
     120: ("yellow", "its system processor failed"),
     140: ("yellow", "memory errors that could not be corrected"),
 }
-
-
-@dataclass(frozen=True)
-class Xid:
-    number: int
-    bus: str  # without the function: 0000:3b:00
-    age: float  # seconds
-    text: str
-
-
-def read() -> tuple[Xid, ...]:
-    """Nothing where the log is for root only."""
-    return tuple(find_xids(kernel_log(), time.clock_gettime(time.CLOCK_BOOTTIME)))
-
-
-def kernel_log(path: str = "/dev/kmsg") -> list[str]:
-    """All that is in the kernel's log, where it may be read."""
-    try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return []
-    lines: list[str] = []
-    try:
-        while record := os.read(log, 8192):
-            lines.append(record.decode(errors="replace"))
-    except BlockingIOError:
-        pass  # the end
-    except OSError:
-        pass  # overwritten while we read: what we have will do
-    finally:
-        os.close(log)
-    return lines
-
-
-def find_xids(lines: Sequence[str], now: float) -> Iterator[Xid]:
-    """The driver's complaints, from records of the kernel's log; `now` is seconds since the machine started."""
-    for line in lines:
-        match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)[^)]*\): (\d+)", line)
-        stamp = re.match(r"\d+,\d+,(\d+),", line)
-        if match:
-            age = now - int(stamp[1]) / 1e6 if stamp else 0.0
-            text = line.partition(";")[2].splitlines() or [line.strip()]
-            yield Xid(int(match[2]), match[1].lower(), max(age, 0.0), text[0])
 
 
 def judge(xids: Sequence[Xid]) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ class Sources:
     def annotated(self, rank: Rank) -> Rank:
         threads = tuple(msgspec.structs.replace(each, frames=self._all(each.frames)) for each in rank.threads)
         calls = tuple(msgspec.structs.replace(each, site=self._all(each.site)) for each in rank.calls)
-        return msgspec.structs.replace(rank, threads=threads, calls=calls)
+        history = msgspec.structs.replace(rank.history, sites=tuple(map(self._all, rank.history.sites)))
+        return msgspec.structs.replace(rank, threads=threads, calls=calls, history=history)
 
     def _all(self, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
         return tuple(self._one(frame) for frame in frames)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from phalanx.contract import encoding
 from phalanx.diagnose import frames
-from phalanx.diagnose.evidence import Call, Frame, Group, Node, Process, Rank, Thread
+from phalanx.diagnose.evidence import Call, Frame, Group, History, Node, Process, Rank, Thread
 from phalanx.diagnose.timeouts import Timeout
 from phalanx.launch import cause, gpus, stacks, vitals
 from phalanx.launch.sources import Sources
@@ -41,6 +41,7 @@ _SPY = 1.2
 _DRIVER = 1.2  # for the GPUs' driver, which may hang when one of them is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
 _MOST_CHILDREN = 8  # of a rank, whose stacks are taken
+_MOST_RECORDED = 100_000  # collectives of a rank
 _STOPPED = ("T", "t", "Z", "X")
 
 
@@ -57,6 +58,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[Thread, ...] = ()
     groups: tuple[Group, ...] = ()
     calls: tuple[Call, ...] = ()
+    history: History = History()
     store: str = ""
     given: str = ""
     hosts: bool = False
@@ -79,7 +81,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
     below = await asyncio.to_thread(kernel.families, pids)
     cards, ranks = await asyncio.gather(
-        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER),
+        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER, health=True),
         asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
@@ -124,6 +126,7 @@ async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, belo
         threads=threads,
         groups=told.groups,
         calls=told.calls,
+        history=told.history,
         store=told.store,
         given=told.given,
         hosts=told.hosts,
@@ -147,7 +150,7 @@ def _gave_up(bare: Rank, worker: Worker, death: cause.Death) -> Rank:
     calls = _undone(told.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
     if timeout.seq:  # NCCL's watchdog names the call, and ends the process without an exception
         calls = (*calls, Call(group=timeout.group, seq=timeout.seq, op=timeout.op))
-    found = replace(bare, threads=threads, groups=told.groups, calls=calls)
+    found = replace(bare, threads=threads, groups=told.groups, calls=calls, history=told.history)
     return replace(found, store=told.store, given=told.given, hosts=told.hosts)
 
 
@@ -180,7 +183,24 @@ def read(answer: dict[str, Any]) -> Told:
     threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
     calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
     rest: dict[str, Any] = {name: answer[name] for name in ("groups", "store", "given", "hosts") if name in answer}
-    return msgspec.convert({"threads": threads, "calls": calls, **rest}, Told, strict=False)
+    found = msgspec.convert({"threads": threads, "calls": calls, **rest}, Told, strict=False)
+    return replace(found, history=_history(answer.get("history") or {}))
+
+
+def _history(told: dict[str, Any]) -> History:
+    """A script may write what it likes where its records are: what does not fit together is left out."""
+    try:
+        sites = [_framed(site) for site in told.get("sites", ())[:_MOST_RECORDED]]
+        found = msgspec.convert({**told, "sites": sites}, History, strict=False)
+    except (msgspec.ValidationError, TypeError, ValueError, AttributeError):
+        return History()
+    recorded = sum(len(each.seqs) for each in found.groups)
+    fits = all(
+        len(each.seqs) == len(each.kinds) and all(0 <= kind < len(found.signatures) for kind in each.kinds)
+        for each in found.groups
+    )
+    sited = all(-1 <= each.site < len(found.sites) for each in found.signatures)
+    return found if fits and sited and recorded <= _MOST_RECORDED else History()
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 _PHALANX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))) + os.sep
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_SHOWN = ("demo/", "bench/scripts/")  # of ours, and written as users write
+_TYPED = ("<string>", "<stdin>", "<ipython-input")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 # The beginning of a path below torch -> its phase; the first that fits counts. Nothing: whoever has called it decides.
@@ -97,7 +99,7 @@ def kind(code: CodeType) -> Kind:
         return Kind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
     if file.startswith(_PHALANX):
         path = file[len(_PHALANX) :]
-        own = path.startswith(("demo/", "bench/scripts/"))
+        own = path.startswith(_SHOWN)
         joins = path.startswith("collectives/") and name == "__init__"  # torch's own frame says so
         return Kind("" if own or joins else _first(_OURS, path), own, False, False, name == "<module>")
     for folder in _INSTALLED:
@@ -105,6 +107,15 @@ def kind(code: CodeType) -> Kind:
         if found:
             return Kind(_first(_OTHERS, path), False, False, False, False)
     return Kind("", not file.startswith(_LIBRARY), False, False, name == "<module>")
+
+
+def own_file(file: str) -> bool:
+    """The user's: not Python's, not installed, not ours."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    if file.startswith(_PHALANX):
+        return file[len(_PHALANX) :].startswith(_SHOWN)
+    return not file.startswith(_LIBRARY) and not any(folder in file for folder in _INSTALLED)
 
 
 def _below_torch(file: str) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
 from . import stacks
+from .history import History
 
 LARGEST = 256 * 1024  # bytes of an answer
 _EACH = 40  # calls of a group
@@ -157,6 +158,7 @@ def _tell(found: dict[str, Any], still: float) -> None:
     now = time.time_ns()
     calls: list[tuple[int, dict[str, Any]]] = []
     status: dict[str, tuple[int, int]] = {}
+    history = History(_named, _dtypes, _global)
     for recorder in _RECORDERS if _begun() else ():
         answer = _entries(recorder)
         _learn(recorder, answer.get("entries", []))
@@ -168,10 +170,17 @@ def _tell(found: dict[str, Any], still: float) -> None:
             status[name] = max(told, status.get(name, told))
         past = known.keys() - today
         entries = [each for each in answer.get("entries", []) if str(each["pg_id"]) not in past and not _inner(each)]
-        calls += [(int(entry["time_created_ns"]), _call(entry, now)) for entry in _newest(entries)]
+        timed = _timed(entries)
+        calls += [
+            (int(entry["time_created_ns"]), _call(entry, now, timed=(entry["pg_id"], _number(entry)) in timed))
+            for entry in _newest(entries)
+        ]
+        with contextlib.suppress(Exception):  # of another torch: the newest calls are evidence too
+            history.add(entries)
     calls.sort(key=lambda one: one[0])
     found["groups"] = _groups(status)
     found["calls"] = [call for _, call in calls]
+    found["history"] = history.told()
     _present(found["calls"], still)
 
 
@@ -337,8 +346,10 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return chosen[::-1]
 
 
-def _call(entry: dict[str, Any], now: int) -> dict[str, Any]:
-    op, _, ends = entry["profiling_name"].rpartition(":")[2].partition(" ")  # "nccl:send 0->1"
+def _call(entry: dict[str, Any], now: int, *, timed: bool = False) -> dict[str, Any]:
+    """`timed`: the recorder says when a kernel has started (TORCH_NCCL_ENABLE_TIMING)."""
+    backend, _, text = entry["profiling_name"].rpartition(":")
+    op, _, ends = text.partition(" ")  # "nccl:send 0->1"
     group = str(entry["process_group"][0])
     peer, root = entry.get("peer"), entry.get("root")
     if peer is not None:
@@ -349,8 +360,8 @@ def _call(entry: dict[str, Any], now: int) -> dict[str, Any]:
     site = [[one["filename"], one["line"], one["name"]] for one in entry.get("frames", [])[:_DEEP]]
     return {
         "group": group,
-        "seq": 0 if entry.get("is_p2p") else int(entry["collective_seq_id"]),
-        "op": _called(site) or _OPS.get(op, op.lower()),
+        "seq": _number(entry),
+        "op": _named(site, op),
         "dtypes": _dtypes(entry.get("input_dtypes") or entry.get("output_dtypes") or []),
         "shapes": [list(shape) for shape in entry.get("input_sizes", [])][:8],
         "outputs": [list(shape) for shape in entry.get("output_sizes", [])][:8],
@@ -361,12 +372,36 @@ def _call(entry: dict[str, Any], now: int) -> dict[str, Any]:
         "tag": entry.get("tag"),
         "reduction": entry.get("reduction", ""),
         "root": None if root is None else _global(group, root),
+        "backend": backend,
+        "started": bool(entry.get("time_discovered_started_ns")) if timed else None,
     }
+
+
+def _timed(entries: list[dict[str, Any]]) -> set[tuple[Any, int]]:
+    """Collectives of which it is known whether their kernel has started: all, where torch times them, but not the parts
+    of a coalesced block. Where it does not, a start is unknown, or noted with the end."""
+    times = [(entry.get("time_discovered_started_ns"), entry.get("time_discovered_completed_ns")) for entry in entries]
+    if not any(start and start != end for start, end in times):
+        return set()
+    counts: dict[tuple[Any, int], int] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            key = entry["pg_id"], _number(entry)
+            counts[key] = counts.get(key, 0) + 1
+    return {key for key, count in counts.items() if count == 1}
+
+
+def _number(entry: dict[str, Any]) -> int:
+    return 0 if entry.get("is_p2p") else int(entry["collective_seq_id"])
 
 
 def _called(site: list[list[Any]]) -> str:
     """By its own name: gloo records a reduce_scatter as the all_reduce that it is made of."""
     return next((name for file, _, name in site if file.endswith(_FILE) and name in _WAITING), "")
+
+
+def _named(site: list[list[Any]], op: str) -> str:
+    return _called(site) or _OPS.get(op, op.lower())
 
 
 def _dtypes(names: list[str]) -> list[str]:
@@ -475,7 +510,8 @@ def _variables(frame: FrameType) -> dict[str, Any]:
 
 
 def _bounded(found: dict[str, Any]) -> dict[str, Any]:
-    """The newest calls and the main thread matter most."""
+    """The newest calls and the main thread matter most. The history has a limit of its own."""
+    history = found.pop("history", {})
     while len(json.dumps(found)) > LARGEST and (found["calls"] or found["threads"]):
         sited = [call for call in found["calls"] if call["done"] and call["site"]]
         for call in sited:
@@ -485,4 +521,4 @@ def _bounded(found: dict[str, Any]) -> dict[str, Any]:
         elif not sited:
             found["threads"] = found["threads"][: len(found["threads"]) // 2]
             found["groups"] = found["groups"][:64]
-    return found
+    return {**found, "history": history}

@@ -1,0 +1,92 @@
+"""What the driver says about a rank's GPU, as lines of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from phalanx.diagnose import words
+from phalanx.diagnose.evidence import Evidence, Gpu, Rank
+from phalanx.diagnose.verdict import Verdict
+
+BUSY = 0.95
+_IDLE = 0.05
+_REPLAYS = 10  # PCIe replays now and then are normal
+_MOST = 8  # lines of a verdict
+_XID = 160  # characters of what the driver says
+
+
+def idle(gpu: Gpu | None) -> bool:
+    return gpu is not None and not gpu.lost and 0 <= gpu.use <= _IDLE
+
+
+def busy(gpu: Gpu | None) -> bool:
+    """By this rank: what others do on the same GPU says nothing."""
+    return gpu is not None and gpu.use >= BUSY and not gpu.shared
+
+
+def use(gpu: Gpu | None) -> str:
+    """(GPU 1, 100% in use)"""
+    if gpu is None:
+        return ""
+    return f" (GPU {gpu.index}, {gpu.use:.0%} in use)" if gpu.use >= 0 else f" (GPU {gpu.index})"
+
+
+def faults(gpu: Gpu) -> list[str]:
+    """That no program can be the cause of, or that end it."""
+    found = [
+        f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}"
+        for xid in sorted(gpu.xids, key=lambda xid: xid.age)[:3]
+    ]
+    if gpu.ecc > 0:
+        found.append(f"{_count(gpu.ecc, 'uncorrectable memory error')} (ECC) since the driver was loaded")
+    if gpu.remap_failed:
+        found.append("a memory row could not be remapped: the GPU has to be replaced")
+    if gpu.remap_pending:
+        found.append("memory rows or pages wait to be replaced: the GPU needs a reset")
+    return found
+
+
+def signs(gpu: Gpu) -> list[str]:
+    """That slow it down, or may point to a fault."""
+    found = [f"slowed down: {gpu.throttled} throttling"] if gpu.throttled else []
+    if gpu.nvlink_down > 0:
+        found.append(f"{_count(gpu.nvlink_down, 'NVLink')} down")
+    if gpu.nvlink_errors > 0:
+        found.append(f"{_count(gpu.nvlink_errors, 'NVLink error')} since the driver was loaded")
+    if gpu.pcie_replays >= _REPLAYS:
+        found.append(f"{gpu.pcie_replays} PCIe replays since the driver was loaded")
+    return found
+
+
+def supported(evidence: Evidence, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts, each with what is known of the GPUs of its ranks. A verdict that names nobody is about all ranks;
+    a fault that belongs to none of them is told with the first."""
+    if not verdicts:
+        return []
+    by_rank = {rank.rank: rank for rank in evidence.ranks if rank.gpu is not None}
+    told: set[int] = set()
+    found: list[Verdict] = []
+    for verdict in verdicts:
+        ranks = [by_rank[rank] for rank in verdict.ranks or sorted(by_rank) if rank in by_rank and rank not in told]
+        lines = [line for rank in ranks for line in _lines(rank, slight=True)]
+        told |= {rank.rank for rank in ranks}
+        found.append(_with(verdict, lines))
+    others = [line for rank in by_rank.values() if rank.rank not in told for line in _lines(rank, slight=False)]
+    return [_with(found[0], others), *found[1:]]
+
+
+def _lines(rank: Rank, *, slight: bool) -> list[str]:
+    if rank.gpu is None:
+        return []
+    lines = [*faults(rank.gpu), *(signs(rank.gpu) if slight else ())]
+    return [f"rank {rank.rank}, GPU {rank.gpu.index}: {line}" for line in lines]
+
+
+def _with(verdict: Verdict, lines: Sequence[str]) -> Verdict:
+    return replace(verdict, details=(*verdict.details, *lines[:_MOST])) if lines else verdict
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

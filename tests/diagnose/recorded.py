@@ -1,0 +1,97 @@
+"""Entries as torch's flight recorder writes them, and evidence made of them on the way that real ones take.
+
+The format is FlightRecorder<EventType>::getCollectiveTrace in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp
+(torch 2.11 and 2.13, version "2.10" of the dump); torch/distributed/flight_recorder/components/types.py reads it, and
+lists the names of operations. Of a coalesced block, each collective has an entry, all with one collective_seq_id, and
+"nccl:coalesced" comes last, with no sizes. A send or recv has the number of the collective before it, and is_p2p.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.diagnose.evidence import Evidence, Group, History, Rank
+from phalanx.launch import testimony
+from phalanx.launch.zygote.witness import recorder
+from phalanx.launch.zygote.witness.history import History as Kept
+from tests.diagnose.scene import C10D, HOME, collective, evidence, rank
+
+Entry = dict[str, Any]
+
+
+def entry(
+    op: str,
+    seq: int,
+    *shape: int,
+    line: int = 12,
+    outputs: Sequence[Sequence[int]] | None = None,
+    inputs: Sequence[Sequence[int]] | None = None,
+    dtype: str = "Float",
+    group: str = "0",
+    backend: str = "nccl",
+    p2p: int = 0,
+    frames: Sequence[tuple[str, int, str]] | None = None,
+    **more: Any,
+) -> Entry:
+    ins = [list(shape)] if inputs is None else [list(each) for each in inputs]
+    outs = ins if outputs is None else [list(each) for each in outputs]
+    called = op.partition(" ")[0]
+    stack = frames if frames is not None else [(C10D, 3252, called), (HOME + "train.py", line, "main")]
+    return {
+        "frames": [{"name": name, "filename": file, "line": number} for file, number, name in stack],
+        "record_id": seq - 1,
+        "pg_id": int(group) if group.isdecimal() else 7,
+        "process_group": (group, "default_pg" if group == "0" else "undefined"),
+        "thread_name": "pt_main_thread",
+        "thread_id": "139812345678901",
+        "collective_seq_id": seq,
+        "p2p_seq_id": p2p,
+        "op_id": seq + p2p,
+        "profiling_name": f"{backend}:{op}",
+        "time_created_ns": 1_794_823_294_461_591_905 + seq,
+        "input_sizes": ins,
+        "input_dtypes": [dtype] * len(ins),
+        "output_sizes": outs,
+        "output_dtypes": [dtype] * len(outs),
+        "state": "completed",
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": 1_794_823_294_471_591_905 + seq,
+        "retired": True,
+        "timeout_ms": 600_000,
+        "is_p2p": p2p > 0,
+        **more,
+    }
+
+
+def coalesced(seq: int, *parts: Entry, p2p: int = 0) -> list[Entry]:
+    return [*parts, entry("coalesced", seq, inputs=[], p2p=p2p)]
+
+
+def told(entries: Sequence[Entry]) -> dict[str, Any]:
+    """What a worker says of them, after it has travelled."""
+    kept = Kept(recorder._named, recorder._dtypes, lambda _, root: root)
+    kept.add(entries)
+    return json.loads(json.dumps({"threads": [], "calls": [], "history": kept.told()}))
+
+
+def history(entries: Sequence[Entry]) -> History:
+    return testimony.read(told(entries)).history
+
+
+def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]] | None = None) -> Evidence:
+    """All ranks in a barrier after what they have recorded, as far as anybody can see."""
+    return evidence(
+        *(_rank(number, entries, groups or {"0": list(histories)}) for number, entries in histories.items())
+    )
+
+
+def _rank(number: int, entries: Sequence[Entry], groups: Mapping[str, Sequence[int]]) -> Rank:
+    newest = max((each["collective_seq_id"] for each in entries), default=0)
+    mine = [
+        Group(name=name, backend="nccl", ranks=tuple(ranks), enqueued=newest, completed=newest)
+        for name, ranks in groups.items()
+        if number in ranks
+    ]
+    return rank(number, collective("barrier", 90), groups=mine, history=history(entries))
