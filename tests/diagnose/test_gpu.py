@@ -178,6 +178,15 @@ def test_who_cannot_know_says_what_would_tell() -> None:
     assert not any("TORCH_NCCL_ENABLE_TIMING" in line for line in timed.details)
 
 
+def test_coalesced_collectives_of_one_number_are_no_difference() -> None:
+    """NCCL makes an uneven all_gather of broadcasts, and torch records each, under one number, as never done."""
+    parts = [call("all_gather", 39, size, backend="nccl") for size in (1, 2, 3, 4)]
+    ranks = [nccl(number, READS, [*parts, recorded(40, done=True), recorded(41)]) for number in (0, 2, 3)]
+    (verdict,) = diagnose(evidence(ranks[0], nccl(1, SPINS, [*parts, recorded(40, done=True)]), *ranks[1:]))
+    assert verdict.ranks == (1,)
+    assert "differ" not in verdict.text
+
+
 # -- what the driver says
 
 HEALTH: dict[str, tuple[Gpu, list[str]]] = {
@@ -187,6 +196,23 @@ HEALTH: dict[str, tuple[Gpu, list[str]]] = {
         [
             "rank 1, GPU 1: Xid 79, 12 s ago: GPU has fallen off the bus.",
             "rank 1, GPU 1: Xid 13, 8 min ago: Graphics Exception",
+        ],
+    ),
+    "Xids of programs": (
+        replace(
+            FULL,
+            xids=(
+                Xid(
+                    43, 69.0, "pid=833, name=python, channel 0x0900001a"
+                ),  # of another process, maybe of an earlier run
+                Xid(43, 9.0, "pid=4000, name=python, channel 0x0900001a"),
+                Xid(43, 9.0, "pid=4000, name=python, channel 0x0900001a"),
+                Xid(79, 12.0, "pid=833, GPU has fallen off the bus."),
+            ),
+        ),
+        [
+            "rank 1, GPU 1: Xid 43, 9 s ago: pid=4000, name=python, channel 0x0900001a",
+            "rank 1, GPU 1: Xid 79, 12 s ago: pid=833, GPU has fallen off the bus.",
         ],
     ),
     "ECC": (replace(FULL, ecc=2), ["rank 1, GPU 1: 2 uncorrectable memory errors (ECC) since the driver was loaded"]),

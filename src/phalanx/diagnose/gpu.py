@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from phalanx.diagnose import words
-from phalanx.diagnose.evidence import Evidence, Gpu, Rank
+from phalanx.diagnose.evidence import Evidence, Gpu, Rank, Xid
 from phalanx.diagnose.verdict import Verdict
 
 BUSY = 0.95
@@ -15,6 +16,7 @@ _IDLE = 0.05
 _REPLAYS = 10  # PCIe replays now and then are normal
 _MOST = 8  # lines of a verdict
 _XID = 160  # characters of what the driver says
+_OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # Xids: an illegal address, a kernel that was ended
 
 
 def idle(gpu: Gpu | None) -> bool:
@@ -33,12 +35,11 @@ def use(gpu: Gpu | None) -> str:
     return f" (GPU {gpu.index}, {gpu.use:.0%} in use)" if gpu.use >= 0 else f" (GPU {gpu.index})"
 
 
-def faults(gpu: Gpu) -> list[str]:
-    """That no program can be the cause of, or that end it."""
-    found = [
-        f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}"
-        for xid in sorted(gpu.xids, key=lambda xid: xid.age)[:3]
-    ]
+def faults(gpu: Gpu, pid: int | None = None) -> list[str]:
+    """That no program can be the cause of, or that end it. `pid`: of the rank; what a program did is its own alone."""
+    mine = [xid for xid in sorted(gpu.xids, key=lambda xid: xid.age) if _concerns(xid, pid)]
+    told = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
+    found = [*told][:3]
     if gpu.ecc > 0:
         found.append(f"{_count(gpu.ecc, 'uncorrectable memory error')} (ECC) since the driver was loaded")
     if gpu.remap_failed:
@@ -46,6 +47,12 @@ def faults(gpu: Gpu) -> list[str]:
     if gpu.remap_pending:
         found.append("memory rows or pages wait to be replaced: the GPU needs a reset")
     return found
+
+
+def _concerns(xid: Xid, pid: int | None) -> bool:
+    """The driver names the process whose program did something wrong."""
+    named = re.search(r"pid='?(\d+)", xid.text) if xid.number in _OF_PROGRAMS else None
+    return named is None or pid is None or int(named[1]) == pid
 
 
 def signs(gpu: Gpu) -> list[str]:
@@ -80,7 +87,8 @@ def supported(evidence: Evidence, verdicts: Sequence[Verdict]) -> list[Verdict]:
 def _lines(rank: Rank, *, slight: bool) -> list[str]:
     if rank.gpu is None:
         return []
-    lines = [*faults(rank.gpu), *(signs(rank.gpu) if slight else ())]
+    pid = rank.process.pid if rank.process is not None else None
+    lines = [*faults(rank.gpu, pid), *(signs(rank.gpu) if slight else ())]
     return [f"rank {rank.rank}, GPU {rank.gpu.index}: {line}" for line in lines]
 
 

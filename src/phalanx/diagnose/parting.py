@@ -180,6 +180,8 @@ def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
 
 def _first(key: _Key, called: dict[int, list[_Pair]]) -> Parting | None:
     for seq in sorted(called):
+        if len({standing.number for standing, _ in called[seq]}) < len(called[seq]):
+            continue  # several that are coalesced into one: history compares them in their order
         kinds = _kinds(called[seq])
         if len(kinds) < 2:
             continue
