@@ -338,7 +338,7 @@ def main(argv: list[str]) -> int:
     if "--only" in argv:
         at = argv.index("--only")
         names, argv = argv[at + 1].split(","), [*argv[:at], *argv[at + 2 :]]
-    options = argv
+    options = [*argv, *os.environ.get("PHALANX_GPU_OPTIONS", "").split()]
     shares = "--share-gpu" in options
     failed = 0
     for name in names:
