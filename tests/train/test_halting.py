@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from phalanx.contract import line as words
+from phalanx.join import nccl
 from phalanx.train.generations import Generations
 from phalanx.train.halting import Halting
 from tests.kit.cli import until
@@ -74,7 +75,8 @@ def test_one_that_waits_to_be_told_hears_of_a_new_group() -> None:
 
 def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits until there are enough; the thread that would tell it of that must not wait as well."""
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    for variable in nccl.VARIABLES:
+        monkeypatch.setenv(variable, "0")
     name = f"phalanx-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(f"\0{name}")

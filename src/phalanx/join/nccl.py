@@ -21,13 +21,21 @@ _aborting: set[int] = set()  # by `id`, backends that are aborted already; they 
 _starting = threading.Lock()
 
 
+VARIABLES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+)
+
+
 def prepare() -> None:
     """Before the first group of a process forms. The watchdog ends the process when a peer is gone, and the monitor
     when the watchdog does not answer: both before anybody could form a new group."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun, and so our launcher, sets 1
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "0")
+    handling, *others = VARIABLES
+    os.environ[handling] = "0"  # torchrun, and so our launcher, sets 1
+    for variable in others:
+        os.environ.setdefault(variable, "0")
 
 
 def abort() -> None:
