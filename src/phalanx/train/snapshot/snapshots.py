@@ -7,7 +7,8 @@
 
 Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
 one is written the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
-that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it.
+that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it; shards are
+copied beside the next forward and backward (`forward`, `update`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -34,6 +36,7 @@ from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import Values
 from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
 from phalanx.train.checkpoint.shares import Chunk, share
+from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import RESCUE, Found, Held, newest, transfers
@@ -61,11 +64,12 @@ class Snapshots:
         self._others = len(self._nodes) > 1
         self._vault = vault
         self._generators = generators
-        self._say = say if say is not None else _say
+        self.say = say if say is not None else _say
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
         self._writers = [Writer(partial(vault.lend, name)) for name in names]
         self._counter = Counter(vault, group.rank)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
+        self._copying = Copying(self._thread, shares_cores=group.device.type == "cpu")
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
         self._writing = False  # what the job does, when it does not prepare to
@@ -109,7 +113,38 @@ class Snapshots:
     # -- saving
 
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
-        """Copy the state. False if it was left out: the one before is not finished, or there is no room."""
+        """Copy the state; of shards, note that they are to be copied from the next `forward` on. False if it was left
+        out: the one before is not finished, or there is no room."""
+        began = time.perf_counter()
+        try:
+            return self._save(step, kept, extra, began)
+        finally:
+            self._copying.hold(began)
+
+    def forward(self) -> None:
+        """Before the first forward of a step."""
+        self._copying.forward()
+
+    def update(self) -> None:
+        """Before an update changes what is being copied."""
+        self._copying.update()
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the training's thread was held, all snapshots together."""
+        return self._copying.held
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of the latest snapshots, in seconds of the training's time."""
+        return self._copying.costs
+
+    @property
+    def durations(self) -> Sequence[float]:
+        """Of the latest snapshots, until they were complete."""
+        return self._copying.durations
+
+    def _save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any], began: float) -> bool:
         if self.off:
             return False
         if not self._settled():
@@ -138,13 +173,18 @@ class Snapshots:
         )
         carried = partial(self._carry, self._between(), self._to_partners()) if sharded and self._others else None
         random = randomness.taken(self._generators)
+        writer, small = self._writers[self._turn], _is_small(chunks)
+        self._copying.begin(began)
         try:
-            placed = self._writers[self._turn].take(chunks)
+            placed = writer.take(chunks, overlap=not small)
         except (LaunchError, OSError) as error:
             self._job = _done(partial(_raise, error))
             return False
-        finish = partial(self._finish, self._writers[self._turn], part, placed, random, carried)
-        self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
+        finish = partial(self._finish, writer, part, placed, random, carried)
+        if any(chunk.sharded for chunk in chunks) and not small:
+            self._job = self._copying.later(writer, finish)
+        else:
+            self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
         self._counter.begin(step)
         self._writing, self._pause = True, 1
         return True
@@ -155,6 +195,7 @@ class Snapshots:
 
     def wait(self) -> None:
         """Until the snapshot that was begun is there, as far as this rank is concerned."""
+        self._copying.forward()
         if self._job is not None:
             wait([self._job])
 
@@ -162,6 +203,9 @@ class Snapshots:
         """What is not finished is not there; the one before is. `patience`: seconds for one that is nearly there, where
         no living rank has all of the state."""
         self._hang_up()
+        if patience and self._sharded:
+            self._copying.forward()  # nobody changes the shards any more
+        self._copying.drop()
         wait([self._job] if self._job is not None else [], patience if self._sharded else 0.0)
         for writer in self._writers:
             writer.abandoned = True
@@ -189,9 +233,7 @@ class Snapshots:
 
     def _start(self, call: Callable[[], None], chunks: Sequence[Chunk]) -> Future[None]:
         """In the thread, or at once where that takes no longer."""
-        size = sum(chunk.part.nbytes for chunk in chunks)
-        here = size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
-        return _done(call) if here else self._thread.submit(call)
+        return _done(call) if _is_small(chunks) else self._thread.submit(call)
 
     def _settled(self) -> bool:
         """Whether the one before is there on all ranks: only then may the one before that be written over."""
@@ -200,15 +242,16 @@ class Snapshots:
             return True
         done = job.done()
         failure = _reason(job.exception()) if done else ""
-        told = self._group.gather([done, failure], all=True) or []
-        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
-        if failures:
-            self._turn_off(failures[0])
-        if failures or not all(done for done, _ in told):
+        told = self._group.max({"busy": not done, "failed": bool(failure)})
+        if told["failed"]:
+            reasons = self._group.gather(failure, all=True) or []
+            self._turn_off(next(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
+        if told["failed"] or told["busy"]:
             return False
         self._job = None
         if self._writing:
             self._writing = False
+            self._copying.end()
             self._turn = 1 - self._turn
             if not self._cleared:
                 self._cleared = True
@@ -225,6 +268,7 @@ class Snapshots:
     def _turn_off(self, why: str) -> None:
         self.off = True
         self._hang_up()  # nobody waits for one that has given up
+        self._copying.drop()
         for writer in self._writers:
             writer.abandoned = True
         if self._job is None or self._job.done():
@@ -232,7 +276,7 @@ class Snapshots:
         else:  # not while a thread of ours writes there: after it, and nobody waits for that
             self._thread.submit(self._let_go)
         if self._group.is_main:
-            self._say(
+            self.say(
                 f"phalanx: the training goes on without snapshots in memory: {why}\n"
                 "  fix: more memory; or --snapshot-every off, which says no word"
             )
@@ -392,7 +436,12 @@ class Snapshots:
 
     def _tell(self, found: Found, why: str) -> None:
         if self._group.is_main:
-            self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+            self.say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+
+
+def _is_small(chunks: Sequence[Chunk]) -> bool:
+    size = sum(chunk.part.nbytes for chunk in chunks)
+    return size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
 
 
 def _done(call: Callable[[], None]) -> Future[None]:
