@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import OptionError
+from phalanx.train.replicas import rows
 from phalanx.train.snapshot.cadence import Cadence, Measured, interval, reason
-from tests.kit.cli import Env, Result, phalanx, stage
+from phalanx.train.snapshot.found import Division, division
+from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
 
 pytestmark = pytest.mark.xdist_group("sharded")  # they share undisturbed runs
+OFF = ("--snapshot-every", "off")
 SCRIPT = str(Path(__file__).parent / "scripts" / "sharded.py")
 
 # -- how often
@@ -110,7 +115,7 @@ class Play:
     def undisturbed(self, how: str, ranks: int = 2) -> Any:
         if (how, ranks) not in self._ends:
             with tempfile.TemporaryDirectory() as folder:
-                self.trained(Path(folder), how, ranks=ranks, options=("--snapshot-every", "off"))
+                self.trained(Path(folder), how, ranks=ranks, options=OFF)
                 self._ends[how, ranks] = ended(Path(folder), ranks)[1]
         return self._ends[how, ranks]
 
@@ -146,3 +151,116 @@ def test_an_interval_that_was_asked_for_wins(tmp_path: Path, play: Play) -> None
     done = play.trained(tmp_path, "fsdp", [7, 1, "backward"], options=("--snapshot-every", "2"))
     assert ended(tmp_path) == (["0 new 2", "6 memory 2"], play.undisturbed("fsdp"))
     assert "snapshots of the sharded state" not in done.err
+
+
+def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None:
+    """And so does one after the other, wherever it dies; whether `run.keep` or `run.wrap` comes first."""
+    done = play.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
+    begun = ["0 new 4", "5 living 4", "9 living 4"]
+    assert ended(tmp_path, 4) == (begun, play.undisturbed("hsdp", 4))
+    assert done.err.count("no step lost") == 2
+
+
+def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, play: Play) -> None:
+    faults = ([5, 0, "backward"], [5, 3, "backward"])
+    play.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
+    assert ended(tmp_path, 4) == (["0 new 4", "5 living 4"], play.undisturbed("hsdp", 4))
+
+
+def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, play: Play) -> None:
+    faults = ([5, 1, "backward"], [5, 3, "backward"])
+    play.trained(tmp_path, "hsdp", *faults, ranks=4, options=("--snapshot-every", "3"))
+    begun, end = ended(tmp_path, 4)
+    assert begun == ["0 new 4", "4 memory 4"]  # the third was left out while its memory was made
+    assert end == play.undisturbed("hsdp", 4)
+
+
+def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = ()) -> tuple[list[str], Any]:
+    """Two nodes of two ranks, of which the second is killed when step 5 is committed."""
+    where = ("-n", "1:2", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
+    what = (SCRIPT, str(folder), how, '[[5, 3, "node"]]')
+    jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
+    until(lambda: (folder / "fault 0").exists(), 60, "step 5")
+    jobs[1].signal(signal.SIGKILL)
+    assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
+    return ended(folder)
+
+
+@pytest.mark.parametrize("how", ["hsdp", "hsdp keep"])
+def test_a_lost_node_is_a_lost_replica(tmp_path: Path, play: Play, how: str) -> None:
+    """The two ranks that are left hold a replica each, from what they have; then no shard is in danger either."""
+    begun, (steps, _, values) = lose_a_node(tmp_path, play, how, OFF)
+    assert begun == ["0 new 4", "5 living 2"]
+    theirs = play.undisturbed("hsdp", 4)
+    assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
+
+
+def test_shards_of_a_lost_node_come_from_its_partner_without_a_lost_step(tmp_path: Path, play: Play) -> None:
+    begun, (steps, _, values) = lose_a_node(tmp_path, play, "fsdp")
+    assert begun == ["0 new 4", "5 memory 2"]
+    theirs = play.undisturbed("fsdp")
+    assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
+
+
+# -- how ranks are arranged
+
+ONE, EVEN, UNEVEN, DEALT = [range(4)], [(0, 1), (2, 3)], [(0, 1), (2,)], [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "arranged"),
+    [
+        (ONE, None, ((0, 1), (2, 3))),
+        (ONE, 1, ((0,), (1,), (2,), (3,))),
+        (ONE, 4, ((0, 1, 2, 3),)),
+        (EVEN, None, ((0, 1), (2, 3))),
+        (DEALT, None, ((0, 2), (1, 3))),
+        (UNEVEN, 3, ((0, 1, 2),)),
+        ([(0,)], None, ((0,),)),
+        ([(0,), (1,), (2,)], None, ((0,), (1,), (2,))),
+    ],
+)
+def test_a_replica_is_a_node_or_what_was_asked_for(nodes: Any, shards: int | None, arranged: Any) -> None:
+    assert rows(nodes, shards) == arranged
+    assert rows(nodes, shards, elastic=True) == arranged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "text", "left"),
+    [
+        ([range(3)], None, "3 ranks cannot be halved", ((0, 1, 2),)),
+        (UNEVEN, None, "different numbers of ranks: 2, 1", ((0, 1, 2),)),
+        ([range(6)], 4, "6 ranks cannot be divided into replicas of 4", ((0, 1, 2, 3, 4, 5),)),
+        ([range(6)], 8, "6 ranks cannot be divided into replicas of 8", ((0, 1, 2, 3, 4, 5),)),
+        ([range(9)], 2, "N that divides 9: 1, 3, 9", ((0, 1, 2), (3, 4, 5), (6, 7, 8))),
+    ],
+)
+def test_what_cannot_be_arranged_is_refused_unless_ranks_were_lost(
+    nodes: Any, shards: int | None, text: str, left: Any
+) -> None:
+    with pytest.raises(OptionError) as raised:
+        rows(nodes, shards)
+    assert text in str(raised.value)
+    assert rows(nodes, shards, elastic=True) == left
+
+
+@pytest.mark.parametrize("shards", [0, -1, 1.5])
+def test_a_replica_has_shards(shards: Any) -> None:
+    with pytest.raises(OptionError):
+        rows(ONE, shards, elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "of_rank_2"),
+    [
+        (((0, 1, 2, 3),), ONE, Division((0, 1, 2, 3), writes=True)),
+        (((0, 1), (2, 3)), ONE, Division((0, 1, 2, 3), writes=False)),
+        (((0, 1), (2, 3)), EVEN, Division((2, 3), writes=True, whole_nodes=True)),
+        (((0, 2), (1, 3)), EVEN, Division((0, 1, 2, 3))),
+        (((0, 1, 2, 3),), EVEN, Division((0, 1, 2, 3))),
+        (((0,), (1,), (2,), (3,)), EVEN, Division((2, 3), writes=True, whole_nodes=True)),
+        ((), EVEN, Division((0, 1, 2, 3))),
+    ],
+)
+def test_each_node_keeps_a_snapshot_of_its_replica(replicas: Any, nodes: Any, of_rank_2: Division) -> None:
+    assert division(replicas, nodes, 2) == of_rank_2

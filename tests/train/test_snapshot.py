@@ -22,7 +22,7 @@ import torch
 from phalanx.join.topology import Topology
 from phalanx.join.vault import Vault
 from phalanx.train.checkpoint.shares import Chunk
-from phalanx.train.handover import Past
+from phalanx.train.past import Past
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
 from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers

@@ -333,7 +333,7 @@ def test_a_group_added_later_is_clipped_too() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"how": "dpp"}, "known are ddp, dp, fsdp"),
+        ({"how": "dpp"}, "known are ddp, dp, fsdp, hsdp"),
         ({"precision": "fp8"}, "known: None, bf16, fp16"),
         ({"compress": "zip"}, "known: None, fp16, bf16, powersgd"),
         ({"how": "fsdp", "compress": "bf16"}, 'compress is for "ddp"'),

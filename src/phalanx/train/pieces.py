@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from phalanx.join.group import Group
+
 SMALL = 1 << 20  # bytes: below this, tensors go together
 LARGE = 1 << 29  # above this, in several pieces
 
 
 CPU = torch.device("cpu")
+
+
+def wire(group: Group, far: bool) -> torch.device:
+    """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
+    return group.device if "nccl" in group.backend and (far or "gloo" not in group.backend) else CPU
 
 
 def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device = CPU) -> None:

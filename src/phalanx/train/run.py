@@ -50,8 +50,9 @@ from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from phalanx.contract.line import Measured
-    from phalanx.train.handover import Handover, Past
+    from phalanx.train.handover import Handover
     from phalanx.train.once import Once
+    from phalanx.train.past import Past
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
@@ -157,13 +158,15 @@ class Run(Group):
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
 
-        "ddp", "fsdp", or "dp" (one process with several devices); the options are those of `phalanx.train.wrap.wrap`.
+        "ddp", "fsdp", "hsdp" (replicas of a sharded model: a lost shard comes from its replica), or "dp" (one process
+        with several devices); the options are those of `phalanx.train.wrap.wrap`.
         Optimizers may be made before or after, from the model's parameters or from those of what is returned.
 
-        Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
-        a part of the model only.
+        Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" and "hsdp" all ranks have to,
+        for each has a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model, how), **options)
+        equal, elastic = self._equal(model, how), self.generation > 0
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=equal, elastic=elastic, **options)
         self._adopt()
         if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
@@ -640,7 +643,7 @@ class Run(Group):
     def standing(self, *, asleep: bool = False) -> Past | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
         `asleep`: the thread that trains is still in the middle of the next one, whose tensors are left alone."""
-        from phalanx.train.handover import Past
+        from phalanx.train.past import Past
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past

@@ -22,13 +22,18 @@ class Chunk:
     sharded: bool = False  # a shard of FSDP's, which only an optimizer's update changes
 
 
-def share(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: frozenset[str]) -> list[Chunk]:
-    """What is sharded is written by whoever has it; what all have is dealt out by size; `own` are rank 0's to write."""
+def share(
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: frozenset[str], *, shards: bool | None = None
+) -> list[Chunk]:
+    """What is sharded is written by whoever has it; what all have is dealt out by size; `own` are rank 0's to write.
+
+    `shards`: whether this rank writes its shards; None: if it is in the first of the replicas.
+    """
     loads = [(0, index) for index in range(world_size)]
     chunks = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            chunks += _sharded(name, tensor)
+            chunks += _sharded(name, tensor, shards)
             continue
         writer = 0
         if name not in own and world_size > 1:
@@ -39,12 +44,13 @@ def share(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: 
     return chunks
 
 
-def _sharded(name: str, tensor: DTensor) -> list[Chunk]:
+def _sharded(name: str, tensor: DTensor, writes: bool | None) -> list[Chunk]:
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         return []
-    # Of replicas the first writes.
-    if any(kind.is_replicate() and at for kind, at in zip(tensor.placements, place, strict=True)):
+    if writes is None:  # of replicas the first writes
+        writes = not any(kind.is_replicate() and at for kind, at in zip(tensor.placements, place, strict=True))
+    if not writes:
         return []
     with torch.no_grad():
         part = tensor.to_local()

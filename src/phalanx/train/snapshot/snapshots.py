@@ -7,8 +7,8 @@
 
 Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
 one is written the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
-that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it; shards are
-copied beside the next forward and backward (`forward`, `update`).
+that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it, unless each
+node has a replica of its own; shards are copied beside the next forward and backward (`forward`, `update`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.errors import CheckpointError, LaunchError
 from phalanx.join.group import Group
 from phalanx.join.vault import Vault
+from phalanx.train import placement
 from phalanx.train.checkpoint import loading, randomness, state
 from phalanx.train.checkpoint.buffer import Placed
 from phalanx.train.checkpoint.checkpoints import step_back
@@ -39,7 +40,7 @@ from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import RESCUE, Found, Held, newest, transfers
+from phalanx.train.snapshot.found import RESCUE, Division, Found, Held, division, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Snapshots:
         self._turn = 0  # to be written next
         self._looked = False  # at which turn it is
         self._sharded = False
+        self._divided: Division | None = None  # of shards
         self._cleared = False
         self.off = False
 
@@ -154,9 +156,11 @@ class Snapshots:
             self._begin()
         found = state.taken(kept)
         sharded = self._sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
-        together = tuple(range(self._group.world_size)) if sharded else self._local
-        place = together.index(self._group.rank)
-        chunks = share(found.tensors, place, len(together), frozenset(found.own))
+        if sharded and self._divided is None:
+            self._divided = division(placement.replicas(kept), self._nodes, self._group.rank)
+        divided = self._divided if sharded and self._divided is not None else Division(self._local)
+        together, place = divided.together, divided.together.index(self._group.rank)
+        chunks = share(found.tensors, place, len(together), frozenset(found.own), shards=divided.writes)
         if not self._prepared:
             self._prepared = True
             self._job = self._start(partial(self._prepare, chunks), chunks)
@@ -171,7 +175,9 @@ class Snapshots:
             packed(dict(extra), "extra", {}),
             found.plain if place == 0 else None,
         )
-        carried = partial(self._carry, self._between(), self._to_partners()) if sharded and self._others else None
+        carried = None
+        if sharded and self._others and not divided.whole_nodes:
+            carried = partial(self._carry, self._between(), self._to_partners())
         random = randomness.taken(self._generators)
         writer, small = self._writers[self._turn], _is_small(chunks)
         self._copying.begin(began)
