@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from phalanx.errors import OptionError
 from phalanx.train.replicas import rows
 from phalanx.train.snapshot.cadence import Cadence, Measured, interval, reason
+from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.found import Division, division
 from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
 
@@ -82,6 +86,64 @@ def test_every_step_at_first_and_then_what_was_measured() -> None:
     dear.costs[:], dear.cost = [], 0.001  # looked at again later: it has become cheap
     assert dear.saved(60)[-3:] == [88, 89, 90]
     assert len(dear.said) == 1
+
+
+# -- copies beside the training
+
+
+class Slow:
+    """A part whose copy is done when it is allowed to be."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+        self.seen: list[str] = []
+
+    def start(self) -> None:
+        self.seen.append("start")
+
+    def copy(self) -> None:
+        assert self.allowed.wait(20)
+        self.seen.append("copy")
+
+
+def test_shards_are_copied_between_the_next_forward_and_its_update() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=True), Slow()
+        copying.begin(time.perf_counter())
+        job = copying.later(writer, lambda: writer.seen.append("finish"))  # type: ignore[arg-type]
+        assert writer.seen == []  # a script may still change them
+        copying.forward()
+        assert writer.seen == ["start"]
+        threading.Timer(0.05, writer.allowed.set).start()
+        copying.update()
+        assert writer.seen[1] == "copy"
+        job.result(20)
+        assert writer.seen == ["start", "copy", "finish"]
+        copying.end()
+        assert copying.held >= 0.04
+        assert copying.costs[0] >= copying.held
+        assert copying.durations[0] >= 0.04
+        copying.forward()
+        copying.update()  # nothing is left to do
+        assert len(writer.seen) == 3
+
+
+def test_an_update_without_a_forward_waits_for_the_copy_too() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=False), Slow()
+        writer.allowed.set()
+        copying.later(writer, lambda: None)  # type: ignore[arg-type]
+        copying.update()
+        assert writer.seen == ["start", "copy"]
+
+
+def test_a_copy_that_fails_holds_nobody() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=False), Slow()
+        writer.copy = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        job = copying.later(writer, lambda: None)  # type: ignore[arg-type]
+        copying.update()
+        assert isinstance(job.exception(20), ZeroDivisionError)
 
 
 # -- real ranks

@@ -14,37 +14,33 @@ node has a replica of its own; shards are copied beside the next forward and bac
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 from torch.distributed.tensor import DTensor
 
-from phalanx.errors import CheckpointError, LaunchError
+from phalanx.errors import LaunchError
 from phalanx.join.group import Group
 from phalanx.join.vault import Vault
 from phalanx.train import placement
-from phalanx.train.checkpoint import loading, randomness, state
+from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
 from phalanx.train.checkpoint.checkpoints import step_back
-from phalanx.train.checkpoint.folder import Info
-from phalanx.train.checkpoint.manifest import Values
-from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
+from phalanx.train.checkpoint.plain import packed
 from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.snapshot.copying import Copying
-from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
+from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import RESCUE, Division, Found, Held, division, newest, transfers
-from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
-
-if TYPE_CHECKING:
-    import torch
+from phalanx.train.snapshot.found import RESCUE, Division, Found, division, newest
+from phalanx.train.snapshot.part import Part, Writer
+from phalanx.train.snapshot.reader import Reader, carry
 
 _SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a thread, and to wait for Python's lock
 
@@ -61,15 +57,16 @@ class Snapshots:
         self._group = group
         self._nodes = group.topology.nodes
         self._local = group.topology.local_ranks
-        self._settle(self._nodes)
         self._others = len(self._nodes) > 1
         self._vault = vault
         self._generators = generators
         self.say = say if say is not None else _say
+        self._reader = Reader(group, vault, generators, self.say)
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
         self._writers = [Writer(partial(vault.lend, name)) for name in names]
         self._counter = Counter(vault, group.rank)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
+        begin = partial(_begin_thread, group.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=begin)
         self._copying = Copying(self._thread, shares_cores=group.device.type == "cpu")
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
@@ -90,13 +87,7 @@ class Snapshots:
         shared: dict[str, list[int]] = {}
         for rank, name in enumerate(vaults):
             shared.setdefault(name, []).append(rank)
-        self._settle(tuple(map(tuple, shared.values())))
-
-    def _settle(self, vaults: tuple[tuple[int, ...], ...]) -> None:
-        """The ranks that have each vault, and where among them this one is."""
-        self._vaults = vaults
-        self._here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
-        self._place = vaults[self._here].index(self._group.rank)
+        self._reader.settle(tuple(map(tuple, shared.values())))
 
     # -- steps
 
@@ -106,11 +97,11 @@ class Snapshots:
 
     def reached(self) -> int:
         """The newest step that was committed by any rank that this node has ever had, until the training went back."""
-        return 0 if self._place else reached(self._vault)
+        return 0 if self._reader.place else reached(self._vault)
 
     def waited(self) -> float:
         """Seconds since the last one here. Were each group to begin anew, with many deaths none would ever be due."""
-        return 0.0 if self._place else waited(self._vault)
+        return 0.0 if self._reader.place else waited(self._vault)
 
     # -- saving
 
@@ -177,7 +168,7 @@ class Snapshots:
         )
         carried = None
         if sharded and self._others and not divided.whole_nodes:
-            carried = partial(self._carry, self._between(), self._to_partners())
+            carried = partial(carry, self._between(), self._to_partners(), self._vault)
         random = randomness.taken(self._generators)
         writer, small = self._writers[self._turn], _is_small(chunks)
         self._copying.begin(began)
@@ -268,7 +259,7 @@ class Snapshots:
         """The first snapshot in this group: the newest of earlier ones is not the one to be written over."""
         self._era = self._group.broadcast(secrets.token_hex(4))
         if not self._looked:
-            found = newest(self._held())
+            found = newest(self._reader.held())
             self._turn = found.next_turn if found is not None else 0
 
     def _turn_off(self, why: str) -> None:
@@ -296,9 +287,9 @@ class Snapshots:
 
     def _clear(self) -> None:
         """Of what others have left here, who stand elsewhere now."""
-        if self._place:
+        if self._reader.place:
             return
-        ranks = {*self._vaults[self._here]}
+        ranks = {*self._reader.vaults[self._reader.here]}
         writers = {one.sender for one in self._to_partners() if one.receiver in ranks} | ranks
         used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, ranks)}
         self._vault.keep_only(used)
@@ -316,13 +307,6 @@ class Snapshots:
         if exchange is not None:
             exchange.close()
 
-    def _carry(self, exchange: Exchange, planned: Sequence[Transfer], *, check: bool = False) -> None:
-        for fd in exchange.carry(planned, self._vault.show, self._vault.lend):
-            problems = differences(fd) if check else []
-            os.close(fd)
-            if problems:
-                raise CheckpointError(problems[0])
-
     def _to_partners(self) -> list[Transfer]:
         planned = []
         for node, ranks in enumerate(self._nodes):
@@ -335,114 +319,22 @@ class Snapshots:
 
     def newest(self) -> Found | None:
         """The newest that is whole, and is what was written, wherever its parts are."""
-        held = self._held()
-        while True:
-            found = newest(held)
-            bad = self._bad(found) if found is not None else {}
-            if found is None or not bad:
-                return found
-            self._tell(found, next(iter(bad.values())))
-            held = [one for one in held if one.turn != found.turn or (one.node, one.rank) not in bad]
+        return self._reader.newest()
 
     def load(self, found: Found, kept: Mapping[str, object]) -> dict[str, Any] | None:
         """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
-        parts = self._parts(found)
-        whole = found.whole_for(self._here)
-        first = parts[whole[0]]
-        plain = first.plain or {}
-        tables = [parts[rank].table("", 0) for rank in whole]
-        targets = state.targets(kept, plain, loading.shapes(tables))
-        needed = loading.needed(tables, targets)
-        wanted = self._group.gather(needed, all=True) or []
-        planned = transfers(found, wanted, self._vaults)
-        if planned and (problem := self._problem(partial(self._carry, self._between(), planned, check=True))):
-            self._tell(found, problem)
-            return None
-        problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
-        if problem:  # some of it is in place by now
-            raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
-        state.restore(kept, plain, targets)
-        self._turn, self._looked = found.next_turn, True
-        if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
-            self._again = found.step + 1
-        rank = self._group.rank
-        others = [one.random for one in parts.values()]
-        if rank in parts:
-            randomness.restore([parts[rank].random], 0, self._generators)
-        else:
-            randomness.restore(others, len(others) + rank, self._generators)
-        extra: dict[str, Any] = unpacked(first.extra, {})
+        extra = self._reader.load(found, kept, self._between)
+        if extra is not None:
+            self._turn, self._looked = found.next_turn, True
+            if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
+                self._again = found.step + 1
         return extra
 
-    def _problem(self, stage: Callable[[], None]) -> str:
-        """What went wrong with it on any rank."""
-        problem = ""
-        try:
-            stage()
-        except (LaunchError, CheckpointError, OSError) as error:
-            problem = f"rank {self._group.rank}: {error}"
-        return next(filter(None, self._group.gather(problem, all=True) or []), "")
 
-    def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
-        fds: list[int] = []
-        try:
-            tables = []
-            for part in parts:
-                fds.append(self._vault.show(found.name(part.rank)))
-                tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
-            contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
-            loading.read(contents, targets)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _held(self) -> list[Held]:
-        """By all vaults; each is looked at by its first rank."""
-        mine = []
-        for name in self._vault.names() if not self._place else ():
-            part = self._part(name) if not is_counter(name) else None
-            if part is not None:
-                turn = int(name.partition(".")[2])
-                mine.append(Held(self._here, part.rank, turn, part.step, part.era, part.together))
-        told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
-        return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
-
-    def _bad(self, found: Found) -> dict[tuple[int, int], str]:
-        """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
-        node = self._here
-        here = [rank for rank, holders in found.holders.items() if node in holders]
-        mine: list[Any] = []
-        for rank in here[self._place :: len(self._vaults[node])]:
-            fd = self._vault.show(found.name(rank))
-            try:
-                problems = differences(fd)
-            finally:
-                os.close(fd)
-            if problems:
-                mine.append([node, rank, f"the part of rank {rank}, on node {node}: {problems[0]}"])
-        told = self._group.gather(mine, all=True) or []
-        return {(where, rank): why for rows in told for where, rank, why in rows}
-
-    def _parts(self, found: Found) -> dict[int, Part]:
-        """All that is known, on all ranks."""
-        mine = []
-        for rank, holders in found.holders.items():
-            if not self._place and holders[0] == self._here:
-                part = self._part(found.name(rank))
-                mine += [msgspec.json.encode(part).decode()] if part is not None else []
-        told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
-        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in told)}
-
-    def _part(self, name: str) -> Part | None:
-        fd = self._vault.show(name)
-        try:
-            return read(fd)
-        finally:
-            os.close(fd)
-
-    def _tell(self, found: Found, why: str) -> None:
-        if self._group.is_main:
-            self.say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+def _begin_thread(device: torch.device) -> None:
+    step_back()
+    if device.type == "cuda":  # else memory would be pinned in a context on the first GPU, which is another rank's
+        torch.cuda.set_device(device)
 
 
 def _is_small(chunks: Sequence[Chunk]) -> bool:
