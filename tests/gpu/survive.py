@@ -1,12 +1,18 @@
-"""Ranks die on real NCCL; the others stay, and the end is to the bit that of an undisturbed run."""
+"""Ranks die on real NCCL; the others stay, and the end is to the bit that of an undisturbed run.
+
+python tests/gpu/survive.py [CASE …]       cases are those of CASES; all of them if none is named
+python tests/gpu/survive.py cost           what snapshots at every step cost a sharded training
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -130,11 +136,59 @@ CASES: dict[str, dict[str, Any]] = {
         "options": ["--spares", "1"],
         "kills": [[40, 2, "backward"]],
     },
-    "fsdp": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "backward"]]},
+    "fsdp": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "backward"]], "again": 20},
+    "fsdp, idle": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "idle"]], "again": 20},
+    "fsdp, slow steps": {"strategy": "fsdp", "layers": 6, "pause": 0.3, "kills": [[20, 2, "backward"]], "again": 1},
+    "fsdp, 100 M": {"strategy": "fsdp", "layers": 24, "width": 2048, "kills": [[20, 2, "backward"]], "again": 20},
+    "fsdp, two at once": {"strategy": "fsdp", "kills": [[20, 2, "forward"], [20, 1, "forward"]], "again": 20},
+    "hsdp": {"strategy": "hsdp", "layers": 6, "kills": [[20, 2, "backward"]], "again": 0},
+    "hsdp, forward": {"strategy": "hsdp", "layers": 6, "kills": [[20, 1, "forward"]], "again": 0},
+    "hsdp, rank 0": {"strategy": "hsdp", "layers": 6, "kills": [[20, 0, "backward"]], "again": 0},
+    "hsdp, 100 M": {"strategy": "hsdp", "layers": 24, "width": 2048, "kills": [[20, 2, "backward"]], "again": 0},
+    "hsdp, twice": {"strategy": "hsdp", "kills": [[20, 2, "backward"], [25, 1, "forward"]], "again": 0},
+    "hsdp, two shards at once": {"strategy": "hsdp", "kills": [[20, 0, "forward"], [20, 3, "forward"]], "again": 0},
+    "hsdp, both replicas": {
+        "strategy": "hsdp",
+        "kills": [[20, 1, "forward"], [20, 3, "forward"]],
+        "options": ["--snapshot-every", "5"],
+        "again": 5,
+    },
 }
 
 
+def again(text: str) -> int:
+    """Steps that were done again, all recoveries together."""
+    return sum(map(int, re.findall(r"(\d+) steps? done again", text)))
+
+
+def pace(outcome: Outcome) -> float:
+    """Seconds per step, of the second half of the steps."""
+    moments = sorted(moment for of_pid in outcome.pids.values() for moment, rank, _ in of_pid if rank == 0)
+    late = moments[len(moments) // 2 :]
+    return statistics.median(b - a for a, b in itertools.pairwise(late))
+
+
+def cost(ranks: int = 4) -> int:
+    for strategy, layers in (("fsdp", 6), ("fsdp", 24), ("fsdp", 96)):
+        told = {"strategy": strategy, "layers": layers, "width": 2048, "steps": 200}
+        found = {name: run(ranks, options, **told) for name, options in (("off", [*OFF]), ("default", []))}
+        every = re.search(r"snapshots of the sharded state: .*", found["default"].text)
+        times = {name: pace(one) for name, one in found.items()}
+        print(
+            f"{strategy}, {layers} layers: {1e3 * times['off']:.1f} ms per step without snapshots, "
+            f"{1e3 * times['default']:.1f} with: {100 * (times['default'] / times['off'] - 1):+.1f}%\n"
+            f"        {every[0] if every else 'no interval was chosen'}",
+            flush=True,
+        )
+    return 0
+
+
+OFF = ("--snapshot-every", "off")
+
+
 def main(argv: list[str]) -> int:
+    if argv == ["cost"]:
+        return cost(4)
     names = argv or list(CASES)
     undisturbed: dict[str, str] = {}
     failed = 0
@@ -143,6 +197,7 @@ def main(argv: list[str]) -> int:
         kills = case.pop("kills")
         ranks = case.pop("ranks", 4)
         options = case.pop("options", [])
+        allowed = case.pop("again", 0)
         key = json.dumps([ranks, case], sort_keys=True)
         if key not in undisturbed:
             quiet = run(ranks, **case)
@@ -156,12 +211,14 @@ def main(argv: list[str]) -> int:
         whole = sorted(steps) == list(range(1, 61)) and all(
             len(ids) == case.get("samples", 8) for ids in steps.values()
         )
-        good = found.code == 0 and same and whole
+        repeated = again(found.text)
+        good = found.code == 0 and same and whole and repeated <= allowed
         failed += not good
         times = " ".join(f"{one:.2f}" for one in found.recoveries())
         print(
             f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times}, "
-            f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, samples: {whole}",
+            f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, "
+            f"samples: {whole}, steps done again: {repeated} of {allowed} allowed",
             flush=True,
         )
         lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]

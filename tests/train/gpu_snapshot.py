@@ -2,7 +2,8 @@
 
 One process, one GPU. Takes snapshots of what is on the GPU into memory that another process holds, loads them again and
 compares to the bit, and measures for how long the training's thread is held, beside one copy of the state to pinned
-memory. Fails where something differs, where the memory could not be pinned, or where the thread is held for a copy.
+memory. The last snapshot is copied beside a forward and a backward. Fails where something differs, where the memory
+could not be pinned, or where the thread is held for a copy.
 """
 
 from __future__ import annotations
@@ -71,8 +72,17 @@ def check(name: str) -> None:
                 snapshots.wait()
             held.append(time.perf_counter() - begin)
             snapshots.wait()
+        step()
         there = [one.clone() for one in tensors(model, opt)]
-        step()  # what was taken is not what is there now
+        assert snapshots.save(8, kept, {"epoch": 8})
+        snapshots.forward()
+        net(x).square().mean().backward()
+        begin = time.perf_counter()
+        snapshots.update()
+        late = time.perf_counter() - begin
+        opt.step()  # what was taken is not what is there now
+        opt.zero_grad()
+        snapshots.wait()
         copies = []
         pinned = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in there]
         for _ in range(5):
@@ -84,7 +94,7 @@ def check(name: str) -> None:
             copies.append(time.perf_counter() - begin)
         found = snapshots.newest()
         assert found is not None
-        assert snapshots.load(found, kept) == {"epoch": 7}
+        assert snapshots.load(found, kept) == {"epoch": 8}
         same = all(torch.equal(one, other) for one, other in zip(tensors(model, opt), there, strict=True))
         size = sum(one.nbytes for one in there)
         pins = all(writer._buffer._pinned for writer in snapshots._writers)
@@ -92,7 +102,8 @@ def check(name: str) -> None:
         print(
             f"{how}: {size / 2**30:.2f} GiB, held {statistics.median(held[2:]) * 1e3:.2f} ms "
             f"({ratio:.2f} of a copy of {statistics.median(copies) * 1e3:.1f} ms), the first two "
-            f"{held[0] * 1e3:.0f} and {held[1] * 1e3:.0f} ms; the same {same}, pinned {pins}"
+            f"{held[0] * 1e3:.0f} and {held[1] * 1e3:.0f} ms; the update waited {late * 1e3:.1f} ms; "
+            f"the same {same}, pinned {pins}"
         )
         assert same
         assert pins

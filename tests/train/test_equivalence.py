@@ -16,6 +16,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "curves.py")
 pytestmark = pytest.mark.warmed
 CASES = ("plain", "accumulate", "clip", "both", "adamw", "uneven", "uneven windows")
 WAYS = [("ddp", 1), ("fsdp", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
+WAYS += [("hsdp", 1), ("hsdp", 2)]
 
 
 def together(ranks: int) -> pytest.MarkDecorator:
@@ -41,6 +42,15 @@ def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     assert ours["end"] == pytest.approx(plain["end"], rel=1e-4)
+
+
+@together(4)
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_of_shards_train_as_replicas_do(case: str) -> None:
+    """Two replicas of two shards. Not all cases can be dealt out to four ranks as one process does it."""
+    found = curves(4)
+    for what in ("losses", "norms", "end"):
+        assert found["hsdp"][case][what] == pytest.approx(found["ddp"][case][what], rel=1e-4)
 
 
 @together(1)

@@ -15,9 +15,11 @@ import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.train import pieces
 from phalanx.train.chance import Fresh
-from phalanx.train.handover import Deal, Past
+from phalanx.train.handover import Deal
 from phalanx.train.once import Once
 from phalanx.train.parcel import Opened, Parcel
+from phalanx.train.past import Past, offers
+from phalanx.train.shard_handover import ShardDeal, divided
 
 CPU = torch.device("cpu")
 
@@ -53,17 +55,49 @@ def test_givers_are_near_where_that_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "whole"),
+    ("words", "holders"),
     [
-        (["[5,1,[0,2],0]", "[5,0,[1,2],0]"], True),
-        (["[5,0,[0,2],0]", "[4,0,[1,2],0]"], False),
-        (["[5,0,[0,2],0]", ""], False),
-        (["[5,0,[1,2],0]", "[5,0,[0,2],0]"], False),
-        (["[5,0,[0,3],0]", "[5,0,[1,3],0]"], False),
+        (["[5,1,[0,2],0]", "[5,0,[1,2],0]"], {0: 0, 1: 1}),
+        (["[5,0,[0,2],0]", "[4,0,[1,2],0]"], None),
+        (["[5,0,[0,2],0]", ""], None),
+        (["[5,0,[1,2],0]", "[5,0,[0,2],0]"], {0: 1, 1: 0}),
+        (["[5,0,[0,3],0]", "[5,0,[1,3],0]"], None),
+        (["[5,0,[-1,0],0]", "[5,0,[-1,0],0]"], None),  # in some way of its own
+        (["[5,0,null,0]", "[5,0,[0,1],0]"], {1: 0}),
+        # replicas: one of each shard is enough, and the newest step that has them all counts
+        (["[5,0,[0,2],0]", "[5,0,[1,2],0]", "[5,0,[0,2],0]", ""], {0: 0, 1: 1, 2: 0}),
+        (["[5,0,[0,2],0]", "", "[5,0,[0,2],0]", ""], None),
+        (["[6,0,[0,2],0]", "[5,0,[1,2],0]", "[5,0,[0,2],0]", ""], {1: 1, 2: 0}),
+        (["[6,0,[0,2],0]", "[6,0,[1,2],0]", "[5,0,[0,2],0]", "[5,0,[1,2],0]"], {0: 0, 1: 1}),
     ],
 )
-def test_of_shards_none_may_be_lost(words: list[str], whole: bool) -> None:
-    assert bool(Deal.of(words, [(0, 1)]).holders) is whole
+def test_of_each_shard_one_has_to_be_left(words: list[str], holders: dict[int, int] | None) -> None:
+    nodes = [range(len(words))]
+    deal = ShardDeal.of(offers(words), nodes)
+    assert (deal.holders if deal is not None else None) == holders
+    assert not Deal.of(words, nodes).holders
+
+
+def test_a_shard_comes_from_a_replica_near_by() -> None:
+    deal = ShardDeal(5, 2, {0: 0, 1: 1, 2: 0, 5: 1, 6: 0}, [(0, 1, 2, 3), (4, 5, 6, 7)], 8)
+    assert deal.lacking == (3, 4, 7)
+    assert deal.keeps((0, 1) * 4)
+    assert deal.givers((0, 1) * 4) == {3: 1, 4: 6, 7: 5}
+    assert deal.speakers() == (0, 1)
+    # Another number of shards, other places, or nobody knows yet: any rank tells what there is.
+    assert not deal.keeps((0, 1, 2, 3) * 2)
+    assert not deal.keeps((0, 0, 1, 1) * 2)
+    assert not deal.keeps(None)
+    assert deal.givers(None) == {3: 0, 4: 5, 7: 6}
+
+
+def test_a_tensor_is_divided_as_fsdp_divides_it() -> None:
+    whole = torch.arange(10).view(5, 2)
+    assert [part.tolist() for part in divided(whole, 4, 0)] == [
+        list(part.tolist()) for part in (whole[:2], whole[2:4], whole[4:], whole[5:])
+    ]
+    assert [part.shape[1] for part in divided(whole, 2, 1)] == [1, 1]
+    assert [part.shape[0] for part in divided(whole, 6, 0)] == [1, 1, 1, 1, 1, 0]
 
 
 def tensors() -> dict[str, torch.Tensor]:

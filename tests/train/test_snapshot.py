@@ -22,7 +22,7 @@ import torch
 from phalanx.join.topology import Topology
 from phalanx.join.vault import Vault
 from phalanx.train.checkpoint.shares import Chunk
-from phalanx.train.handover import Past
+from phalanx.train.past import Past
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
 from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers
@@ -141,13 +141,17 @@ class Two:
     """Rank 0 of two, of which the other has no room."""
 
     rank, world_size, node_rank, is_main = 0, 2, 0, True
+    device = torch.device("cpu")
     topology = Topology(((0, 1),), 0)
 
     def broadcast(self, text: str) -> str:
         return text
 
     def gather(self, mine: Any, **_: object) -> list[Any]:
-        return [mine, [True, "no room"]] if isinstance(mine, list) else [mine]
+        return [mine, "no room"] if isinstance(mine, str) and not mine else [mine]
+
+    def max(self, numbers: dict[str, float]) -> dict[str, float]:
+        return {**numbers, "failed": 1.0}
 
 
 def test_off_while_memory_is_being_made() -> None:

@@ -333,11 +333,13 @@ def test_a_group_added_later_is_clipped_too() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"how": "dpp"}, "known are ddp, dp, fsdp"),
+        ({"how": "dpp"}, "known are ddp, dp, fsdp, hsdp"),
         ({"precision": "fp8"}, "known: None, bf16, fp16"),
         ({"compress": "zip"}, "known: None, fp16, bf16, powersgd"),
         ({"how": "fsdp", "compress": "bf16"}, 'compress is for "ddp"'),
-        ({"how": "ddp", "shard": nn.Linear}, 'shard is for "fsdp"'),
+        ({"how": "ddp", "shard": nn.Linear}, 'shard is for "fsdp" and "hsdp"'),
+        ({"how": "fsdp", "shards": 2}, 'shards is for "hsdp", not for "fsdp"'),
+        ({"how": "hsdp", "shards": 3}, "ranks cannot be divided into replicas of 3"),
         ({"static_graph": True, "find_unused": True}, "leave one of them out"),
         ({"accumulate": 0}, "one micro-batch or more"),
     ],

@@ -23,8 +23,9 @@ from phalanx.join.line import Line
 from phalanx.join.membership import Membership
 from phalanx.join.severing import Severing
 from phalanx.train.halting import Halted, Halting
-from phalanx.train.handover import Handover, Past
+from phalanx.train.handover import Handover
 from phalanx.train.once import Once
+from phalanx.train.past import Past
 from phalanx.train.run import Run, trainings
 
 Result = TypeVar("Result")

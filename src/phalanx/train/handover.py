@@ -9,78 +9,22 @@ still making their objects, and go on without waiting for them.
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from phalanx.cluster.sharing import HOST
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.join import objects
 from phalanx.join.membership import Membership
 from phalanx.join.store import Store
 from phalanx.train import pieces
-from phalanx.train.buckets import Layout
 from phalanx.train.checkpoint import state
-from phalanx.train.checkpoint.state import Shape, State
-from phalanx.train.loader import Loader
+from phalanx.train.checkpoint.state import Shape
 from phalanx.train.parcel import Opened, Parcel
-from phalanx.train.settings import Settings
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a rank held when its group was lost, as of its last committed step."""
-
-    step: int
-    epoch: int
-    kept: Mapping[str, object] = field(repr=False)
-    layouts: list[Layout] = field(default_factory=list)
-    rank: int = 0
-    world_size: int = 1
-    settings: Settings | None = field(default=None, repr=False)
-
-    @property
-    def word(self) -> str:
-        """For all to know when they meet again."""
-        whose = [self.rank, self.world_size] if self.sharded else None
-        laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
-        return msgspec.json.encode([self.step, self._epoch(), whose, laid_out]).decode()
-
-    def _epoch(self) -> int:
-        """After the last step of an epoch, some ranks may be in the next one already."""
-        return max([self.epoch, *(thing.epoch for thing in self.kept.values() if isinstance(thing, Loader))])
-
-    def put_back(self) -> None:
-        """What a script that is entered again has set in objects which it did not make again."""
-        if self.settings is not None:
-            self.settings.put_back()
-
-    @property
-    def sharded(self) -> bool:
-        return any(
-            isinstance(parameter, DTensor)
-            for thing in self.kept.values()
-            if isinstance(thing, torch.nn.Module)
-            for parameter in thing.parameters()
-        )
-
-
-Offer = tuple[int, int, list[int] | None, int]  # the step, the epoch, whose shard it is, how DDP was laid out
-_offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
-
-
-@dataclass(frozen=True)
-class Received:
-    step: int
-    epoch: int
-    layouts: list[Layout]
+from phalanx.train.past import Past, Received, label, offers, shapes
+from phalanx.train.shard_handover import ShardDeal, ShardHandover, receive_label, send_label
 
 
 @dataclass(frozen=True)
@@ -94,18 +38,15 @@ class Deal:
 
     @classmethod
     def of(cls, words: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
-        """No holders: nobody has any state, or a part of it is lost for good."""
-        offers = [_offer.decode(word) if word else (-1, 0, None, 0) for word in words]
-        sharded = any(whose for _, _, whose, _ in offers)
-        # Of shards none can be left out: that its rank was slower through the end of an epoch has to do.
-        places = [(step, 0 if sharded else epoch) for step, epoch, _, _ in offers]
+        """No holders: nobody has any state, or what they have are shards."""
+        told = offers(words)
+        places = [(step, epoch) for step, epoch, _, _ in told]
         newest = max(places)
         holders = tuple(rank for rank, place in enumerate(places) if place == newest)
         lacking = tuple(rank for rank, place in enumerate(places) if place != newest)
-        whole = not lacking and all(whose == [rank, len(offers)] for rank, (_, _, whose, _) in enumerate(offers))
-        if newest[0] < 0 or (sharded and not whole):
+        if newest[0] < 0 or any(whose for _, _, whose, _ in told):
             return cls()
-        return cls(holders, lacking, nodes, len({offers[rank][3] for rank in holders}) == 1)
+        return cls(holders, lacking, nodes, len({told[rank][3] for rank in holders}) == 1)
 
     def near(self, rank: int) -> tuple[int, ...]:
         """Holders on its node."""
@@ -123,11 +64,12 @@ class Handover:
 
     def __init__(self, membership: Membership, past: Past | None) -> None:
         self._rank = membership.identity.rank
-        self._device, self._backend = membership.device, membership.backend
+        self._membership = membership
         # Where NCCL takes the ranks of a node for several hosts, it is much slower than memory that they share.
-        self._by_memory = HOST in environment() and self._device.type == "cuda"
+        self._by_memory = HOST in environment() and membership.device.type == "cuda"
         self._past = past
-        self._deal = Deal.of([person.word for person in membership.people], membership.topology.nodes)
+        words, nodes = [person.word for person in membership.people], membership.topology.nodes
+        self._deal, self._shards = Deal.of(words, nodes), ShardDeal.of(offers(words), nodes)
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
         self._parcel: Parcel | None = None
         self.spoilt = False  # the objects of the past are being written over
@@ -135,7 +77,7 @@ class Handover:
     @property
     def awaited(self) -> bool:
         """Somebody has the state that all go on from."""
-        return bool(self._deal.holders)
+        return bool(self._deal.holders) or self._shards is not None
 
     def prepare(self) -> None:
         """Lay out this rank's part of what others of its node will come for. The group need not have formed."""
@@ -147,19 +89,21 @@ class Handover:
         near = {name: tensor for name, tensor in held.tensors.items() if self._by_memory or not tensor.is_cuda}
         givers = deal.near(rank)
         mine = _share(near, givers.index(rank), len(givers))
-        self._parcel = Parcel(mine, _label(held, past) if rank == givers[0] else {})
+        self._parcel = Parcel(mine, label(held, past) if rank == givers[0] else {})
         self._store.set(f"from {rank}", self._parcel.address)
 
     def complete(self, kept: Mapping[str, object]) -> Received | None:
         """The newest state is in the objects of this rank. None: there is none to be had."""
         deal, rank, past = self._deal, self._rank, self._past
         self._past = None
+        if self._shards is not None:
+            return ShardHandover(self._membership, self._store, self._shards).complete(kept, past)
         if not deal.holders:
             return None
         if rank in deal.holders and past is not None:
             past.put_back()
             self._send(past)
-            _keep_on(kept, past, self._device)
+            _keep_on(kept, past)
             return Received(past.step, past.epoch, past.layouts if deal.alike else [])
         self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
@@ -186,9 +130,7 @@ class Handover:
         for taker in takers:
             near = bool(self._deal.near(taker))
             if not near:
-                label = objects.encode(_label(held, past))
-                self._store.set(f"to {taker}", str(len(label)))
-                pieces.send({"": torch.frombuffer(bytearray(label), dtype=torch.uint8)}, taker, self._wire(False))
+                send_label(self._store, label(held, past), taker, self._wire(False))
             for far in self._by_backend(near):
                 theirs = {name: one for name, one in held.tensors.items() if one.is_cuda is far}
                 pieces.send(theirs, taker, self._wire(far))
@@ -197,54 +139,35 @@ class Handover:
         deal, rank = self._deal, self._rank
         near = deal.near(rank)
         if not near:
-            body = torch.empty(int(self._store.get(f"to {rank}")), dtype=torch.uint8)
-            pieces.receive({"": body}, deal.giver(rank), self._wire(False))
-            label = objects.decode(bytes(body.tolist()))
-            targets = state.targets(kept, label["plain"], _shapes(label))
+            told = receive_label(self._store, rank, deal.giver(rank), self._wire(False))
+            targets = state.targets(kept, told["plain"], shapes(told))
         else:
             with contextlib.ExitStack() as stack:
                 parcels = [stack.enter_context(Opened(self._store.get(f"from {one}").decode())) for one in near]
-                label = parcels[0].label
-                shapes = _shapes(label)
+                told = parcels[0].label
+                there = shapes(told)
                 if len([one for one in deal.lacking if deal.near(one) == near]) == 1:
                     for parcel in parcels:
-                        shapes |= {
-                            name: _There(shapes[name].dtype, shapes[name].shape, name, parcel)
-                            for name in parcel.names()
+                        there |= {
+                            name: _There(there[name].dtype, there[name].shape, name, parcel) for name in parcel.names()
                         }
-                targets = state.targets(kept, label["plain"], shapes)
+                targets = state.targets(kept, told["plain"], there)
                 with torch.no_grad():
                     for parcel in parcels:
                         parcel.read(targets)
             self._store.set(f"taken {rank}", "")
         for far in self._by_backend(bool(near)):
-            mine = {name: targets[name] for name, _, _, is_far in label["tensors"] if is_far is far}
+            mine = {name: targets[name] for name, _, _, is_far, _ in told["tensors"] if is_far is far}
             pieces.receive(mine, deal.giver(rank), self._wire(far))
-        state.restore(kept, label["plain"], targets)
-        return Received(label["step"], label["epoch"], label["layouts"] if deal.alike else [])
+        state.restore(kept, told["plain"], targets)
+        return Received(told["step"], told["epoch"], told["layouts"] if deal.alike else [])
 
     def _by_backend(self, near: bool) -> tuple[bool, ...]:
         """Which tensors go by the backend: those on a GPU (True), those of the CPU (False)."""
         return () if near and self._by_memory else (True,) if near else (True, False)
 
     def _wire(self, far: bool) -> torch.device:
-        """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
-        backend = self._backend
-        return self._device if "nccl" in backend and (far or "gloo" not in backend) else pieces.CPU
-
-
-def _label(held: State, past: Past) -> dict[str, Any]:
-    tensors = [
-        [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.is_cuda]
-        for name, one in held.tensors.items()
-    ]
-    return {
-        "step": past.step,
-        "epoch": past.epoch,
-        "layouts": past.layouts,
-        "plain": held.plain,
-        "tensors": tensors,
-    }
+        return pieces.wire(self._membership, far)
 
 
 @dataclass(frozen=True)
@@ -258,10 +181,6 @@ class _There(Shape):
         return self.parcel.tensor(self.name, self.dtype, self.shape)
 
 
-def _shapes(label: Mapping[str, Any]) -> dict[str, Shape]:
-    return {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _ in label["tensors"]}
-
-
 def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[str, torch.Tensor]:
     """One of `count` parts of about the same size."""
     whole = sum(tensor.nbytes for tensor in tensors.values())
@@ -273,32 +192,19 @@ def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[
     return mine
 
 
-def _whole(shard: DTensor, device: torch.device) -> torch.Tensor:
-    """By all ranks together: each has a part of it, from a group that is gone."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    again = DTensor.from_local(
-        shard.to_local(), mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
-    return again.full_tensor()
-
-
-def _keep_on(kept: Mapping[str, object], past: Past, device: torch.device) -> None:
+def _keep_on(kept: Mapping[str, object], past: Past) -> None:
     """What this rank held, in the objects that it has now; many are the very ones."""
     changed = {name for name, thing in kept.items() if thing is not past.kept.get(name)}
     if not changed:
         return
     held = state.taken(past.kept)
-    shapes = {name: Shape(one.dtype, tuple(one.shape)) for name, one in held.tensors.items()}
-    targets = state.targets(kept, held.plain, shapes, only=changed)
+    sizes = {name: Shape(one.dtype, tuple(one.shape)) for name, one in held.tensors.items()}
+    targets = state.targets(kept, held.plain, sizes, only=changed)
     models = {name for name in changed if isinstance(kept[name], torch.nn.Module)}
     with torch.no_grad():
         for name, target in targets.items():
             source = held.tensors[name]
-            if isinstance(target, DTensor) and isinstance(source, DTensor):
-                target.to_local().copy_(source.to_local())
-            elif isinstance(source, DTensor):  # it will be sharded again later
-                target.copy_(_whole(source, device))
-            elif any(name.startswith(f"{model}.") for model in models):
+            if any(name.startswith(f"{model}.") for model in models):
                 target.copy_(source)
             else:  # an optimizer takes over the tensors themselves: nobody else will use them
                 targets[name] = source

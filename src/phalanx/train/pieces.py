@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from phalanx.join.membership import Membership
+
 SMALL = 1 << 20  # bytes: below this, tensors go together
 LARGE = 1 << 29  # above this, in several pieces
 
 
 CPU = torch.device("cpu")
+
+
+def wire(membership: Membership, far: bool) -> torch.device:
+    """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
+    backend = membership.backend
+    return membership.device if "nccl" in backend and (far or "gloo" not in backend) else CPU
 
 
 def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device = CPU) -> None:

@@ -50,12 +50,14 @@ from phalanx.train.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from phalanx.contract.line import Measured
-    from phalanx.train.handover import Handover, Past
+    from phalanx.train.handover import Handover
     from phalanx.train.once import Once
+    from phalanx.train.past import Past
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.snapshot.cadence import Cadence
     from phalanx.train.snapshot.snapshots import Snapshots
 
 T = TypeVar("T")
@@ -104,7 +106,8 @@ class Run(Group):
         self._checkpoints: Checkpoints | None = None
         self._due = Interval(None)
         self._snapshots: Snapshots | None = None
-        self._snapshot_due = Interval(None)
+        self._snapshot_due: Interval | Cadence = Interval(None)
+        self._snapshot_chosen: str | None = None  # the interval that the user asked for
         self._ready = False  # what is kept is as it should be
         self._resized: Callable[[int, int], object] | None = None
         self._saved = 0  # the step of the newest checkpoint
@@ -155,13 +158,15 @@ class Run(Group):
     def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
 
-        "ddp", "fsdp", or "dp" (one process with several devices); the options are those of `phalanx.train.wrap.wrap`.
+        "ddp", "fsdp", "hsdp" (replicas of a sharded model: a lost shard comes from its replica), or "dp" (one process
+        with several devices); the options are those of `phalanx.train.wrap.wrap`.
         Optimizers may be made before or after, from the model's parameters or from those of what is returned.
 
-        Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" all ranks have to, for each has
-        a part of the model only.
+        Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" and "hsdp" all ranks have to,
+        for each has a part of the model only.
         """
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=self._equal(model, how), **options)
+        equal, elastic = self._equal(model, how), self.generation > 0
+        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=equal, elastic=elastic, **options)
         self._adopt()
         if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
@@ -401,8 +406,19 @@ class Run(Group):
             self._snapshots.committed(self.steps)
             if self.steps == self._began + 1:
                 self._laid_out = self._stepper.layouts
+                self._adapt()
             if self._snapshot_due.passed(self) or self._snapshots.wanted(self.steps):
                 self._snapshots.save(self.steps, self._everything(), {"epoch": self.epoch, "layouts": self._laid_out})
+
+    def _adapt(self) -> None:
+        """Where the only copy of a shard is that of its rank, snapshots are as frequent as they are cheap."""
+        if self._snapshots is None or self._snapshot_chosen is not None:
+            return
+        from phalanx.train import placement
+        from phalanx.train.snapshot.cadence import Cadence
+
+        if placement.is_sharded(self._kept) and not placement.is_replicated(self._kept):
+            self._snapshot_due = Cadence(self._snapshots, self._snapshots.say)
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
@@ -576,7 +592,10 @@ class Run(Group):
             snapshots = None
         if snapshots is not None:
             snapshots.held_in([offer[4] for offer in offers])
+            self._snapshot_chosen = offers[0][1]
             self._snapshot_due = Interval(offers[0][1] or SNAPSHOTS, waited=max(offer[2] for offer in offers))
+            self._stepper.before_forward = snapshots.forward
+            self._stepper.before_update.append(snapshots.update)
         return snapshots
 
     def _recall(self, checkpoints: Checkpoints | None = None) -> bool:
@@ -619,12 +638,12 @@ class Run(Group):
 
     def guard(self, call: Callable[[], None]) -> None:
         """Called before each update; raises where there is to be none."""
-        self._stepper.guard = call
+        self._stepper.before_update.append(call)
 
     def standing(self, *, asleep: bool = False) -> Past | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
         `asleep`: the thread that trains is still in the middle of the next one, whose tensors are left alone."""
-        from phalanx.train.handover import Past
+        from phalanx.train.past import Past
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import OptionError
+from phalanx.train.replicas import Rows
 
 # A class of module, several, or a question asked of every module.
 Policy = type | tuple[type, ...] | Callable[[Any], bool] | None
@@ -26,7 +27,7 @@ def units(model: Any, policy: Policy) -> list[Any]:
     if policy is not None and not found:
         raise OptionError(
             f"shard={policy!r} names no part of {type(model).__name__}",
-            fix="run.wrap(model, 'fsdp', shard=Block) with the class of the model's repeated block",
+            fix="shard=Block, with the class of the model's repeated block",
         )
     whole = any(True for _ in model.parameters())
     return [module for module in reversed(found) if whole and _apart(model, module)]
@@ -52,9 +53,14 @@ def _apart(model: Any, unit: Any) -> bool:
     )
 
 
-def shard(model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool) -> list[tuple[Any, Any]]:
-    """Shards in place. Returns each parameter and what it has become, for an optimizer that was made before."""
-    from torch.distributed.device_mesh import init_device_mesh
+def shard(
+    model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
+) -> list[tuple[Any, Any]]:
+    """Shards in place. Returns each parameter and what it has become, for an optimizer that was made before.
+
+    `rows`: the ranks of each replica; None: all ranks hold one together.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     parts = units(model, policy)
@@ -62,7 +68,10 @@ def shard(model: Any, device: Any, *, policy: Policy, precision: Any, compiled: 
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, 0)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if rows is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
     before = dict(model.named_parameters(remove_duplicate=False))
     for part in parts:
         if compiled:

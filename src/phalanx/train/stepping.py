@@ -56,7 +56,8 @@ class Stepper:
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
         self.accumulate = 1  # of the latest window
-        self.guard: Callable[[], None] | None = None  # before gradients are used
+        self.before_forward: Callable[[], None] | None = None  # called before the first forward of a step
+        self.before_update: list[Callable[[], None]] = []  # called before gradients are used; may raise
         self.fresh = Fresh()
         self.torn = False  # an update has begun; whoever commits it says when it is whole
         self.ranks_before: int | None = None  # of the state that was loaded
@@ -107,6 +108,8 @@ class Stepper:
         self._ending = self.ends
         if self._unsettled:
             self._settle()
+        if self.before_forward is not None:
+            self.before_forward()
         for model in self._models:
             want = model.wanted or self._ending
             if model.synchronised is not want:
@@ -196,8 +199,8 @@ class Stepper:
 
     def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
         scaler = self.scaler
-        if self.guard is not None:
-            self.guard()
+        for call in self.before_update:
+            call()
         if scaler is None and clip is None and window.divisor == 1.0:
             self.torn = True
             opt.step()

@@ -1,9 +1,9 @@
-"""`run.wrap(model, "ddp" | "dp" | "fsdp")`: move, convert, compile and wrap a model, with good defaults."""
+"""`run.wrap(model, "ddp" | "dp" | "fsdp" | "hsdp")`: move, convert, compile and wrap a model, with good defaults."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.errors import DeviceError, OptionError
-from phalanx.train import buckets, compression, flat, sharding
+from phalanx.train import buckets, compression, flat, replicas, sharding
 from phalanx.train.buckets import Layout
 from phalanx.train.compression import Compress
 from phalanx.train.precision import Precision
@@ -20,7 +20,15 @@ from phalanx.train.sharding import Policy
 from phalanx.train.stepping import Stepper
 from phalanx.train.wrapped import Wrapped
 
-WAYS = ("ddp", "dp", "fsdp")
+WAYS = ("ddp", "dp", "fsdp", "hsdp")
+SHARDED = ("fsdp", "hsdp")
+_FOR = {  # options that not every way has
+    "compress": ("ddp",),
+    "static_graph": ("ddp",),
+    "find_unused": ("ddp",),
+    "shard": SHARDED,
+    "shards": ("hsdp",),
+}
 
 
 class Group(Protocol):
@@ -50,7 +58,9 @@ def wrap(
     find_unused: bool = False,
     sync_batchnorm: bool = False,
     shard: Policy = None,
+    shards: int | None = None,
     equal: Layout | None = None,
+    elastic: bool = False,
 ) -> Wrapped:
     """The module to call in place of `model`, which is moved to the group's device and changed in place.
 
@@ -61,10 +71,22 @@ def wrap(
     find_unused    they do not, and DDP has to look which
     sync_batchnorm statistics over all ranks, not over each one's batch
     shard          which parts FSDP gathers as one: a class, or a question; the model's children by default
+    shards         "hsdp": ranks that hold a replica of the model together. Default: the ranks of a node; with one node,
+                   half of them
     equal          the state of the model is the same on all ranks already; how an earlier DDP of it was laid out
+    elastic        the group has formed anew: where `shards` does not divide the ranks, another number is used
     """
     device, size = group.device, group.world_size
-    _check(model, how, size, compress=compress, static_graph=static_graph, find_unused=find_unused, shard=shard)
+    given = {
+        "compress": compress is not None,
+        "static_graph": static_graph,
+        "find_unused": find_unused,
+        "shard": shard is not None,
+        "shards": shards is not None,
+    }
+    _check(model, how, size, given)
+    compression.check(compress)
+    rows = replicas.rows(_nodes(group), shards, elastic=elastic) if how == "hsdp" else None
     mixed = chosen(precision, device)
     if sync_batchnorm and size > 1:
         if device.type == "cpu":
@@ -76,9 +98,9 @@ def wrap(
     model.to(device)
     engine: Any = model
     became: list[tuple[Any, Any]] = []
-    sharded = how == "fsdp" and dist.is_initialized()
+    sharded = how in SHARDED and dist.is_initialized()
     if sharded:
-        became = sharding.shard(model, device, policy=shard, precision=mixed, compiled=compile)
+        became = sharding.shard(model, device, policy=shard, precision=mixed, compiled=compile, rows=rows)
     elif compile:
         model.compile()
     if how == "dp" and device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -154,9 +176,12 @@ def _close(wrapped: Wrapped | None) -> None:
         wrapped.close()
 
 
-def _check(
-    model: Any, how: str, size: int, *, compress: Compress, static_graph: bool, find_unused: bool, shard: Policy
-) -> None:
+def _nodes(group: Group) -> Sequence[Sequence[int]]:
+    topology = getattr(group, "topology", None)
+    return topology.nodes if topology is not None else [range(group.world_size)]
+
+
+def _check(model: Any, how: str, size: int, given: Mapping[str, bool]) -> None:
     if how not in WAYS:
         raise OptionError(f'run.wrap(model, "{how}"): known are {", ".join(WAYS)}', fix="run.wrap(model)")
     if isinstance(model, Wrapped | nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -171,16 +196,11 @@ def _check(
             f'"dp" is one process with several devices, and these are {size} processes',
             fix='run.wrap(model, "ddp"), or start one process: phalanx run -g 1',
         )
-    compression.check(compress)
-    for name, given, belongs in (
-        ("compress", compress is not None, "ddp"),
-        ("static_graph", static_graph, "ddp"),
-        ("find_unused", find_unused, "ddp"),
-        ("shard", shard is not None, "fsdp"),
-    ):
-        if given and how != belongs:
-            raise OptionError(f'{name} is for "{belongs}", not for "{how}"', fix=f'run.wrap(model, "{belongs}", …)')
-    if static_graph and find_unused:
+    for name, ways in _FOR.items():
+        if given[name] and how not in ways:
+            text = " and ".join(f'"{way}"' for way in ways)
+            raise OptionError(f'{name} is for {text}, not for "{how}"', fix=f'run.wrap(model, "{ways[0]}", …)')
+    if given["static_graph"] and given["find_unused"]:
         raise OptionError(
             "static_graph says that every step uses the same parameters, find_unused that it does not",
             fix="leave one of them out; a static graph finds unused parameters by itself",

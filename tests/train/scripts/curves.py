@@ -88,7 +88,8 @@ def trained(party: Party, how: str, case: dict[str, Any]) -> dict[str, list[floa
 def main() -> None:
     party = Party()
     found = {"reference": {name: reference(case) for name, case in CASES.items()}}
-    for how in ("ddp", "fsdp", *(["dp"] if party.world_size == 1 else [])):
+    others = [*(["dp"] if party.world_size == 1 else []), *(["hsdp"] if party.world_size != 3 else [])]
+    for how in ("ddp", "fsdp", *others):
         found[how] = {name: trained(party, how, case) for name, case in CASES.items()}
     if party.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

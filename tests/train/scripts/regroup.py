@@ -16,7 +16,8 @@ from torch import nn
 
 import phalanx
 from phalanx.contract.line import World
-from phalanx.train.handover import Handover, Past
+from phalanx.train.handover import Handover
+from phalanx.train.past import Past
 from phalanx.train.run import Run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Buffer:
         self._layout: list[tuple[int, torch.dtype, torch.Size]] = []
         self._tensors: list[torch.Tensor] = []
         self._copies: list[Any] = []  # of GPUs, not known to be through
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source, not copied yet
+        self._sides: dict[torch.device, Any] = {}  # a stream per GPU, for copies beside the training
 
     def prepare(self, chunks: Sequence[Chunk]) -> list[Placed]:
         """Memory for chunks like these, if there is not enough: to have it takes longer than to copy."""
@@ -57,21 +60,54 @@ class Buffer:
         self._reserve(end, any(chunk.part.is_cuda for chunk in chunks))
         return placed
 
-    def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
+    def take(self, chunks: Sequence[Chunk], *, overlap: bool = False) -> list[Placed]:
         """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
 
         A GPU copies in the stream of the training: after the update that was asked for before, and before the next
         one. So nobody waits for it here, and the training's thread is free to ask for the next step.
+
+        `overlap`: shards are left to `start_copies` and `copy_rest`, beside the next forward and backward.
         """
         placed = self.prepare(chunks)
-        gpus = {chunk.part.device for chunk in chunks if chunk.part.is_cuda}
+        gpus = set()
+        self._later = []
         for item, target in zip(placed, self._targets(placed), strict=True):
-            target.copy_(item.chunk.part, non_blocking=item.chunk.part.is_cuda)
+            part = item.chunk.part
+            if overlap and item.chunk.sharded:
+                self._later.append((target, part))
+                continue
+            target.copy_(part, non_blocking=part.is_cuda)
+            gpus |= {part.device} if part.is_cuda else set()
         for gpu in gpus:
-            done = torch.cuda.Event(blocking=True)
-            done.record(torch.cuda.current_stream(gpu))
-            self._copies.append(done)
+            self._record(torch.cuda.current_stream(gpu))
         return placed
+
+    def start_copies(self) -> None:
+        """The GPU part of what `take` left, each GPU in a stream of its own: behind everything that the current stream
+        was asked for, and beside what it is asked for next. The originals must not change before `ready` returns."""
+        far = [(target, part) for target, part in self._later if part.is_cuda]
+        self._later = [(target, part) for target, part in self._later if not part.is_cuda]
+        for gpu in {part.device for _, part in far}:
+            side = self._sides.get(gpu) or torch.cuda.Stream(gpu)
+            self._sides[gpu] = side
+            side.wait_stream(torch.cuda.current_stream(gpu))
+            with torch.cuda.stream(side):
+                for target, part in far:
+                    if part.device == gpu:
+                        target.copy_(part, non_blocking=True)
+                        part.record_stream(side)  # its memory is not given to others while it is being read
+            self._record(side)
+
+    def copy_rest(self) -> None:
+        """The CPU part of what `take` left; in any thread."""
+        later, self._later = self._later, []
+        for target, part in later:
+            _copy(target, part)
+
+    def _record(self, stream: Any) -> None:
+        done = torch.cuda.Event(blocking=True)
+        done.record(stream)
+        self._copies.append(done)
 
     def ready(self) -> None:
         """Wait for the GPUs' copies."""
@@ -114,3 +150,11 @@ class Buffer:
             # Memory that cannot be pinned (a limit of the machine) is still memory, only slower.
             failed = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)
             self._pinned = int(failed) == 0
+
+
+def _copy(target: torch.Tensor, part: torch.Tensor) -> None:
+    """By one thread: torch would start a team of them for the thread that asks, beside the one that computes."""
+    if part.is_contiguous() and part.nbytes:
+        ctypes.memmove(target.data_ptr(), part.data_ptr(), part.nbytes)
+    else:
+        target.copy_(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import random
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def restore(saved: Sequence[dict[str, Any]], rank: int, generators: Sequence[tor
 
 
 def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode()
+    return base64.b64encode(ctypes.string_at(state.data_ptr(), state.nbytes)).decode()  # a list takes 20 times as long
 
 
 def _tensor(text: str) -> torch.Tensor:

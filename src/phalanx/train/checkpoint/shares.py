@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,21 @@ class Chunk:
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # of the box in it
     part: torch.Tensor
+    sharded: bool = False  # a shard of FSDP's, which only an optimizer's update changes
 
 
-def share(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: frozenset[str]) -> list[Chunk]:
-    """What is sharded is written by whoever has it; what all have is dealt out by size; `own` are rank 0's to write."""
+def share(
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: frozenset[str], *, shards: bool | None = None
+) -> list[Chunk]:
+    """What is sharded is written by whoever has it; what all have is dealt out by size; `own` are rank 0's to write.
+
+    `shards`: whether this rank writes its shards; None: if it is in the first of the replicas.
+    """
     loads = [(0, index) for index in range(world_size)]
     chunks = []
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            chunks += _sharded(name, tensor)
+            chunks += _sharded(name, tensor, shards)
             continue
         writer = 0
         if name not in own and world_size > 1:
@@ -38,19 +44,42 @@ def share(tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: 
     return chunks
 
 
-def _sharded(name: str, tensor: DTensor) -> list[Chunk]:
+def _sharded(name: str, tensor: DTensor, writes: bool | None) -> list[Chunk]:
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         return []
-    # Of replicas the first writes.
-    if any(kind.is_replicate() and at for kind, at in zip(tensor.placements, place, strict=True)):
+    if writes is None:  # of replicas the first writes
+        writes = not any(kind.is_replicate() and at for kind, at in zip(tensor.placements, place, strict=True))
+    if not writes:
         return []
-    chunks = []
-    for item in create_default_local_save_plan({name: tensor}, True).items:
-        if item.tensor_data is None:
-            continue
-        box = item.tensor_data.chunk
+    with torch.no_grad():
         part = tensor.to_local()
-        if part.numel() or not tensor.numel():
-            chunks.append(Chunk(name, tuple(tensor.shape), tuple(box.offsets), part))
-    return chunks
+    return [
+        Chunk(name, tuple(tensor.shape), offsets, part, sharded=True)
+        for offsets in _offsets(name, tensor, place)
+        if part.numel() or not tensor.numel()
+    ]
+
+
+def _offsets(name: str, tensor: DTensor, place: Sequence[int]) -> list[tuple[int, ...]]:
+    """Where this rank's part begins. torch's planner takes a fifth of a millisecond per tensor: too much for a snapshot
+    at every step."""
+    splits = _splits(tensor, place)
+    if len(splits) == 1 and type(splits[0][0]) is Shard:
+        ((kind, at, count),) = splits
+        offsets = [0] * tensor.dim()
+        size = tensor.shape[kind.dim]
+        offsets[kind.dim] = min(at * -(-size // count), size)
+        return [tuple(offsets)]
+    items = create_default_local_save_plan({name: tensor}, True).items
+    return [tuple(item.tensor_data.chunk.offsets) for item in items if item.tensor_data is not None]
+
+
+def _splits(tensor: DTensor, place: Sequence[int]) -> list[tuple[Shard, int, int]]:
+    """Each placement that divides the tensor, this rank's place along it, and how many places there are."""
+    sizes = tensor.device_mesh.shape
+    return [
+        (kind, at, count)
+        for kind, at, count in zip(tensor.placements, place, sizes, strict=True)
+        if not kind.is_replicate()
+    ]

@@ -24,6 +24,25 @@ class Held(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Division:
+    """Who writes a snapshot, as one rank sees it."""
+
+    together: tuple[int, ...]  # the ranks whose parts are the whole
+    writes: bool | None = None  # whether this one writes its shards; None: if it is in the first of all replicas
+    whole_nodes: bool = False  # each node has all of it, and needs no copy elsewhere
+
+
+def division(replicas: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], rank: int) -> Division:
+    """Of a sharded state. Where each replica is on one node, and each node has one, every node writes all of it."""
+    homes = [next((node for node in nodes if {*row} <= {*node}), None) for row in replicas]
+    here = next(node for node in nodes if rank in node)
+    if None in homes or not all(node in homes for node in nodes):
+        return Division(tuple(sorted(rank for node in nodes for rank in node)))
+    first = replicas[homes.index(here)]
+    return Division(tuple(here), rank in first, len(nodes) > 1)
+
+
+@dataclass(frozen=True)
 class Found:
     step: int
     turn: int

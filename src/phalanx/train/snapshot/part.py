@@ -71,12 +71,21 @@ class Writer:
         """Memory for chunks like these."""
         self._buffer.prepare(chunks)
 
-    def take(self, chunks: Sequence[Chunk]) -> list[Placed]:
-        """Copy everything in; `finish` makes a part of it."""
+    def take(self, chunks: Sequence[Chunk], *, overlap: bool = False) -> list[Placed]:
+        """Copy everything in; `finish` makes a part of it. `overlap`: all but shards; `start` and `copy` do these."""
         if self._fd is None:
             self._fd = self._lend(HEAD)
         break_seal(self._fd)
-        return self._buffer.take(chunks)
+        return self._buffer.take(chunks, overlap=overlap)
+
+    def start(self) -> None:
+        """Copy the shards that are on a GPU, beside what it is asked for next."""
+        self._buffer.start_copies()
+
+    def copy(self) -> None:
+        """Copy the shards that are on the CPU; in a thread beside the training. Waits for those of `start`."""
+        self._buffer.copy_rest()
+        self._buffer.ready()
 
     @property
     def sealed(self) -> bool:

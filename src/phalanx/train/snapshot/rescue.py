@@ -23,7 +23,7 @@ from phalanx.train.snapshot.part import Part, Writer
 
 if TYPE_CHECKING:
     from phalanx.join.vault import Vault
-    from phalanx.train.handover import Past
+    from phalanx.train.past import Past
 
 
 def rescue(past: Past, vault: Vault, still: str) -> str:

@@ -7,40 +7,40 @@
 
 Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
 one is written the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
-that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it.
+that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it, unless each
+node has a replica of its own; shards are copied beside the next forward and backward (`forward`, `update`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 from torch.distributed.tensor import DTensor
 
-from phalanx.errors import CheckpointError, LaunchError
+from phalanx.errors import LaunchError
 from phalanx.join.group import Group
 from phalanx.join.vault import Vault
-from phalanx.train.checkpoint import loading, randomness, state
+from phalanx.train import placement
+from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
 from phalanx.train.checkpoint.checkpoints import step_back
-from phalanx.train.checkpoint.folder import Info
-from phalanx.train.checkpoint.manifest import Values
-from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
+from phalanx.train.checkpoint.plain import packed
 from phalanx.train.checkpoint.shares import Chunk, share
-from phalanx.train.snapshot.counter import Counter, counter_name, is_counter, reached, waited
+from phalanx.train.snapshot.copying import Copying
+from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import RESCUE, Found, Held, newest, transfers
-from phalanx.train.snapshot.part import DESCRIPTORS, Part, Writer, differences, read
-
-if TYPE_CHECKING:
-    import torch
+from phalanx.train.snapshot.found import RESCUE, Division, Found, division, newest
+from phalanx.train.snapshot.part import Part, Writer
+from phalanx.train.snapshot.reader import Reader, carry
 
 _SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a thread, and to wait for Python's lock
 
@@ -57,15 +57,17 @@ class Snapshots:
         self._group = group
         self._nodes = group.topology.nodes
         self._local = group.topology.local_ranks
-        self._settle(self._nodes)
         self._others = len(self._nodes) > 1
         self._vault = vault
         self._generators = generators
-        self._say = say if say is not None else _say
+        self.say = say if say is not None else _say
+        self._reader = Reader(group, vault, generators, self.say)
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
         self._writers = [Writer(partial(vault.lend, name)) for name in names]
         self._counter = Counter(vault, group.rank)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=step_back)
+        begin = partial(_begin_thread, group.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=begin)
+        self._copying = Copying(self._thread, shares_cores=group.device.type == "cpu")
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
         self._writing = False  # what the job does, when it does not prepare to
@@ -76,6 +78,7 @@ class Snapshots:
         self._turn = 0  # to be written next
         self._looked = False  # at which turn it is
         self._sharded = False
+        self._divided: Division | None = None  # of shards
         self._cleared = False
         self.off = False
 
@@ -84,13 +87,7 @@ class Snapshots:
         shared: dict[str, list[int]] = {}
         for rank, name in enumerate(vaults):
             shared.setdefault(name, []).append(rank)
-        self._settle(tuple(map(tuple, shared.values())))
-
-    def _settle(self, vaults: tuple[tuple[int, ...], ...]) -> None:
-        """The ranks that have each vault, and where among them this one is."""
-        self._vaults = vaults
-        self._here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
-        self._place = vaults[self._here].index(self._group.rank)
+        self._reader.settle(tuple(map(tuple, shared.values())))
 
     # -- steps
 
@@ -100,16 +97,47 @@ class Snapshots:
 
     def reached(self) -> int:
         """The newest step that was committed by any rank that this node has ever had, until the training went back."""
-        return 0 if self._place else reached(self._vault)
+        return 0 if self._reader.place else reached(self._vault)
 
     def waited(self) -> float:
         """Seconds since the last one here. Were each group to begin anew, with many deaths none would ever be due."""
-        return 0.0 if self._place else waited(self._vault)
+        return 0.0 if self._reader.place else waited(self._vault)
 
     # -- saving
 
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
-        """Copy the state. False if it was left out: the one before is not finished, or there is no room."""
+        """Copy the state; of shards, note that they are to be copied from the next `forward` on. False if it was left
+        out: the one before is not finished, or there is no room."""
+        began = time.perf_counter()
+        try:
+            return self._save(step, kept, extra, began)
+        finally:
+            self._copying.hold(began)
+
+    def forward(self) -> None:
+        """Before the first forward of a step."""
+        self._copying.forward()
+
+    def update(self) -> None:
+        """Before an update changes what is being copied."""
+        self._copying.update()
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the training's thread was held, all snapshots together."""
+        return self._copying.held
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Of the latest snapshots, in seconds of the training's time."""
+        return self._copying.costs
+
+    @property
+    def durations(self) -> Sequence[float]:
+        """Of the latest snapshots, until they were complete."""
+        return self._copying.durations
+
+    def _save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any], began: float) -> bool:
         if self.off:
             return False
         if not self._settled():
@@ -119,9 +147,11 @@ class Snapshots:
             self._begin()
         found = state.taken(kept)
         sharded = self._sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
-        together = tuple(range(self._group.world_size)) if sharded else self._local
-        place = together.index(self._group.rank)
-        chunks = share(found.tensors, place, len(together), frozenset(found.own))
+        if sharded and self._divided is None:
+            self._divided = division(placement.replicas(kept), self._nodes, self._group.rank)
+        divided = self._divided if sharded and self._divided is not None else Division(self._local)
+        together, place = divided.together, divided.together.index(self._group.rank)
+        chunks = share(found.tensors, place, len(together), frozenset(found.own), shards=divided.writes)
         if not self._prepared:
             self._prepared = True
             self._job = self._start(partial(self._prepare, chunks), chunks)
@@ -136,15 +166,22 @@ class Snapshots:
             packed(dict(extra), "extra", {}),
             found.plain if place == 0 else None,
         )
-        carried = partial(self._carry, self._between(), self._to_partners()) if sharded and self._others else None
+        carried = None
+        if sharded and self._others and not divided.whole_nodes:
+            carried = partial(carry, self._between(), self._to_partners(), self._vault)
         random = randomness.taken(self._generators)
+        writer, small = self._writers[self._turn], _is_small(chunks)
+        self._copying.begin(began)
         try:
-            placed = self._writers[self._turn].take(chunks)
+            placed = writer.take(chunks, overlap=not small)
         except (LaunchError, OSError) as error:
             self._job = _done(partial(_raise, error))
             return False
-        finish = partial(self._finish, self._writers[self._turn], part, placed, random, carried)
-        self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
+        finish = partial(self._finish, writer, part, placed, random, carried)
+        if any(chunk.sharded for chunk in chunks) and not small:
+            self._job = self._copying.later(writer, finish)
+        else:
+            self._job = self._thread.submit(finish) if carried else self._start(finish, chunks)
         self._counter.begin(step)
         self._writing, self._pause = True, 1
         return True
@@ -155,6 +192,7 @@ class Snapshots:
 
     def wait(self) -> None:
         """Until the snapshot that was begun is there, as far as this rank is concerned."""
+        self._copying.forward()
         if self._job is not None:
             wait([self._job])
 
@@ -162,6 +200,9 @@ class Snapshots:
         """What is not finished is not there; the one before is. `patience`: seconds for one that is nearly there, where
         no living rank has all of the state."""
         self._hang_up()
+        if patience and self._sharded:
+            self._copying.forward()  # nobody changes the shards any more
+        self._copying.drop()
         wait([self._job] if self._job is not None else [], patience if self._sharded else 0.0)
         for writer in self._writers:
             writer.abandoned = True
@@ -189,9 +230,7 @@ class Snapshots:
 
     def _start(self, call: Callable[[], None], chunks: Sequence[Chunk]) -> Future[None]:
         """In the thread, or at once where that takes no longer."""
-        size = sum(chunk.part.nbytes for chunk in chunks)
-        here = size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
-        return _done(call) if here else self._thread.submit(call)
+        return _done(call) if _is_small(chunks) else self._thread.submit(call)
 
     def _settled(self) -> bool:
         """Whether the one before is there on all ranks: only then may the one before that be written over."""
@@ -200,15 +239,16 @@ class Snapshots:
             return True
         done = job.done()
         failure = _reason(job.exception()) if done else ""
-        told = self._group.gather([done, failure], all=True) or []
-        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
-        if failures:
-            self._turn_off(failures[0])
-        if failures or not all(done for done, _ in told):
+        told = self._group.max({"busy": not done, "failed": bool(failure)})
+        if told["failed"]:
+            reasons = self._group.gather(failure, all=True) or []
+            self._turn_off(next(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
+        if told["failed"] or told["busy"]:
             return False
         self._job = None
         if self._writing:
             self._writing = False
+            self._copying.end()
             self._turn = 1 - self._turn
             if not self._cleared:
                 self._cleared = True
@@ -219,12 +259,13 @@ class Snapshots:
         """The first snapshot in this group: the newest of earlier ones is not the one to be written over."""
         self._era = self._group.broadcast(secrets.token_hex(4))
         if not self._looked:
-            found = newest(self._held())
+            found = newest(self._reader.held())
             self._turn = found.next_turn if found is not None else 0
 
     def _turn_off(self, why: str) -> None:
         self.off = True
         self._hang_up()  # nobody waits for one that has given up
+        self._copying.drop()
         for writer in self._writers:
             writer.abandoned = True
         if self._job is None or self._job.done():
@@ -232,7 +273,7 @@ class Snapshots:
         else:  # not while a thread of ours writes there: after it, and nobody waits for that
             self._thread.submit(self._let_go)
         if self._group.is_main:
-            self._say(
+            self.say(
                 f"phalanx: the training goes on without snapshots in memory: {why}\n"
                 "  fix: more memory; or --snapshot-every off, which says no word"
             )
@@ -246,9 +287,9 @@ class Snapshots:
 
     def _clear(self) -> None:
         """Of what others have left here, who stand elsewhere now."""
-        if self._place:
+        if self._reader.place:
             return
-        ranks = {*self._vaults[self._here]}
+        ranks = {*self._reader.vaults[self._reader.here]}
         writers = {one.sender for one in self._to_partners() if one.receiver in ranks} | ranks
         used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, ranks)}
         self._vault.keep_only(used)
@@ -266,13 +307,6 @@ class Snapshots:
         if exchange is not None:
             exchange.close()
 
-    def _carry(self, exchange: Exchange, planned: Sequence[Transfer], *, check: bool = False) -> None:
-        for fd in exchange.carry(planned, self._vault.show, self._vault.lend):
-            problems = differences(fd) if check else []
-            os.close(fd)
-            if problems:
-                raise CheckpointError(problems[0])
-
     def _to_partners(self) -> list[Transfer]:
         planned = []
         for node, ranks in enumerate(self._nodes):
@@ -285,114 +319,27 @@ class Snapshots:
 
     def newest(self) -> Found | None:
         """The newest that is whole, and is what was written, wherever its parts are."""
-        held = self._held()
-        while True:
-            found = newest(held)
-            bad = self._bad(found) if found is not None else {}
-            if found is None or not bad:
-                return found
-            self._tell(found, next(iter(bad.values())))
-            held = [one for one in held if one.turn != found.turn or (one.node, one.rank) not in bad]
+        return self._reader.newest()
 
     def load(self, found: Found, kept: Mapping[str, object]) -> dict[str, Any] | None:
         """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
-        parts = self._parts(found)
-        whole = found.whole_for(self._here)
-        first = parts[whole[0]]
-        plain = first.plain or {}
-        tables = [parts[rank].table("", 0) for rank in whole]
-        targets = state.targets(kept, plain, loading.shapes(tables))
-        needed = loading.needed(tables, targets)
-        wanted = self._group.gather(needed, all=True) or []
-        planned = transfers(found, wanted, self._vaults)
-        if planned and (problem := self._problem(partial(self._carry, self._between(), planned, check=True))):
-            self._tell(found, problem)
-            return None
-        problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
-        if problem:  # some of it is in place by now
-            raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
-        state.restore(kept, plain, targets)
-        self._turn, self._looked = found.next_turn, True
-        if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
-            self._again = found.step + 1
-        rank = self._group.rank
-        others = [one.random for one in parts.values()]
-        if rank in parts:
-            randomness.restore([parts[rank].random], 0, self._generators)
-        else:
-            randomness.restore(others, len(others) + rank, self._generators)
-        extra: dict[str, Any] = unpacked(first.extra, {})
+        extra = self._reader.load(found, kept, self._between)
+        if extra is not None:
+            self._turn, self._looked = found.next_turn, True
+            if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
+                self._again = found.step + 1
         return extra
 
-    def _problem(self, stage: Callable[[], None]) -> str:
-        """What went wrong with it on any rank."""
-        problem = ""
-        try:
-            stage()
-        except (LaunchError, CheckpointError, OSError) as error:
-            problem = f"rank {self._group.rank}: {error}"
-        return next(filter(None, self._group.gather(problem, all=True) or []), "")
 
-    def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
-        fds: list[int] = []
-        try:
-            tables = []
-            for part in parts:
-                fds.append(self._vault.show(found.name(part.rank)))
-                tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
-            contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
-            loading.read(contents, targets)
-        finally:
-            for fd in fds:
-                os.close(fd)
+def _begin_thread(device: torch.device) -> None:
+    step_back()
+    if device.type == "cuda":  # else memory would be pinned in a context on the first GPU, which is another rank's
+        torch.cuda.set_device(device)
 
-    def _held(self) -> list[Held]:
-        """By all vaults; each is looked at by its first rank."""
-        mine = []
-        for name in self._vault.names() if not self._place else ():
-            part = self._part(name) if not is_counter(name) else None
-            if part is not None:
-                turn = int(name.partition(".")[2])
-                mine.append(Held(self._here, part.rank, turn, part.step, part.era, part.together))
-        told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
-        return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
 
-    def _bad(self, found: Found) -> dict[tuple[int, int], str]:
-        """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
-        node = self._here
-        here = [rank for rank, holders in found.holders.items() if node in holders]
-        mine: list[Any] = []
-        for rank in here[self._place :: len(self._vaults[node])]:
-            fd = self._vault.show(found.name(rank))
-            try:
-                problems = differences(fd)
-            finally:
-                os.close(fd)
-            if problems:
-                mine.append([node, rank, f"the part of rank {rank}, on node {node}: {problems[0]}"])
-        told = self._group.gather(mine, all=True) or []
-        return {(where, rank): why for rows in told for where, rank, why in rows}
-
-    def _parts(self, found: Found) -> dict[int, Part]:
-        """All that is known, on all ranks."""
-        mine = []
-        for rank, holders in found.holders.items():
-            if not self._place and holders[0] == self._here:
-                part = self._part(found.name(rank))
-                mine += [msgspec.json.encode(part).decode()] if part is not None else []
-        told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
-        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in told)}
-
-    def _part(self, name: str) -> Part | None:
-        fd = self._vault.show(name)
-        try:
-            return read(fd)
-        finally:
-            os.close(fd)
-
-    def _tell(self, found: Found, why: str) -> None:
-        if self._group.is_main:
-            self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+def _is_small(chunks: Sequence[Chunk]) -> bool:
+    size = sum(chunk.part.nbytes for chunk in chunks)
+    return size <= _SMALL and not any(chunk.part.is_cuda for chunk in chunks)
 
 
 def _done(call: Callable[[], None]) -> Future[None]:

@@ -1,0 +1,161 @@
+"""What there is in the memories of all nodes: which snapshot is the newest, whether it is intact, and loading it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from phalanx.errors import CheckpointError, LaunchError
+from phalanx.join.group import Group
+from phalanx.join.vault import Vault
+from phalanx.train.checkpoint import loading, randomness, state
+from phalanx.train.checkpoint.folder import Info
+from phalanx.train.checkpoint.manifest import Values
+from phalanx.train.checkpoint.plain import Tensors, unpacked
+from phalanx.train.snapshot.counter import is_counter
+from phalanx.train.snapshot.exchange import Exchange, Transfer
+from phalanx.train.snapshot.found import Found, Held, newest, transfers
+from phalanx.train.snapshot.part import DESCRIPTORS, Part, differences, read
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reader:
+    """Every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, group: Group, vault: Vault, generators: Sequence[torch.Generator], say: Callable[[str], None]
+    ) -> None:
+        self._group = group
+        self._vault = vault
+        self._generators = generators
+        self._say = say
+        self.settle(group.topology.nodes)
+
+    def settle(self, vaults: tuple[tuple[int, ...], ...]) -> None:
+        """The ranks that have each vault, and where among them this one is."""
+        self.vaults = vaults
+        self.here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
+        self.place = vaults[self.here].index(self._group.rank)
+
+    def newest(self) -> Found | None:
+        """The newest that is whole, and is what was written, wherever its parts are."""
+        held = self.held()
+        while True:
+            found = newest(held)
+            bad = self._bad(found) if found is not None else {}
+            if found is None or not bad:
+                return found
+            self._tell(found, next(iter(bad.values())))
+            held = [one for one in held if one.turn != found.turn or (one.node, one.rank) not in bad]
+
+    def load(self, found: Found, kept: Mapping[str, object], between: Callable[[], Exchange]) -> dict[str, Any] | None:
+        """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
+        parts = self._parts(found)
+        whole = found.whole_for(self.here)
+        first = parts[whole[0]]
+        plain = first.plain or {}
+        tables = [parts[rank].table("", 0) for rank in whole]
+        targets = state.targets(kept, plain, loading.shapes(tables))
+        needed = loading.needed(tables, targets)
+        wanted = self._group.gather(needed, all=True) or []
+        planned = transfers(found, wanted, self.vaults)
+        if planned and (problem := self._problem(partial(carry, between(), planned, self._vault, check=True))):
+            self._tell(found, problem)
+            return None
+        problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
+        if problem:  # some of it is in place by now
+            raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
+        state.restore(kept, plain, targets)
+        rank = self._group.rank
+        others = [one.random for one in parts.values()]
+        if rank in parts:
+            randomness.restore([parts[rank].random], 0, self._generators)
+        else:
+            randomness.restore(others, len(others) + rank, self._generators)
+        extra: dict[str, Any] = unpacked(first.extra, {})
+        return extra
+
+    def _problem(self, stage: Callable[[], None]) -> str:
+        """What went wrong with it on any rank."""
+        problem = ""
+        try:
+            stage()
+        except (LaunchError, CheckpointError, OSError) as error:
+            problem = f"rank {self._group.rank}: {error}"
+        return next(filter(None, self._group.gather(problem, all=True) or []), "")
+
+    def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
+        fds: list[int] = []
+        try:
+            tables = []
+            for part in parts:
+                fds.append(self._vault.show(found.name(part.rank)))
+                tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
+            contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
+            loading.read(contents, targets)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def held(self) -> list[Held]:
+        """By all vaults; each is looked at by its first rank."""
+        mine = []
+        for name in self._vault.names() if not self.place else ():
+            part = self._part(name) if not is_counter(name) else None
+            if part is not None:
+                turn = int(name.partition(".")[2])
+                mine.append(Held(self.here, part.rank, turn, part.step, part.era, part.together))
+        told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
+        return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
+
+    def _bad(self, found: Found) -> dict[tuple[int, int], str]:
+        """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
+        node = self.here
+        here = [rank for rank, holders in found.holders.items() if node in holders]
+        mine: list[Any] = []
+        for rank in here[self.place :: len(self.vaults[node])]:
+            fd = self._vault.show(found.name(rank))
+            try:
+                problems = differences(fd)
+            finally:
+                os.close(fd)
+            if problems:
+                mine.append([node, rank, f"the part of rank {rank}, on node {node}: {problems[0]}"])
+        told = self._group.gather(mine, all=True) or []
+        return {(where, rank): why for rows in told for where, rank, why in rows}
+
+    def _parts(self, found: Found) -> dict[int, Part]:
+        """All that is known, on all ranks."""
+        mine = []
+        for rank, holders in found.holders.items():
+            if not self.place and holders[0] == self.here:
+                part = self._part(found.name(rank))
+                mine += [msgspec.json.encode(part).decode()] if part is not None else []
+        told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
+        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in told)}
+
+    def _part(self, name: str) -> Part | None:
+        fd = self._vault.show(name)
+        try:
+            return read(fd)
+        finally:
+            os.close(fd)
+
+    def _tell(self, found: Found, why: str) -> None:
+        if self._group.is_main:
+            self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
+
+
+def carry(exchange: Exchange, planned: Sequence[Transfer], vault: Vault, *, check: bool = False) -> None:
+    """Parts from vault to vault. `check`: raises CheckpointError where one is not what was written."""
+    for fd in exchange.carry(planned, vault.show, vault.lend):
+        problems = differences(fd) if check else []
+        os.close(fd)
+        if problems:
+            raise CheckpointError(problems[0])

@@ -1,0 +1,110 @@
+"""sharded.py FOLDER HOW FAULTS [SHARDS]: a sharded training whose ranks kill themselves: [[step, rank, place], …].
+
+HOW: fsdp, hsdp; with "keep" behind it, `run.keep` comes before `run.wrap`. Each fault happens once, those of one step
+at the same time. Places:
+
+commit    right after the step, before its snapshot is copied
+backward  in the middle of the next step, when the snapshot of the step is complete
+node      the same, but the rank waits until somebody kills its node
+
+Each rank writes the steps at which it entered `train`, and how; at the end, its parameters and what it printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import phalanx
+
+FOLDER, FAULTS = Path(sys.argv[1]), json.loads(sys.argv[3])
+HOW, _, FIRST = sys.argv[2].partition(" ")
+OPTIONS: dict[str, Any] = {"shards": int(sys.argv[4])} if len(sys.argv) > 4 else {}
+WIDTH = 800  # more than is copied at once
+
+
+def die(run: phalanx.Run, place: str) -> None:
+    for number, (step, rank, where) in enumerate(FAULTS):
+        if (step, rank, where) == (run.steps, run.rank, place):
+            if place != "commit" and run._snapshots is not None:
+                run._snapshots.wait()
+            try:
+                os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
+            while not all((FOLDER / f"fault {other}").exists() for other in at_once):
+                time.sleep(0.001)
+            if place != "node":
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+
+
+class Dies(torch.autograd.Function):
+    run: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        die(Dies.run, "backward")
+        die(Dies.run, "node")
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Dies.apply(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+def train(run: phalanx.Run) -> None:
+    torch.set_num_threads(1)
+    Dies.run = run
+    chance = torch.Generator().manual_seed(5)
+    data = run.loader(
+        TensorDataset(torch.randn(96, 16, generator=chance), torch.randn(96, 3, generator=chance)),
+        global_batch=12,
+        shuffle=True,
+    )
+    model = Net()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if FIRST == "keep":
+        run.keep(model=model, opt=opt, data=data)
+    net = run.wrap(model, HOW, **OPTIONS)
+    if FIRST != "keep":
+        run.keep(model=model, opt=opt, data=data)
+    source = "living" if run.taken_over else "memory" if run.recalled else "new"
+    with open(FOLDER / f"begun.{run.rank}", "a") as file:
+        file.write(f"{run.steps} {source} {run.world_size}\n")
+    for _ in run.epochs(2):
+        for x, y in run.batches(data):
+            run.backward(nn.functional.mse_loss(net(x), y))
+            if run._snapshots is not None:
+                run._snapshots.wait()
+            run.step(opt)
+            die(run, "commit")
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+    values = model.last.bias.full_tensor().tolist()
+    (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, found.hexdigest(), values]))
+
+
+phalanx.main(train)

@@ -1,0 +1,328 @@
+"""Trainings whose state is sharded: ranks die, no committed step is lost, and the end is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.errors import OptionError
+from phalanx.train.replicas import rows
+from phalanx.train.snapshot.cadence import Cadence, Measured, interval, reason
+from phalanx.train.snapshot.copying import Copying
+from phalanx.train.snapshot.found import Division, division
+from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
+
+pytestmark = pytest.mark.xdist_group("sharded")  # they share undisturbed runs
+OFF = ("--snapshot-every", "off")
+SCRIPT = str(Path(__file__).parent / "scripts" / "sharded.py")
+
+# -- how often
+
+
+@pytest.mark.parametrize(
+    ("measured", "steps"),
+    [
+        ([Measured(0.0003, 0.005, 0.010)], 1),  # 3% exactly
+        ([Measured(0.0004, 0.005, 0.010)], 2),
+        ([Measured(0.010, 0.010, 0.010)], 34),
+        ([Measured(0.0001, 0.035, 0.010)], 4),  # it is complete only during the fourth step
+        ([Measured(0.0001, 0.001, 0.010), Measured(0.003, 0.001, 0.010)], 10),  # the slowest rank counts
+        ([Measured(0.0, 0.0, 0.0)], 1),
+    ],
+)
+def test_snapshots_are_as_frequent_as_they_are_cheap(measured: list[Measured], steps: int) -> None:
+    assert interval(measured) == steps
+
+
+def test_the_choice_is_explained_in_one_line() -> None:
+    told = reason([Measured(0.004, 0.01, 0.04)], 4)
+    assert told.startswith("phalanx: snapshots of the sharded state: every 4 steps (each costs 4.0 ms, a step takes ")
+    assert "40.0 ms: 2.5% of the time, at most 3% allowed" in told
+    assert "every step (" in reason([Measured(0.001, 0.01, 0.04)], 1)
+    assert "\n" not in told
+
+
+class Measuring:
+    """Steps of 100 ms with snapshots that hold the training for `cost`."""
+
+    def __init__(self, cost: float) -> None:
+        self.cost, self.now, self.held = cost, 0.0, 0.0
+        self.costs: list[float] = []
+        self.durations: list[float] = []
+        self.said: list[str] = []
+        self.run = SimpleNamespace(steps=0, is_main=True, training=id(self), gather=lambda mine, **_: [mine])
+        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now)  # type: ignore[arg-type]
+
+    def saved(self, steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            self.now += 0.1
+            self.run.steps += 1
+            if self.cadence.passed(self.run):  # type: ignore[arg-type]
+                found.append(self.run.steps)
+                self.now += self.cost
+                self.held += self.cost
+                self.costs.append(self.cost)
+                self.durations.append(0.01)
+        return found
+
+
+def test_every_step_at_first_and_then_what_was_measured() -> None:
+    cheap = Measuring(0.002)
+    assert cheap.saved(100) == list(range(1, 101))
+    dear = Measuring(0.012)
+    assert dear.saved(30) == [1, 2, 3, 4, 5, 6, 7, 11, 15, 19, 23, 27]
+    assert len(dear.said) == 1
+    dear.costs[:], dear.cost = [], 0.001  # looked at again later: it has become cheap
+    assert dear.saved(60)[-3:] == [88, 89, 90]
+    assert len(dear.said) == 1
+
+
+# -- copies beside the training
+
+
+class Slow:
+    """A part whose copy is done when it is allowed to be."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+        self.seen: list[str] = []
+
+    def start(self) -> None:
+        self.seen.append("start")
+
+    def copy(self) -> None:
+        assert self.allowed.wait(20)
+        self.seen.append("copy")
+
+
+def test_shards_are_copied_between_the_next_forward_and_its_update() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=True), Slow()
+        copying.begin(time.perf_counter())
+        job = copying.later(writer, lambda: writer.seen.append("finish"))  # type: ignore[arg-type]
+        assert writer.seen == []  # a script may still change them
+        copying.forward()
+        assert writer.seen == ["start"]
+        threading.Timer(0.05, writer.allowed.set).start()
+        copying.update()
+        assert writer.seen[1] == "copy"
+        job.result(20)
+        assert writer.seen == ["start", "copy", "finish"]
+        copying.end()
+        assert copying.held >= 0.04
+        assert copying.costs[0] >= copying.held
+        assert copying.durations[0] >= 0.04
+        copying.forward()
+        copying.update()  # nothing is left to do
+        assert len(writer.seen) == 3
+
+
+def test_an_update_without_a_forward_waits_for_the_copy_too() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=False), Slow()
+        writer.allowed.set()
+        copying.later(writer, lambda: None)  # type: ignore[arg-type]
+        copying.update()
+        assert writer.seen == ["start", "copy"]
+
+
+def test_a_copy_that_fails_holds_nobody() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        copying, writer = Copying(thread, shares_cores=False), Slow()
+        writer.copy = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        job = copying.later(writer, lambda: None)  # type: ignore[arg-type]
+        copying.update()
+        assert isinstance(job.exception(20), ZeroDivisionError)
+
+
+# -- real ranks
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[Env]:
+    with stage("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
+        yield env
+
+
+class Play:
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self._ends: dict[tuple[str, int], Any] = {}
+
+    def trained(
+        self,
+        folder: Path,
+        how: str,
+        *faults: list[Any],
+        ranks: int = 2,
+        options: tuple[str, ...] = (),
+        shards: str = "",
+    ) -> Result:
+        words = ("run", "-g", str(ranks), "--cpu", *options, SCRIPT, str(folder), how, json.dumps(faults))
+        done = phalanx(*words, *filter(None, [shards]), env=self.env, timeout=150)
+        assert done.code == 0, done.err
+        return done
+
+    def undisturbed(self, how: str, ranks: int = 2) -> Any:
+        if (how, ranks) not in self._ends:
+            with tempfile.TemporaryDirectory() as folder:
+                self.trained(Path(folder), how, ranks=ranks, options=OFF)
+                self._ends[how, ranks] = ended(Path(folder), ranks)[1]
+        return self._ends[how, ranks]
+
+
+@pytest.fixture(scope="module")
+def play(env: Env) -> Play:
+    return Play(env)
+
+
+def ended(folder: Path, ranks: int = 2) -> tuple[list[str], Any]:
+    """Where the ranks began, each time, and what they had in the end; rank 0 was there from the start to the end."""
+    begun = [(folder / f"begun.{rank}").read_text().splitlines() for rank in range(ranks)]
+    ends = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
+    assert all(one == begun[0] for one in begun)
+    assert all(one == ends[0] for one in ends)
+    return begun[0], ends[0]
+
+
+def test_a_lost_shard_costs_no_committed_step(tmp_path: Path, play: Play) -> None:
+    """With default settings: the first snapshots are at every step."""
+    done = play.trained(tmp_path, "fsdp", [5, 1, "backward"])
+    assert ended(tmp_path) == (["0 new 2", "5 memory 2"], play.undisturbed("fsdp"))
+    assert "steps done again" not in done.err
+    assert done.err.count("snapshots of the sharded state: every") == 1
+
+
+def test_a_rank_that_dies_before_its_copy_leads_all_to_the_step_before(tmp_path: Path, play: Play) -> None:
+    play.trained(tmp_path, "fsdp keep", [4, 0, "commit"])
+    assert ended(tmp_path) == (["0 new 2", "3 memory 2"], play.undisturbed("fsdp"))
+
+
+def test_an_interval_that_was_asked_for_wins(tmp_path: Path, play: Play) -> None:
+    done = play.trained(tmp_path, "fsdp", [7, 1, "backward"], options=("--snapshot-every", "2"))
+    assert ended(tmp_path) == (["0 new 2", "6 memory 2"], play.undisturbed("fsdp"))
+    assert "snapshots of the sharded state" not in done.err
+
+
+def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None:
+    """And so does one after the other, wherever it dies; whether `run.keep` or `run.wrap` comes first."""
+    done = play.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
+    begun = ["0 new 4", "5 living 4", "9 living 4"]
+    assert ended(tmp_path, 4) == (begun, play.undisturbed("hsdp", 4))
+    assert done.err.count("no step lost") == 2
+
+
+def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, play: Play) -> None:
+    faults = ([5, 0, "backward"], [5, 3, "backward"])
+    play.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
+    assert ended(tmp_path, 4) == (["0 new 4", "5 living 4"], play.undisturbed("hsdp", 4))
+
+
+def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, play: Play) -> None:
+    faults = ([5, 1, "backward"], [5, 3, "backward"])
+    play.trained(tmp_path, "hsdp", *faults, ranks=4, options=("--snapshot-every", "3"))
+    begun, end = ended(tmp_path, 4)
+    assert begun == ["0 new 4", "4 memory 4"]  # the third was left out while its memory was made
+    assert end == play.undisturbed("hsdp", 4)
+
+
+def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = ()) -> tuple[list[str], Any]:
+    """Two nodes of two ranks, of which the second is killed when step 5 is committed."""
+    where = ("-n", "1:2", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
+    what = (SCRIPT, str(folder), how, '[[5, 3, "node"]]')
+    jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
+    until(lambda: (folder / "fault 0").exists(), 60, "step 5")
+    jobs[1].signal(signal.SIGKILL)
+    assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
+    return ended(folder)
+
+
+@pytest.mark.parametrize("how", ["hsdp", "hsdp keep"])
+def test_a_lost_node_is_a_lost_replica(tmp_path: Path, play: Play, how: str) -> None:
+    """The two ranks that are left hold a replica each, from what they have; then no shard is in danger either."""
+    begun, (steps, _, values) = lose_a_node(tmp_path, play, how, OFF)
+    assert begun == ["0 new 4", "5 living 2"]
+    theirs = play.undisturbed("hsdp", 4)
+    assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
+
+
+def test_shards_of_a_lost_node_come_from_its_partner_without_a_lost_step(tmp_path: Path, play: Play) -> None:
+    begun, (steps, _, values) = lose_a_node(tmp_path, play, "fsdp")
+    assert begun == ["0 new 4", "5 memory 2"]
+    theirs = play.undisturbed("fsdp")
+    assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
+
+
+# -- how ranks are arranged
+
+ONE, EVEN, UNEVEN, DEALT = [range(4)], [(0, 1), (2, 3)], [(0, 1), (2,)], [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "arranged"),
+    [
+        (ONE, None, ((0, 1), (2, 3))),
+        (ONE, 1, ((0,), (1,), (2,), (3,))),
+        (ONE, 4, ((0, 1, 2, 3),)),
+        (EVEN, None, ((0, 1), (2, 3))),
+        (DEALT, None, ((0, 2), (1, 3))),
+        (UNEVEN, 3, ((0, 1, 2),)),
+        ([(0,)], None, ((0,),)),
+        ([(0,), (1,), (2,)], None, ((0,), (1,), (2,))),
+    ],
+)
+def test_a_replica_is_a_node_or_what_was_asked_for(nodes: Any, shards: int | None, arranged: Any) -> None:
+    assert rows(nodes, shards) == arranged
+    assert rows(nodes, shards, elastic=True) == arranged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "text", "left"),
+    [
+        ([range(3)], None, "3 ranks cannot be halved", ((0, 1, 2),)),
+        (UNEVEN, None, "different numbers of ranks: 2, 1", ((0, 1, 2),)),
+        ([range(6)], 4, "6 ranks cannot be divided into replicas of 4", ((0, 1, 2, 3, 4, 5),)),
+        ([range(6)], 8, "6 ranks cannot be divided into replicas of 8", ((0, 1, 2, 3, 4, 5),)),
+        ([range(9)], 2, "N that divides 9: 1, 3, 9", ((0, 1, 2), (3, 4, 5), (6, 7, 8))),
+    ],
+)
+def test_what_cannot_be_arranged_is_refused_unless_ranks_were_lost(
+    nodes: Any, shards: int | None, text: str, left: Any
+) -> None:
+    with pytest.raises(OptionError) as raised:
+        rows(nodes, shards)
+    assert text in str(raised.value)
+    assert rows(nodes, shards, elastic=True) == left
+
+
+@pytest.mark.parametrize("shards", [0, -1, 1.5])
+def test_a_replica_has_shards(shards: Any) -> None:
+    with pytest.raises(OptionError):
+        rows(ONE, shards, elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "of_rank_2"),
+    [
+        (((0, 1, 2, 3),), ONE, Division((0, 1, 2, 3), writes=True)),
+        (((0, 1), (2, 3)), ONE, Division((0, 1, 2, 3), writes=False)),
+        (((0, 1), (2, 3)), EVEN, Division((2, 3), writes=True, whole_nodes=True)),
+        (((0, 2), (1, 3)), EVEN, Division((0, 1, 2, 3))),
+        (((0, 1, 2, 3),), EVEN, Division((0, 1, 2, 3))),
+        (((0,), (1,), (2,), (3,)), EVEN, Division((2, 3), writes=True, whole_nodes=True)),
+        ((), EVEN, Division((0, 1, 2, 3))),
+    ],
+)
+def test_each_node_keeps_a_snapshot_of_its_replica(replicas: Any, nodes: Any, of_rank_2: Division) -> None:
+    assert division(replicas, nodes, 2) == of_rank_2
