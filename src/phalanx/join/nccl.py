@@ -45,8 +45,8 @@ def abort() -> None:
         for backend in backends:
             keep(backend)
             _aborting.add(id(backend))
-    if backends:
-        threading.Thread(target=_abort, args=(backends,), name="phalanx-abort", daemon=True).start()
+    for backend in backends:
+        threading.Thread(target=_abort, args=(backend,), name="phalanx-abort", daemon=True).start()
 
 
 def forget_groups() -> None:
@@ -86,12 +86,8 @@ def _backends() -> list[Any]:
     return found
 
 
-def _abort(backends: list[Any]) -> None:
-    """In one call of NCCL: one after the other, they might wait for each other."""
-    backends[0]._group_start()
-    try:
-        for backend in backends:
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-    finally:
-        backends[0]._group_end()
+def _abort(backend: Any) -> None:
+    """Each in a thread of its own: an abort may wait until all kernels on the device have ended, also those of other
+    communicators, which only their own aborts end."""
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
