@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SCRIPT = str(Path(__file__).parent / "training.py")
 
 
@@ -59,7 +61,8 @@ class Outcome:
 def run(ranks: int, options: list[str] = [], limit: float = 120.0, **told: Any) -> Outcome:  # noqa: B006
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
-    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *options, SCRIPT]
+    share = ["--share-gpu"] if torch.cuda.device_count() < ranks else []
+    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *share, *options, SCRIPT]
     began = time.monotonic()
     with open(folder / "console", "wb") as console:
         job = subprocess.Popen(
