@@ -6,7 +6,6 @@ import json
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +108,7 @@ class Slow:
 def test_shards_are_copied_between_the_next_forward_and_its_update() -> None:
     with ThreadPoolExecutor(1) as thread:
         copying, writer = Copying(thread, shares_cores=True), Slow()
-        copying.begin(time.perf_counter())
+        copying.begin()
         job = copying.later(writer, lambda: writer.seen.append("finish"))  # type: ignore[arg-type]
         assert writer.seen == []  # a script may still change them
         copying.forward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,17 +23,30 @@ class Chunk:
 
 
 def share(
-    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, own: frozenset[str], *, shards: bool | None = None
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    own: frozenset[str],
+    *,
+    shards: bool | None = None,
+    known: dict[str, Chunk] | None = None,
 ) -> list[Chunk]:
     """What is sharded is written by whoever has it; what all have is dealt out by size; `own` are rank 0's to write.
 
-    `shards`: whether this rank writes its shards; None: if it is in the first of the replicas.
+    `shards`: whether this rank writes its shards; None: if it is in the first of the replicas. `known`: chunks of an
+    earlier call, which are used again for shards in the same memory; those of this one are added.
     """
+    known = {} if known is None else known
     loads = [(0, index) for index in range(world_size)]
     chunks = []
+    layouts: dict[object, _Layout] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            chunks += _sharded(name, tensor, shards)
+            key = (id(tensor.device_mesh), tensor.placements)
+            if key not in layouts:
+                layouts[key] = _Layout.of(tensor, shards)
+            if layouts[key].writes:
+                chunks += _sharded(name, tensor, layouts[key], known)
             continue
         writer = 0
         if name not in own and world_size > 1:
@@ -44,42 +57,51 @@ def share(
     return chunks
 
 
-def _sharded(name: str, tensor: DTensor, writes: bool | None) -> list[Chunk]:
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
-        return []
-    if writes is None:  # of replicas the first writes
-        writes = not any(kind.is_replicate() and at for kind, at in zip(tensor.placements, place, strict=True))
-    if not writes:
-        return []
-    with torch.no_grad():
-        part = tensor.to_local()
-    return [
-        Chunk(name, tuple(tensor.shape), offsets, part, sharded=True)
-        for offsets in _offsets(name, tensor, place)
-        if part.numel() or not tensor.numel()
-    ]
+@dataclass(frozen=True)
+class _Layout:
+    """Of tensors with the same mesh and placements, as this rank sees it."""
+
+    writes: bool
+    split: (
+        tuple[int, int, int] | None
+    )  # dimension, this rank's place along it, places; None: torch's planner has to say
+
+    @classmethod
+    def of(cls, tensor: DTensor, writes: bool | None) -> _Layout:
+        place = tensor.device_mesh.get_coordinate()
+        if place is None:
+            return cls(False, None)
+        kinds = list(zip(tensor.placements, place, tensor.device_mesh.shape, strict=True))
+        if writes is None:  # of replicas the first writes
+            writes = not any(kind.is_replicate() and at for kind, at, _ in kinds)
+        splits = [(kind, at, count) for kind, at, count in kinds if not kind.is_replicate()]
+        if len(splits) == 1 and type(splits[0][0]) is Shard:
+            ((kind, at, count),) = splits
+            return cls(writes, (kind.dim, at, count))
+        return cls(writes, None)
 
 
-def _offsets(name: str, tensor: DTensor, place: Sequence[int]) -> list[tuple[int, ...]]:
+def _sharded(name: str, tensor: DTensor, layout: _Layout, known: dict[str, Chunk]) -> list[Chunk]:
+    part = tensor._local_tensor  # what `to_local` returns where no gradient is recorded
+    before = known.get(name)
+    if before is not None and before.part is part:
+        return [before]
+    if tensor.numel() and not part.numel():
+        return []
+    shape = tuple(tensor.shape)
+    found = [Chunk(name, shape, offsets, part, sharded=True) for offsets in _offsets(name, tensor, layout)]
+    if len(found) == 1:
+        known[name] = found[0]
+    return found
+
+
+def _offsets(name: str, tensor: DTensor, layout: _Layout) -> list[tuple[int, ...]]:
     """Where this rank's part begins. torch's planner takes a fifth of a millisecond per tensor: too much for a snapshot
     at every step."""
-    splits = _splits(tensor, place)
-    if len(splits) == 1 and type(splits[0][0]) is Shard:
-        ((kind, at, count),) = splits
+    if layout.split is not None:
+        dim, at, count = layout.split
         offsets = [0] * tensor.dim()
-        size = tensor.shape[kind.dim]
-        offsets[kind.dim] = min(at * -(-size // count), size)
+        offsets[dim] = min(at * -(-tensor.shape[dim] // count), tensor.shape[dim])
         return [tuple(offsets)]
     items = create_default_local_save_plan({name: tensor}, True).items
     return [tuple(item.tensor_data.chunk.offsets) for item in items if item.tensor_data is not None]
-
-
-def _splits(tensor: DTensor, place: Sequence[int]) -> list[tuple[Shard, int, int]]:
-    """Each placement that divides the tensor, this rank's place along it, and how many places there are."""
-    sizes = tensor.device_mesh.shape
-    return [
-        (kind, at, count)
-        for kind, at, count in zip(tensor.placements, place, sizes, strict=True)
-        if not kind.is_replicate()
-    ]

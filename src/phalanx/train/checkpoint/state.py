@@ -55,7 +55,9 @@ def taken(kept: Mapping[str, object]) -> State:
     for name, thing in kept.items():
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
-            values = {plain_name(key): value for key, value in inner.state_dict().items()}
+            # A shard is looked at through `to_local` alone, and to detach it takes longer than all the rest.
+            own = inner.state_dict(keep_vars=True).items()
+            values = {plain_name(key): value if isinstance(value, DTensor) else _detached(value) for key, value in own}
             before = set(state.tensors)
             state.plain[name] = packed(values, name, state.tensors)
             # Buffers, as the running means of batches, are not the same on all ranks: rank 0's are the ones that count.
@@ -68,6 +70,10 @@ def taken(kept: Mapping[str, object]) -> State:
             state.plain[name] = packed(_stateful(name, thing).state_dict(), name, state.tensors)
             state.own |= set(state.tensors) - before
     return state
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 # -- and back

@@ -54,7 +54,7 @@ class Copying:
         waiting.writer.start()
         self._copied = threading.Event()
         self._thread.submit(self._run, waiting, self._copied)
-        self.hold(began)
+        self.hold(time.perf_counter() - began)
 
     def update(self) -> None:
         """Before an update: afterwards the shards may change."""
@@ -63,7 +63,7 @@ class Copying:
         if copied is not None and not copied.is_set():
             began = time.perf_counter()
             copied.wait()
-            self.hold(began)
+            self.hold(time.perf_counter() - began)
 
     def drop(self) -> None:
         """What has not begun is not copied any more."""
@@ -73,13 +73,13 @@ class Copying:
 
     # -- what it costs
 
-    def hold(self, began: float) -> None:
-        """Since then the training's thread has worked for a snapshot."""
-        self.held += time.perf_counter() - began
+    def hold(self, seconds: float) -> None:
+        """For so long the training's thread has worked for a snapshot."""
+        self.held += seconds
 
-    def begin(self, began: float) -> None:
-        """A snapshot is begun, and its cost counted from this moment on."""
-        self._began, self._beside = self.held - (time.perf_counter() - began), 0.0
+    def begin(self) -> None:
+        """A snapshot is begun, and what is held from now on is its cost."""
+        self._began, self._beside = self.held, 0.0
 
     def end(self) -> None:
         """The last one is complete."""

@@ -72,6 +72,7 @@ class Snapshots:
         self._job: Future[None] | None = None
         self._writing = False  # what the job does, when it does not prepare to
         self._prepared = False
+        self._waited = 0.0  # seconds, for slower ranks: without a snapshot it would be in the next forward
         self._again = 0  # the step at which one that was left out is due
         self._pause = 1  # steps
         self._era = ""
@@ -79,6 +80,7 @@ class Snapshots:
         self._looked = False  # at which turn it is
         self._sharded = False
         self._divided: Division | None = None  # of shards
+        self._chunks: dict[str, Chunk] = {}  # of shards, by name
         self._cleared = False
         self.off = False
 
@@ -108,11 +110,11 @@ class Snapshots:
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
         """Copy the state; of shards, note that they are to be copied from the next `forward` on. False if it was left
         out: the one before is not finished, or there is no room."""
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), self._waited
         try:
-            return self._save(step, kept, extra, began)
+            return self._save(step, kept, extra)
         finally:
-            self._copying.hold(began)
+            self._copying.hold(time.perf_counter() - began - (self._waited - waited))
 
     def forward(self) -> None:
         """Before the first forward of a step."""
@@ -137,7 +139,7 @@ class Snapshots:
         """Of the latest snapshots, until they were complete."""
         return self._copying.durations
 
-    def _save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any], began: float) -> bool:
+    def _save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
         if self.off:
             return False
         if not self._settled():
@@ -151,7 +153,9 @@ class Snapshots:
             self._divided = division(placement.replicas(kept), self._nodes, self._group.rank)
         divided = self._divided if sharded and self._divided is not None else Division(self._local)
         together, place = divided.together, divided.together.index(self._group.rank)
-        chunks = share(found.tensors, place, len(together), frozenset(found.own), shards=divided.writes)
+        chunks = share(
+            found.tensors, place, len(together), frozenset(found.own), shards=divided.writes, known=self._chunks
+        )
         if not self._prepared:
             self._prepared = True
             self._job = self._start(partial(self._prepare, chunks), chunks)
@@ -171,7 +175,7 @@ class Snapshots:
             carried = partial(carry, self._between(), self._to_partners(), self._vault)
         random = randomness.taken(self._generators)
         writer, small = self._writers[self._turn], _is_small(chunks)
-        self._copying.begin(began)
+        self._copying.begin()
         try:
             placed = writer.take(chunks, overlap=not small)
         except (LaunchError, OSError) as error:
@@ -239,7 +243,9 @@ class Snapshots:
             return True
         done = job.done()
         failure = _reason(job.exception()) if done else ""
+        began = time.perf_counter()
         told = self._group.max({"busy": not done, "failed": bool(failure)})
+        self._waited += time.perf_counter() - began
         if told["failed"]:
             reasons = self._group.gather(failure, all=True) or []
             self._turn_off(next(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
