@@ -97,7 +97,7 @@ def measured(*samples: Sample) -> Bench:
     return bench
 
 
-OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1)
+OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1, gpu=False, gpus=[])
 
 
 def killed(name: str, whole: float, met: float = 0.1, lost: int = 0) -> Sample:

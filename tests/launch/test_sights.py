@@ -303,7 +303,7 @@ async def _together(scene: Scene) -> None:
     scene.second()
     scene.second()
     assert [glance.rank for glance in scene.of(events.Sight)[-1].ranks] == [0]
-    await asyncio.wait_for(scene.sights._telling or asyncio.sleep(0), 10)
+    await asyncio.wait_for(asyncio.gather(*scene.sights._telling), 10)
     (known,) = scene.of(events.Links)
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)
 

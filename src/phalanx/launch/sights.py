@@ -83,7 +83,7 @@ class Sights:
         self._hosts: frozenset[str] = frozenset()
         self._thinning = Thinning(_ROOM, 1.0)
         self._measures = Measures(post, folder)
-        self._telling: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
         post.reads("sight", self._told)
         attempt = supervisor.attempt
         if attempt is not None and attempt.measured is not None:
@@ -91,10 +91,9 @@ class Sights:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def end(self) -> None:
-        for task in (self._task, self._telling):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        for task in (self._task, *self._telling):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self._measures.end()
 
     def measured(self, message: words.Measured) -> None:
@@ -201,7 +200,9 @@ class Sights:
         hosts = frozenset(face.host for face in faces)
         if len(hosts) > 1 and hosts != self._hosts:
             self._hosts = hosts
-            self._telling = asyncio.get_running_loop().create_task(self._tell_links(hosts))
+            telling = asyncio.get_running_loop().create_task(self._tell_links(hosts))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
 
     async def _tell_links(self, hosts: frozenset[str]) -> None:
         """A home may lie on a disk that takes its time."""

@@ -33,11 +33,21 @@ OPTIONS: dict[str, Any] = {"shards": int(sys.argv[4])} if len(sys.argv) > 4 else
 WIDTH = 800  # more than is copied at once
 
 
+def copied(ranks: int) -> bool:
+    """A snapshot is of all ranks, also of those on the node that is lost."""
+    return all((FOLDER / f"copied {rank}").exists() for rank in range(ranks))
+
+
 def die(run: phalanx.Run, place: str) -> None:
     for number, (step, rank, where) in enumerate(FAULTS):
+        if place == where == "node" and step == run.steps and run._snapshots is not None:
+            run._snapshots.wait()
+            (FOLDER / f"copied {run.rank}").touch()
         if (step, rank, where) == (run.steps, run.rank, place):
             if place != "commit" and run._snapshots is not None:
                 run._snapshots.wait()
+            while place == "node" and run._snapshots is not None and not copied(run.world_size):
+                time.sleep(0.001)
             try:
                 os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
