@@ -101,12 +101,8 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, below: dict[int, list[int]]) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
-    if worker.code or worker.ending > time.monotonic():
-        death = attempt.death(worker)
-        if cause.gave_up(death):
-            return _gave_up(bare, worker, death)
-    if worker.code is not None:
-        return replace(bare, ended=worker.code)
+    if (over := _over(bare, attempt, worker)) is not None:
+        return over
     if not worker.pid:
         return replace(bare, note="it has not been started yet")
     pulse = looks.pulse(worker.pid)
@@ -116,8 +112,8 @@ async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, belo
     if not any(thread.frames for thread in threads):
         threads, note = await _stacks(attempt, name, worker, pulse.state, why)
     threads += await _of_children(worker, process)
-    if worker.code is not None:  # it has ended meanwhile
-        return replace(bare, ended=worker.code, process=process)
+    if (over := _over(bare, attempt, worker)) is not None:  # meanwhile
+        return replace(over, process=process)
     page = worker.witness.page if worker.witness is not None else None
     # At its end it has no witness any more: then silence says nothing.
     looked = page.looked if page is not None and not page.text.get("ending") else 0.0
@@ -134,6 +130,15 @@ async def _rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals, belo
         silent=round(time.monotonic() - looked, 1) if looked and not told.threads else 0.0,
         note=note,
     )
+
+
+def _over(bare: Rank, attempt: Attempt, worker: Worker) -> Rank | None:
+    """Of one that has ended, or is about to because others did not come; None: it goes on."""
+    if worker.code or worker.ending > time.monotonic():
+        death = attempt.death(worker)
+        if cause.gave_up(death):
+            return _gave_up(bare, worker, death)
+    return replace(bare, ended=worker.code) if worker.code is not None else None
 
 
 def _gave_up(bare: Rank, worker: Worker, death: cause.Death) -> Rank:
