@@ -34,7 +34,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
 
 class Entering(msgspec.Struct, frozen=True, tag="entering"):
-    """It has left the group before, and comes to that of this generation. `holds`: with what it has trained."""
+    """It has left the group before, and comes to that of this generation. `holds`: all that
+    was trained, so that a rank which cannot leave the old group can be replaced without loss."""
 
     generation: int
     holds: bool

@@ -1,6 +1,6 @@
 """Leave NCCL groups that have lost a rank, without waiting for NCCL.
 
-    abort()            in a thread: kernels that wait for a peer end at once, the call itself may take long
+    abort()            in threads: kernels that wait for a peer end at once, the call itself may take long
     forget_groups()    torch has no groups any more, and the next one can be formed
 
 `ncclCommAbort` frees a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
@@ -39,7 +39,7 @@ def prepare() -> None:
 
 
 def abort() -> None:
-    """All communicators of this process, in a thread. From any thread, also more than once."""
+    """All communicators of this process, each in a thread. From any thread, also more than once."""
     with _starting:
         backends = [backend for backend in _backends() if id(backend) not in _aborting]
         for backend in backends:

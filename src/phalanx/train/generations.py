@@ -22,6 +22,7 @@ from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.membership import Membership
 from phalanx.join.severing import Severing
+from phalanx.train import placement
 from phalanx.train.halting import Halted, Halting
 from phalanx.train.handover import Handover
 from phalanx.train.once import Once
@@ -85,7 +86,7 @@ class Generations:
             sys.excepthook = self._excepthook  # torch puts one of its own around it for every group
 
     def _begin(self, world: words.World) -> Run:
-        self._line.tell(words.Entering(world.generation, self._past is not None))
+        self._line.tell(words.Entering(world.generation, self._holds()))
         with self._severing.watching():
             word = self._past.word if self._past is not None else ""
             run = Run.join(**self._options, world=world, word=word, met=self._met if world.generation else None)
@@ -151,9 +152,15 @@ class Generations:
         run.abandon(self._left, held=self._past is not None and not self._past.sharded)
         self._severing.forget()
 
+    def _holds(self) -> bool:
+        """Of sharded replicas a rank has one shard, and others may be with ranks that still have to come: these must
+        not be given up early. Where there are no replicas, a lost shard comes from a snapshot anyway."""
+        past = self._past
+        return past is not None and not (past.sharded and placement.is_replicated(past.kept))
+
     def _left(self) -> None:
         """Out of the old group: what may take longer from here on, as a disk does, is no reason to be replaced."""
-        self._line.tell(words.Entering(self._line.generation, self._past is not None))
+        self._line.tell(words.Entering(self._line.generation, self._holds()))
 
     def _destroy(self) -> None:
         """A group that was half formed."""
