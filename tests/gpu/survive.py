@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,11 @@ class Outcome:
         return found
 
 
-def run(ranks: int, options: list[str] = [], limit: float = 120.0, **told: Any) -> Outcome:  # noqa: B006
+def run(ranks: int, options: Sequence[str] = (), *, limit: float = 75.0, command: str = "run", **told: Any) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
     shared = os.environ.get("PHALANX_GPU_OPTIONS", "").split()
-    line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--no-warm", *shared, *options, SCRIPT]
+    line = [sys.executable, "-m", "phalanx", command, "-g", str(ranks), "--no-warm", *shared, *options, SCRIPT]
     began = time.monotonic()
     with open(folder / "console", "wb") as console:
         job = subprocess.Popen(
@@ -156,6 +157,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def exact(steps: dict[int, set[str]], count: int, samples: int) -> bool:
+    """Every step is there, and no sample is missing or in two steps."""
+    every = [sample for ids in steps.values() for sample in ids]
+    return sorted(steps) == list(range(1, count + 1)) and len(every) == len(set(every)) == count * samples
+
+
 def again(text: str) -> int:
     """Steps that were done again, all recoveries together."""
     return sum(map(int, re.findall(r"(\d+) steps? done again", text)))
@@ -208,9 +215,7 @@ def main(argv: list[str]) -> int:
         found = run(ranks, options, kills=kills, **case)
         same = bool(found.end) and found.end.get("digest") == undisturbed[key]
         steps = found.steps()
-        whole = sorted(steps) == list(range(1, 61)) and all(
-            len(ids) == case.get("samples", 8) for ids in steps.values()
-        )
+        whole = exact(steps, 60, case.get("samples", 8))
         repeated = again(found.text)
         good = found.code == 0 and same and whole and repeated <= allowed
         failed += not good

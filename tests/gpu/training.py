@@ -47,6 +47,20 @@ def dies(run: phalanx.Run, place: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """As many samples as are asked for, from a small table: a new rank must not wait for its data."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self.count = count
+        self.table = torch.randn(512, width, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.table[index % len(self.table)], index
+
+
 class Dies(torch.autograd.Function):
     """In the middle of backward, when some gradients are on their way and some are not."""
 
@@ -94,9 +108,7 @@ def train(run: phalanx.Run) -> None:
     steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
     print(f"formed {run.rank} {run.generation} {time.time():.3f}", file=steps)
     dies(run, "start")
-    chance = torch.Generator().manual_seed(1)
-    count = told["steps"] * told["samples"]
-    data = torch.utils.data.TensorDataset(torch.randn(count, told["width"], generator=chance), torch.arange(count))
+    data = Rows(told["steps"] * told["samples"], told["width"])
     loader = run.loader(data, global_batch=told["samples"], shuffle=True)
     model, opt = run.once(make)
     options = {"folder": str(folder / "checkpoints"), "every": 10} if told["checkpoints"] else {}

@@ -280,7 +280,22 @@ def _found(
             timeout=timedelta(seconds=timeout),
             device_id=eager,
         )
+        _tell_ranks(dist.group.WORLD)
     return membership
+
+
+def _tell_ranks(group: Any) -> None:
+    """Tells the backends of the default group the ranks of its members.
+
+    torch knows them only for the first group of a process. In a later default group (after a recovery, say), a split,
+    as a device mesh makes it, reads ranks from an empty list and crashes.
+    """
+    for device_type in group._device_types:
+        backend = group._get_backend(device_type)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        options: Any = getattr(backend, "options", None)
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group = list(range(group.size()))
 
 
 def _refuse_another(

@@ -13,11 +13,12 @@ _ERROR = re.compile(
     rb"(?:\[rank\d+\]:)?\[[EF]\d{4} [\d:.]+ (?:ProcessGroupNCCL|NCCLUtils|TCPStore|HeartbeatMonitor)\.cpp:\d+\]"
 )
 _WARNING = re.compile(
-    rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|TCPStore)\.cpp:\d+\].*"
-    rb"(?:unbatched P2P op|recvValue failed|Failed to check the|should dump)"
+    rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|ProcessGroupGloo|TCPStore)\.cpp:\d+\].*"
+    rb"(?:unbatched P2P op|recvValue failed|Failed to check the|should dump|ProcessGroupGloo::split)"
 )
 # The other lines of one message: NCCL's own words, and two kinds of stacks.
 _MORE = re.compile(rb"nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
+_RAISED = b"Exception raised from "  # a stack may follow a warning, too
 _QUOTED = b"Last error:"  # the next line is NCCL's, in any words
 
 
@@ -26,6 +27,7 @@ class Noise:
 
     def __init__(self) -> None:
         self._inside = False
+        self._warned = False
         self._quoted = False
 
     def without(self, lines: bytes) -> bytes:
@@ -36,12 +38,15 @@ class Noise:
         if self._quoted:
             self._quoted = False
             return True
-        if _ERROR.match(text):
+        warned, self._warned = self._warned, bool(_WARNING.match(text))
+        if self._warned:
+            self._inside = False
+        elif _ERROR.match(text) or (warned and text.startswith(_RAISED)):
             self._inside = True
         elif self._inside and _MORE.match(text):
             self._quoted = text.startswith(_QUOTED)
             self._inside = bool(text.strip())  # an empty line is the last one
         else:
             self._inside = False
-            return bool(_WARNING.match(text))
+            return False
         return True
