@@ -1,18 +1,15 @@
 """Many seeded kills on real NCCL ranks: all are recovered, and the end is to the bit that of an undisturbed run.
 
-python tests/gpu/campaign.py [NAME …]      names are those of CAMPAIGNS; all of them if none is named
-
-Several runs of a campaign go on at the same time, on the same devices: what counts here is not the time they take.
+python tests/gpu/campaign.py [--ranks N] [--kills N] [--seeds N,N] [NAME …]     names are those of CAMPAIGNS
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import argparse
 import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,56 +18,41 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from survive import Outcome, again, exact, run
 
-RANKS = 4
-SAMPLES = 8
 LIMIT = 540.0
+EVERY = "2s"
 
 
 @dataclass(frozen=True)
 class Campaign:
-    runs: int
-    kills: int  # of each run
-    steps: int
-    every: str = "3s"
+    seeds: tuple[int, ...]
+    kills: int  # with each seed
+    steps: int = 40  # for each kill: enough that the last one comes before the end
     told: dict[str, Any] = field(default_factory=dict)
-
-    def seeds(self) -> range:
-        return range(1, self.runs + 1)
 
 
 CAMPAIGNS = {
-    "ddp": Campaign(4, 50, 2500, told={"pause": 0.03}),
-    "hsdp": Campaign(2, 50, 2000, told={"strategy": "hsdp", "pause": 0.02}),
-    "fsdp": Campaign(1, 50, 2000, told={"strategy": "fsdp", "pause": 0.02}),
-    "compile": Campaign(1, 50, 2500, every="5s", told={"compile": True, "pause": 0.03}),
+    "ddp": Campaign((1, 2, 3, 4), 50, told={"pause": 0.03}),
+    "hsdp": Campaign((1, 2), 50, told={"strategy": "hsdp", "pause": 0.02}),
+    "fsdp": Campaign((1,), 50, told={"strategy": "fsdp", "pause": 0.02}),
+    "compile": Campaign((1,), 50, told={"compile": True, "pause": 0.03}),
 }
 
 
-def undisturbed(campaign: Campaign) -> Outcome:
-    return run(RANKS, limit=LIMIT, steps=campaign.steps, **{**campaign.told, "pause": 0.0})
-
-
-def disturbed(campaign: Campaign, seed: int) -> Outcome:
-    options = ["--times", str(campaign.kills), "--kill-every", campaign.every, "--seed", str(seed)]
-    return run(RANKS, options, limit=LIMIT, command="chaos", steps=campaign.steps, **campaign.told)
-
-
-def judged(name: str, campaign: Campaign, seed: int, found: Outcome, digest: str) -> bool:
-    kills = re.search(r"chaos: (\d+) faults? .*", found.text)
-    struck = int(kills[1]) if kills else 0
+def judged(name: str, seed: int, found: Outcome, *, kills: int, steps: int, samples: int, digest: str) -> bool:
+    told = re.search(r"chaos: (\d+) faults? .*", found.text)
     facts = {
         "exit code 0": found.code == 0,
         "all recovered": "all recovered" in found.text,
         "same end": bool(digest) and found.end.get("digest") == digest,
-        "samples exact": exact(found.steps(), campaign.steps, SAMPLES),
-        f"{campaign.kills} kills": struck == campaign.kills,
+        "samples exact": exact(found.steps(), steps, samples),
+        f"{kills} kills": bool(told) and int(told[1]) == kills,
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
     }
     good = all(facts.values())
     wrong = ", ".join(fact for fact, holds in facts.items() if not holds)
     print(
         f"{'ok    ' if good else 'FAILED'} {name}, seed {seed}: {len(found.pids)} processes, "
-        f"{again(found.text)} steps done again; {kills[0] if kills else 'no kill'}{'; not: ' + wrong if wrong else ''}",
+        f"{again(found.text)} steps done again; {told[0] if told else 'no kill'}{'; not: ' + wrong if wrong else ''}",
         flush=True,
     )
     if not good:
@@ -88,25 +70,32 @@ def used() -> int:
     return len(asked.stdout.split())
 
 
-def main(names: list[str]) -> int:
-    failed, began = 0, time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=32) as pool:
-        chosen = {name: CAMPAIGNS[name] for name in names or CAMPAIGNS}
-        plain = {name: pool.submit(undisturbed, campaign) for name, campaign in chosen.items()}
-        runs = {
-            (name, seed): pool.submit(disturbed, campaign, seed)
-            for name, campaign in chosen.items()
-            for seed in campaign.seeds()
-        }
-        for (name, seed), future in runs.items():
-            quiet = plain[name].result()
-            if quiet.code != 0:
-                print(f"undisturbed {name}: code {quiet.code}\n{quiet.text[-3000:]}", flush=True)
-            failed += not judged(name, chosen[name], seed, future.result(), quiet.end.get("digest", ""))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=[*CAMPAIGNS], choices=CAMPAIGNS, metavar="NAME")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, help="in place of a campaign's own number")
+    parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))])
+    asked = parser.parse_args()
+    failed = 0
+    for name in asked.names:
+        campaign = CAMPAIGNS[name]
+        kills, samples = asked.kills or campaign.kills, 2 * asked.ranks
+        steps = kills * campaign.steps
+        shared = {"steps": steps, "samples": samples, "limit": LIMIT}
+        quiet = run(asked.ranks, **{**campaign.told, **shared, "pause": 0.0})
+        print(f"      {name}, undisturbed: code {quiet.code}, {steps} steps in {quiet.seconds:.0f} s", flush=True)
+        if quiet.code != 0:
+            print(quiet.text[-3000:], flush=True)
+        for seed in asked.seeds or campaign.seeds:
+            options = ["--times", str(kills), "--kill-every", EVERY, "--seed", str(seed)]
+            found = run(asked.ranks, options, command="chaos", **campaign.told, **shared)
+            digest = quiet.end.get("digest", "")
+            failed += not judged(name, seed, found, kills=kills, steps=steps, samples=samples, digest=digest)
     left = used()
-    print(f"{len(runs)} runs, {failed} failed, {left} processes left on the GPU, {time.monotonic() - began:.0f} s")
+    print(f"{failed} failed, {left} processes left on the GPU")
     return failed + left
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -16,6 +16,9 @@ LARGEST = 1 << 16
 class Here(msgspec.Struct, frozen=True, tag="here"):
     """A worker calls. Who it is, the kernel says."""
 
+    cuda: int = -1  # the CUDA device that it is going to use; -1: none
+    variables: dict[str, str] = {}  # those that CUDA reads, as they are now
+
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """It is alive, and has committed so many steps."""

@@ -31,6 +31,11 @@ INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKE
 THREADS = "OMP_NUM_THREADS"
 
 
+def for_cuda(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that CUDA reads when a process begins to use it."""
+    return {name: value for name, value in environ.items() if name.startswith("CUDA_")}
+
+
 @dataclass(frozen=True)
 class Membership:
     """Everything about one worker that its environment tells."""

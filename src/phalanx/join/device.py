@@ -137,6 +137,17 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
         )
 
 
+def cuda_device(asked: str | torch.device | None) -> int:
+    """The index of the CUDA device that this rank is going to use; -1: none."""
+    import torch
+
+    found = _parsed(asked)
+    if (found is not None and found.type != "cuda") or not torch.cuda.is_available():
+        return -1
+    own = found.index if found is not None and found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    return own % torch.cuda.device_count()
+
+
 def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
     """Create a CUDA context, load cuBLAS and NCCL and the kernels of a step in a thread, while this process meets the
     others.
@@ -145,12 +156,10 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
     """
     import torch
 
-    found = _parsed(asked)
-    if (found is not None and found.type != "cuda") or not torch.cuda.is_available():
+    own = cuda_device(asked)
+    if own < 0:
         return
-    count = torch.cuda.device_count()
-    own = found.index if found is not None and found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
-    devices = range(count) if spare else [own % count]
+    devices = range(torch.cuda.device_count()) if spare else [own]
 
     def prepare() -> None:
         with contextlib.suppress(RuntimeError):  # whoever uses the device next is told what is wrong with it

@@ -36,13 +36,14 @@ class Line:
         moved: Callable[[], None],
         beat: Callable[[], words.Beat],
         heard: Callable[[words.Halt | words.Rescue | words.End], None],
+        here: words.Here,
     ) -> None:
         self._leave = leave
         self._moved = moved
         self._heard = heard
         self._beat = beat
         self._changed = threading.Condition()
-        self._sock, first = _called(name)
+        self._sock, first = _called(name, here)
         self.preempt = first.preempt  # signals that are not for a worker to die of
         self._world = first if isinstance(first, words.World) else None
         self._waiting = self._world is None  # a spare, or one of too few
@@ -147,7 +148,7 @@ class Line:
         os.close(self._end)
 
 
-def _called(name: str) -> tuple[socket.socket, words.World | words.Wait]:
+def _called(name: str, here: words.Here) -> tuple[socket.socket, words.World | words.Wait]:
     """A connection, and what is said first."""
     until = time.monotonic() + _FIRST
     while True:
@@ -155,7 +156,7 @@ def _called(name: str) -> tuple[socket.socket, words.World | words.Wait]:
         sock.settimeout(max(until - time.monotonic(), 0.1))
         try:
             sock.connect(f"\0{name}")
-            sock.send(words.encode(words.Here()))
+            sock.send(words.encode(here))
             first = words.from_supervisor(sock.recv(words.LARGEST))
             if not isinstance(first, words.World | words.Wait):
                 raise OSError("the run is about to end")

@@ -16,6 +16,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
+from phalanx.contract.variables import for_cuda
 from phalanx.launch import cause, differing, spares, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
@@ -130,6 +131,7 @@ class Attempt:
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
         self._spares_lost = 0
+        self._called: dict[int, words.Here] = {}  # by local rank, what the last worker said of itself
         self._halts = False  # it saves what there is, and ends
         self._halt: words.Halt | None = None  # what was said of halting last
         self._line = Line(self)
@@ -278,6 +280,9 @@ class Attempt:
             order["assumed"] = list(self._lesson.variables)
             if seat.rank == 0 and self._zygote.way == "cold":
                 order["lesson"] = self._lesson.path
+        called = self._called.get(seat.local_rank)
+        if called is not None and called.cuda >= 0 and called.variables == for_cuda(environ):
+            order["cuda"] = called.cuda
         showing = plan.showing
         out, err = self.output.open(
             seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)
@@ -705,6 +710,7 @@ class Attempt:
         match message:
             case words.Here():
                 worker.called = True
+                self._called[worker.seat.local_rank] = message
                 self.output.regroups(worker.seat.rank)
                 self._line.send(pid, self._place(worker))
                 if self._halt is not None and not worker.spare:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import line as words
-from phalanx.contract.variables import MEMORY
+from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
-from phalanx.join.device import warm_up
+from phalanx.join.device import cuda_device, warm_up
 from phalanx.join.ignoring import Ignoring
 from phalanx.join.line import Line
 from phalanx.join.membership import Membership
@@ -51,7 +51,8 @@ class Generations:
         self._forming: words.World | None = None  # or formed: where this process is
         self._remembers = False  # there were snapshots in memory, in the last group that it has left
         self._rescuing = threading.Lock()  # one at a time
-        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard)
+        here = words.Here(cuda_device(options.get("device")), for_cuda(environment()))
+        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here)
         self._ignoring = Ignoring(self._line.preempt)
         self._line.listen()
 

@@ -22,7 +22,7 @@ from phalanx.join.store import Store
 from phalanx.train import pieces
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape
-from phalanx.train.parcel import Opened, Parcel
+from phalanx.train.parcel import Opened, Packing, Parcel
 from phalanx.train.past import Past, Received, label, offers, shapes
 from phalanx.train.shard_handover import ShardDeal, ShardHandover, receive_label, send_label
 
@@ -71,7 +71,7 @@ class Handover:
         words, nodes = [person.word for person in membership.people], membership.topology.nodes
         self._deal, self._shards = Deal.of(words, nodes), ShardDeal.of(offers(words), nodes)
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
-        self._parcel: Parcel | None = None
+        self._packing: Packing | None = None
         self.spoilt = False  # the objects of the past are being written over
 
     @property
@@ -80,7 +80,7 @@ class Handover:
         return bool(self._deal.holders) or self._shards is not None
 
     def prepare(self) -> None:
-        """Lay out this rank's part of what others of its node will come for. The group need not have formed."""
+        """Lay out this rank's part of what others of its node will come for, in a thread, while the group forms."""
         deal, rank, past = self._deal, self._rank, self._past
         if past is None or rank not in deal.holders or not self._takers():
             return
@@ -89,8 +89,13 @@ class Handover:
         near = {name: tensor for name, tensor in held.tensors.items() if self._by_memory or not tensor.is_cuda}
         givers = deal.near(rank)
         mine = _share(near, givers.index(rank), len(givers))
-        self._parcel = Parcel(mine, label(held, past) if rank == givers[0] else {})
-        self._store.set(f"from {rank}", self._parcel.address)
+        named = label(held, past) if rank == givers[0] else {}
+        self._packing = Packing(lambda: self._pack(mine, named))
+
+    def _pack(self, tensors: Mapping[str, torch.Tensor], named: dict[str, object]) -> Parcel:
+        parcel = Parcel(tensors, named)
+        self._store.set(f"from {self._rank}", parcel.address)
+        return parcel
 
     def complete(self, kept: Mapping[str, object]) -> Received | None:
         """The newest state is in the objects of this rank. None: there is none to be had."""
@@ -101,6 +106,8 @@ class Handover:
         if not deal.holders:
             return None
         if rank in deal.holders and past is not None:
+            if self._packing is not None:
+                self._packing.result()  # from here on the script may change these tensors
             past.put_back()
             self._send(past)
             _keep_on(kept, past)
@@ -110,14 +117,14 @@ class Handover:
 
     def conclude(self) -> None:
         """After the first step, for which all had to be there: nobody needs the parcel any more."""
-        if self._parcel is not None:
+        if self._packing is not None:
             self._store.wait(*(f"taken {rank}" for rank in self._takers()))
             self.close()
 
     def close(self) -> None:
-        if self._parcel is not None:
-            self._parcel.close()
-            self._parcel = None
+        packing, self._packing = self._packing, None
+        if packing is not None:
+            packing.close()
 
     def _takers(self) -> list[int]:
         return [rank for rank in self._deal.lacking if self._rank in self._deal.near(rank)]

@@ -9,7 +9,9 @@ import ctypes
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -40,6 +42,38 @@ class Parcel:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Packing:
+    """A parcel that is filled in a thread.
+
+    packing = Packing(lambda: Parcel(tensors, label))
+    packing.result()     wait until it is filled; raises what the thread raised
+    packing.close()
+    """
+
+    def __init__(self, fill: Callable[[], Parcel]) -> None:
+        self._future: Future[Parcel] = Future()
+        # A daemon, unlike the threads of an executor: a copy that never ends must not keep a process alive.
+        threading.Thread(target=self._run, args=(fill,), name="phalanx-handover", daemon=True).start()
+
+    def _run(self, fill: Callable[[], Parcel]) -> None:
+        try:
+            self._future.set_result(fill())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> None:
+        self._future.result()
+
+    def close(self) -> None:
+        """Also before it is filled: then it is closed as soon as it is."""
+        self._future.add_done_callback(_closed)
+
+
+def _closed(filled: Future[Parcel]) -> None:
+    if filled.exception() is None:
+        filled.result().close()
 
 
 class Opened:
@@ -126,7 +160,7 @@ def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int
         places[name] = end
         end += tensor.nbytes + -tensor.nbytes % ALIGNED
     if end:
-        os.ftruncate(fd, end)
+        os.posix_fallocate(fd, 0, end)  # mmap would get the memory, too, but hold the interpreter's lock meanwhile
         memory = mmap.mmap(fd, end, flags=mmap.MAP_SHARED | _POPULATE)
         for name, tensor in tensors.items():
             if count := tensor.numel():

@@ -12,7 +12,7 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, finalisation, imports, kernel, shadows, store, teardown, wire
+from . import birth, cuda, finalisation, imports, kernel, shadows, store, teardown, wire
 from .leftovers import Leftovers
 from .restart import FreshStart
 from .witness import witness
@@ -142,6 +142,8 @@ class Nursery:
         for fd in fds[:3]:
             os.close(fd)
         birth.dress(order)
+        if order.get("cuda") is not None:
+            cuda.open_context(order["cuda"])
         kept: list[int] = []
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]

@@ -54,10 +54,11 @@ class Layer:
         self.writes: Environment = {}
         self.exits: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []  # module, arguments of atexit.register
 
+    def in_root_package(self, name: str) -> bool:
+        return name.partition(".")[0] == self.root.partition(".")[0]
+
     def brings(self, name: str) -> list[str]:
-        """What else reappears with this module: everything with the root's package, else what it imports."""
-        if name.partition(".")[0] == self.root.partition(".")[0]:
-            return list(self.modules)
+        """What reappears with a module outside the root's package."""
         return [name.rpartition(".")[0], *self.imports.get(name, ())]
 
 
@@ -147,14 +148,21 @@ class Preloaded:
         return module
 
     def _with(self, name: str) -> list[tuple[Layer, set[str]]]:
-        """This module and all that its import brings, by layers."""
+        """This module and all that its import brings, by layers. One of a root's package brings the whole layer."""
         found: set[str] = set()
+        whole: set[str] = set()  # roots of the layers that are in `waiting` already
         waiting = [name]
         while waiting:
             module = waiting.pop()
-            if module in self._hidden and module not in found:
-                found.add(module)
-                waiting += self._hidden[module].brings(module)
+            if module not in self._hidden or module in found:
+                continue
+            found.add(module)
+            layer = self._hidden[module]
+            if not layer.in_root_package(module):
+                waiting += layer.brings(module)
+            elif layer.root not in whole:
+                whole.add(layer.root)
+                waiting += layer.modules
         parts = [(layer, found & layer.modules.keys()) for layer in self._layers]
         return [(layer, part) for layer, part in parts if part]
 
