@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from survive import Outcome, again, exact, run
+from survive import Outcome, accounted, again, run
 
 LIMIT = 540.0
 EVERY = "2s"
@@ -44,7 +44,7 @@ def judged(name: str, seed: int, found: Outcome, *, kills: int, steps: int, samp
         "exit code 0": found.code == 0,
         "all recovered": "all recovered" in found.text,
         "same end": bool(digest) and found.end.get("digest") == digest,
-        "samples exact": exact(found.steps(), steps, samples),
+        "samples exact": accounted(found, steps, samples),
         f"{kills} kills": bool(told) and int(told[1]) == kills,
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
     }

@@ -163,6 +163,16 @@ def exact(steps: dict[int, set[str]], count: int, samples: int) -> bool:
     return sorted(steps) == list(range(1, count + 1)) and len(every) == len(set(every)) == count * samples
 
 
+def accounted(outcome: Outcome, count: int, samples: int) -> bool:
+    """The same of ranks that are killed anywhere: one that dies between committing a step and writing it down leaves
+    its samples of that step out, and nothing else is missing."""
+    steps = outcome.steps()
+    every = [sample for ids in steps.values() for sample in ids]
+    last = {rows[-1][2] + 1 for rows in outcome.pids.values() if rows}  # the step that each process was at
+    missing = {step for step in range(1, count + 1) if len(steps.get(step, ())) < samples}
+    return len(every) == len(set(every)) and set(steps) <= set(range(1, count + 1)) and missing <= last
+
+
 def again(text: str) -> int:
     """Steps that were done again, all recoveries together."""
     return sum(map(int, re.findall(r"(\d+) steps? done again", text)))

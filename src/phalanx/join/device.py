@@ -145,7 +145,7 @@ def cuda_device(asked: str | torch.device | None) -> int:
     if (found is not None and found.type != "cuda") or not torch.cuda.is_available():
         return -1
     own = found.index if found is not None and found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
-    return own % torch.cuda.device_count()
+    return int(own % torch.cuda.device_count())
 
 
 def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:

@@ -36,6 +36,7 @@ class Line:
         moved: Callable[[], None],
         beat: Callable[[], words.Beat],
         heard: Callable[[words.Halt | words.Rescue | words.End], None],
+        *,
         here: words.Here,
     ) -> None:
         self._leave = leave

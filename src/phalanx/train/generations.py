@@ -52,7 +52,7 @@ class Generations:
         self._remembers = False  # there were snapshots in memory, in the last group that it has left
         self._rescuing = threading.Lock()  # one at a time
         here = words.Here(cuda_device(options.get("device")), for_cuda(environment()))
-        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here)
+        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here=here)
         self._ignoring = Ignoring(self._line.preempt)
         self._line.listen()
 
