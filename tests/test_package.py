@@ -15,4 +15,4 @@ def test_every_file_is_in_a_package_or_named_as_its_data() -> None:
     files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     in_packages = {path for path in files if path.suffix == ".py" and (path.parent / "__init__.py").exists()}
     assert {str(path.relative_to(SOURCE)) for path in files - in_packages - named} == set()
-    assert SOURCE / "launch/zygote/hook/sitecustomize.py" in named
+    assert SOURCE / "forkserver/hook/sitecustomize.py" in named

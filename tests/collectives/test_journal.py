@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives import journal, registration
-from phalanx.launch.zygote.witness import patience, recorder
+from phalanx.forkserver.debug import group_timeouts
+from phalanx.forkserver.probe import flight_recorder
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a worker that phalanx has started."""
-    module: Any = types.ModuleType("_phalanx_zygote.witness.witness")
+    module: Any = types.ModuleType("_phalanx_forkserver.probe.probe")
     module.current = object()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(journal, "_journals", weakref.WeakValueDictionary())
@@ -164,17 +165,17 @@ def test_it_is_read_while_others_write(watched: None) -> None:
 
 
 def test_the_witness_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_begun", lambda: True)
-    monkeypatch.setattr(recorder, "_RECORDERS", ("phalanx",))
-    monkeypatch.setattr(recorder, "_known", {})
+    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
+    monkeypatch.setattr(flight_recorder, "_RECORDERS", ("phalanx",))
+    monkeypatch.setattr(flight_recorder, "_known", {})
     lost, own = journal.Journal(lambda: "0"), journal.Journal(lambda: "0")
     all_reduce(lost, torch.ones(3))
     all_reduce(own, torch.ones(3)).done = True
     all_reduce(own, torch.ones(4, dtype=torch.bfloat16))
-    assert [(each["name"], each["enqueued"], each["completed"]) for each in recorder.groups()] == [("0", 2, 1)]
-    pending = recorder.pending()
+    assert [(each["name"], each["enqueued"], each["completed"]) for each in flight_recorder.groups()] == [("0", 2, 1)]
+    pending = flight_recorder.pending()
     assert (pending["op"], pending["group"], pending["seq"], pending["shapes"]) == ("all_reduce", "0", 2, [[4]])
-    done, waiting = recorder.everything()["calls"]
+    done, waiting = flight_recorder.everything()["calls"]
     assert (done["done"], waiting["done"], waiting["dtypes"], waiting["reduction"]) == (
         True,
         False,
@@ -189,9 +190,9 @@ def test_groups_are_patient_while_somebody_debugs() -> None:
     dist.init_process_group("shm", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))
     try:
         group: Any = dist.group.WORLD
-        patience.suspend()
-        assert group._timeout == patience.LONG.total_seconds()
-        patience.resume()
+        group_timeouts.suspend()
+        assert group._timeout == group_timeouts.LONG.total_seconds()
+        group_timeouts.resume()
         assert group._timeout == 7
     finally:
         dist.destroy_process_group()

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.diagnose.evidence import Evidence, Group, History, Rank
+from phalanx.forkserver.probe import flight_recorder
+from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
 from phalanx.launch import testimony
-from phalanx.launch.zygote.witness import recorder
-from phalanx.launch.zygote.witness.history import History as Kept
 from tests.diagnose.scene import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]
@@ -71,7 +71,7 @@ def coalesced(seq: int, *parts: Entry, p2p: int = 0) -> list[Entry]:
 
 def told(entries: Sequence[Entry]) -> dict[str, Any]:
     """What a worker says of them, after it has travelled."""
-    kept = Kept(recorder._named, recorder._dtypes, lambda _, root: root)
+    kept = Kept(flight_recorder._named, flight_recorder._dtypes, lambda _, root: root)
     kept.add(entries)
     return json.loads(json.dumps({"threads": [], "calls": [], "history": kept.told()}))
 

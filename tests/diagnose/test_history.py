@@ -14,8 +14,8 @@ from phalanx.diagnose import history as histories
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
+from phalanx.forkserver.probe import collective_history as kept
 from phalanx.launch import testimony
-from phalanx.launch.zygote.witness import history as kept
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
 from tests.diagnose.scene import C10D, DDP, HOME
 

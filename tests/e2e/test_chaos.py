@@ -202,7 +202,7 @@ def test_the_store_and_the_zygote_are_killed(tmp_path: Path) -> None:
         ("the zygote was ended from outside",),
     )
     assert re.search(r"resumed at step (12|16)", done.out + done.err)
-    assert len([event for event in told(done.err) if isinstance(event, events.ZygoteReady)]) == 2
+    assert len([event for event in told(done.err) if isinstance(event, events.ForkServerReady)]) == 2
 
 
 def test_a_killed_supervisor_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def _warm(_lab: Lab) -> Iterator[None]:
         os.mkdir(warm_places["TMPDIR"])
         made = [each.start("warm", "--preload", "phalanx.train.main", env=warm_places) for each in _lab]
         assert codes(made) == [0, 0, 0], texts(made)
-        zygotes.update(pid for each in _lab for pid, command in each.processes() if "standin.py" in command)
+        zygotes.update(pid for each in _lab for pid, command in each.processes() if "warm_main.py" in command)
         yield
         for each in _lab:
             each.run("warm", "--stop", env=warm_places)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from phalanx.contract import events
+from phalanx.forkserver import wire
 from phalanx.launch import desk
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import wire
 from tests.e2e.crew import codes, together
 from tests.e2e.places import script
 from tests.kit.cli import PYTHON, phalanx, stage, start
@@ -187,7 +187,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 ASKS = """
 import sys
 from phalanx.launch import desk, runfolder
-from phalanx.launch.zygote import wire
+from phalanx.forkserver import wire
 (run,) = [run for run in runfolder.all_runs(sys.argv[1]) if run.alive]
 answer = wire.receive(desk.call(run, {"ask": "why"}))[0]
 print(answer["is"], [(rank["rank"], rank["node"], bool(rank["threads"])) for rank in answer["evidence"]["ranks"]])

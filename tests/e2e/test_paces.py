@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
+from phalanx.forkserver import wire
 from phalanx.launch import desk, runfolder
-from phalanx.launch.zygote import wire
 from tests.e2e.places import script
 from tests.kit.cli import stage, start, until
 

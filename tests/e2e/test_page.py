@@ -89,7 +89,7 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
         with browser.live() as told:
             name, whole = next(told)
             assert (name, whole["head"]["run"], whole["head"]["ended"]) == ("whole", folder.name, None)
-            (zygote,) = (pid for pid in descendants(job.pid) if re.search(r"launch/zygote \d", command(pid)))
+            (zygote,) = (pid for pid in descendants(job.pid) if re.search(r"forkserver \d", command(pid)))
             os.kill(zygote, signal.SIGKILL)  # what it leaves is cleared away, and the server is none of it
             job.wait_for(READY, 4)
             over.touch()

@@ -29,12 +29,12 @@ def told(err: str) -> list[events.AnyEvent]:
 
 
 def way(err: str) -> str:
-    return next(event.way for event in told(err) if isinstance(event, events.ZygoteReady))
+    return next(event.way for event in told(err) if isinstance(event, events.ForkServerReady))
 
 
 # Whether the fork server has: a script does not see it before it imports it itself.
 IMPORTED = (
-    "import sys; layers = sys.modules['_phalanx_zygote.imports'].modules._layers; "
+    "import sys; layers = sys.modules['_phalanx_forkserver.imports.preload'].modules._layers; "
     "print(any('torch._dynamo' in layer.modules for layer in layers), 'torch._dynamo' in sys.modules)"
 )
 

@@ -194,7 +194,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     import functools
     import tempfile
 
-    from phalanx.launch.zygote import birth, mainmodule
+    from phalanx.forkserver.child import main_module, setup
 
     os.setsid()
     for number, fd in enumerate(fds):
@@ -209,11 +209,11 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     tempfile.tempdir = None
-    birth._reseed()
+    setup._reseed()
     script, *args = order["words"]
     if script != "-c":
-        return mainmodule.prepare({"main": ("script", script), "args": args})
-    main = mainmodule._fresh_main()
+        return main_module.prepare({"main": ("script", script), "args": args})
+    main = main_module._fresh_main()
     text, *args = args
     sys.argv[:] = ["-c", *args]
     sys.path.insert(0, "")

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.launch.zygote import imports
-from phalanx.launch.zygote.witness import debugger, witness
+from phalanx.forkserver.debug import debugger
+from phalanx.forkserver.imports import preload
+from phalanx.forkserver.probe import probe
 from tests.kit.cli import TORCHRUN, Env, Result, environment, run, terminal
 from tests.kit.torchrun import Torchrun
 
@@ -204,7 +205,7 @@ def _without_warmth(report: Report) -> Report:
     while words[-2:] == ["", ""]:
         words.pop()
     # The script was not known when the interpreter was started, so it is not what Python itself runs.
-    if frames[-1:] == ["<module> in standin.py"]:
+    if frames[-1:] == ["<module> in warm_main.py"]:
         frames.pop()
     even = report | {"cmdline": words, "frames": frames}
     # torch._dynamo is imported, and sympy with it.
@@ -218,11 +219,11 @@ def _unwitnessed(report: Report) -> Report:
 
     Those that torch's import leaves open lie there too.
     """
-    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - imports.ROOM
+    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - preload.ROOM
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:
         return report
-    ours = 1 << witness.SIGNAL - 1 | 1 << debugger.SIGNAL - 1
+    ours = 1 << probe.SIGNAL - 1 | 1 << debugger.SIGNAL - 1
     caught = int(report["kernel signals"]["SigCgt"], 16) & ~ours
     signals = report["kernel signals"] | {"SigCgt": f"{caught:016x}"}
     return report | {"other fds": fds, "native threads": report["native threads"] - 1, "kernel signals": signals}

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WITNESS: Any = sys.modules["_phalanx_zygote.witness.witness"].current
-RECORDER: Any = sys.modules["_phalanx_zygote.witness.recorder"]
-PAGE: Any = sys.modules["_phalanx_zygote.witness.page"]
+WITNESS: Any = sys.modules["_phalanx_forkserver.probe.probe"].current
+RECORDER: Any = sys.modules["_phalanx_forkserver.probe.recorder"]
+PAGE: Any = sys.modules["_phalanx_forkserver.probe.page"]
 
 
 def read() -> Any:

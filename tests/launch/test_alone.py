@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.zygote.witness.alone import Away, away
+from phalanx.forkserver.probe.exclusive import Away, away
 from tests.kit.cli import phalanx, python
 
 SCRIPTS = Path(__file__).parent / "scripts"

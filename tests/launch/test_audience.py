@@ -17,12 +17,12 @@ import pytest
 from phalanx.contract import events
 from phalanx.control import messages
 from phalanx.errors import LaunchError
+from phalanx.forkserver import linux
 from phalanx.launch import audience, desk, logs, past, runfolder, viewing
 from phalanx.launch.audience import Audience
 from phalanx.launch.desk import Desk
 from phalanx.launch.post import Post
 from phalanx.launch.runfolder import RunFolder, RunRecord
-from phalanx.launch.zygote import kernel
 from phalanx.watch.source import Found
 
 
@@ -44,7 +44,7 @@ class Node:
         self.record = RunRecord(
             id="run",
             pid=pid,
-            pid_started=kernel.start_time(pid) or 0,
+            pid_started=linux.start_time(pid) or 0,
             command=["train.py"],
             cwd="/",
             folder=str(folder),

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.launch.zygote.witness import fingerprint, ledger, mismatch, ways
-from phalanx.launch.zygote.witness.fingerprint import Call
-from phalanx.launch.zygote.witness.ledger import Ledger
-from phalanx.launch.zygote.witness.mismatch import Side
-from phalanx.launch.zygote.witness.ways import Nearby
+from phalanx.forkserver.collective_check import exchange, fingerprint, ledger, mismatch
+from phalanx.forkserver.collective_check.exchange import SharedMemoryExchange
+from phalanx.forkserver.collective_check.fingerprint import CollectiveCall
+from phalanx.forkserver.collective_check.ledger import CallLedger
+from phalanx.forkserver.collective_check.mismatch import Side
 
 RANKS = 3
 MARK = 77
@@ -26,13 +26,13 @@ class Node:
         for rank, slot in self.slots.items():
             ledger.clear(self.memory, slot)
             ledger.seat(self.memory, slot, rank)
-        self.ledgers = {rank: Ledger(self.memory, slot) for rank, slot in self.slots.items()}
+        self.ledgers = {rank: CallLedger(self.memory, slot) for rank, slot in self.slots.items()}
 
-    def way(self, rank: int, mark: int = MARK) -> Nearby:
+    def way(self, rank: int, mark: int = MARK) -> SharedMemoryExchange:
         peers = {other: slot for other, slot in self.slots.items() if other != rank}
-        return Nearby(self.ledgers[rank], mark, rank, self.slots[rank], peers)
+        return SharedMemoryExchange(self.ledgers[rank], mark, rank, self.slots[rank], peers)
 
-    def call(self, way: Nearby, number: int, what: int, *, waits: bool = True) -> list[Side]:
+    def call(self, way: SharedMemoryExchange, number: int, what: int, *, waits: bool = True) -> list[Side]:
         return way.compare(number, what, f"call{what}(float32 [10])\0train.py\0{what}\0f(x)".encode(), waits=waits)
 
 
@@ -103,13 +103,13 @@ def test_one_that_is_far_ahead_is_not_compared_with(node: Node) -> None:
 
 
 def test_who_does_not_come_is_waited_for_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "WAIT", 0.3)
+    monkeypatch.setattr(exchange, "WAIT", 0.3)
     way, other = node.way(0), node.way(1)
     assert node.call(other, 1, 5, waits=False) == []
     began = time.monotonic()
     assert node.call(way, 1, 5) == []
     assert time.monotonic() - began > 0.25
-    monkeypatch.setattr(ways, "WAIT", 3600.0)
+    monkeypatch.setattr(exchange, "WAIT", 3600.0)
     node.call(other, 2, 5, waits=False)
     assert node.call(way, 2, 5) == []  # rank 2 did not come before: it is not waited for
     late = node.way(2)
@@ -117,7 +117,7 @@ def test_who_does_not_come_is_waited_for_once(node: Node, monkeypatch: pytest.Mo
 
 
 def test_nobody_waits_for_the_dead(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "WAIT", 3600.0)
+    monkeypatch.setattr(exchange, "WAIT", 3600.0)
     way = node.way(0)
     for rank in (1, 2):
         ledger.seat(node.memory, node.slots[rank], None)
@@ -146,7 +146,7 @@ def test_a_lane_is_one_groups_alone_until_that_is_gone(node: Node) -> None:
     assert own.lane(node.slots[0], 100) == lanes[3]
 
 
-ALL_REDUCE = Call("all_reduce", "torch.float32", ((2, 5),), 0)
+ALL_REDUCE = CollectiveCall("all_reduce", "torch.float32", ((2, 5),), 0)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ ALL_REDUCE = Call("all_reduce", "torch.float32", ((2, 5),), 0)
     ],
     ids=["layout", "size", "number", "dtype", "reduction", "op"],
 )
-def test_what_ranks_must_agree_on(other: Call, same: bool) -> None:
+def test_what_ranks_must_agree_on(other: CollectiveCall, same: bool) -> None:
     assert (fingerprint.fingerprint(ALL_REDUCE) == fingerprint.fingerprint(other)) is same
 
 
 def test_an_all_to_all_may_have_any_size() -> None:
-    one, other = (Call("all_to_all_single", "torch.float32", ((size,),)) for size in (1, 2))
+    one, other = (CollectiveCall("all_to_all_single", "torch.float32", ((size,),)) for size in (1, 2))
     assert fingerprint.fingerprint(one) == fingerprint.fingerprint(other)
 
 
@@ -174,11 +174,11 @@ def test_an_all_to_all_may_have_any_size() -> None:
     ("call", "text"),
     [
         (ALL_REDUCE, "all_reduce(float32 [2, 5], SUM)"),
-        (Call("barrier"), "barrier()"),
-        (Call("all_gather", "torch.int64", ((2,),) * 3), "all_gather(int64 3 x [2])"),
-        (Call("broadcast", "torch.int64", ((),), root=2), "broadcast(int64 [], root 2)"),
+        (CollectiveCall("barrier"), "barrier()"),
+        (CollectiveCall("all_gather", "torch.int64", ((2,),) * 3), "all_gather(int64 3 x [2])"),
+        (CollectiveCall("broadcast", "torch.int64", ((),), root=2), "broadcast(int64 [], root 2)"),
     ],
     ids=["all_reduce", "barrier", "all_gather", "broadcast"],
 )
-def test_how_a_call_is_told(call: Call, text: str) -> None:
+def test_how_a_call_is_told(call: CollectiveCall, text: str) -> None:
     assert fingerprint.describe(call) == text

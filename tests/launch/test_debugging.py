@@ -18,13 +18,13 @@ import pytest
 from phalanx.control import messages
 from phalanx.control.messages import Letter
 from phalanx.errors import LaunchError
+from phalanx.forkserver import linux, wire
+from phalanx.forkserver.debug import debugger, terminal
+from phalanx.forkserver.debug.terminal import Stream
 from phalanx.launch import desk
 from phalanx.launch.debugging import KIND, Debugging
 from phalanx.launch.opening import Opened, Refused
 from phalanx.launch.post import Post
-from phalanx.launch.zygote import kernel, wire
-from phalanx.launch.zygote.witness import debugger, terminal
-from phalanx.launch.zygote.witness.terminal import Stream
 
 
 class Network:
@@ -199,7 +199,7 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
         one.answers("why", answer)
         assert os.stat(tmp_path / "desk").st_mode & 0o777 == 0o600
         own = os.getpid()
-        run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=kernel.start_time(own))
+        run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
 
         def ask(**question: str) -> Any:
             with desk.call(run, question) as line:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from phalanx.forkserver.child import error_file
 from phalanx.launch.tracebacks import read_error_file
-from phalanx.launch.zygote import errorfile
 
 
 def written(path: Path, error: BaseException) -> dict[str, Any]:
     try:
         raise error
     except BaseException:
-        errorfile.write(str(path), *sys.exc_info())
+        error_file.write(str(path), *sys.exc_info())
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 

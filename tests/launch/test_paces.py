@@ -9,17 +9,17 @@ import pytest
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.diagnose.stragglers import Total
+from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
 from phalanx.launch import paces
 from phalanx.launch.attempt import Worker
 from phalanx.launch.paces import Pace
-from phalanx.launch.zygote.witness.page import PHASES, Reading
 
 WORKER = Worker(Seat(3, 0, 1, 2, Slot()), "")
 
 
-def reading(step: int, looks: int, phase: str = "forward", **phases: int) -> Reading:
+def reading(step: int, looks: int, phase: str = "forward", **phases: int) -> StatusReading:
     every = {name: phases.get(name, 0) for name in PHASES}
-    return Reading(step, looks / 10, looks / 10, looks, 0, every, {"phase": phase})
+    return StatusReading(step, looks / 10, looks / 10, looks, 0, every, {"phase": phase})
 
 
 def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -> None:

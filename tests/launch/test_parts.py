@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from phalanx.contract import events
 from phalanx.errors import PortError, ScriptError
+from phalanx.forkserver import linux, wire
 from phalanx.launch import lessons, port, runfolder, warmth
 from phalanx.launch.command import Command
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import kernel, wire
 
 # -- command
 
@@ -147,7 +147,7 @@ def test_runs_are_remembered(tmp_path: Path) -> None:
     pid = os.getpid()
     for number, (name, log_dir) in enumerate([("a", None), ("b", str(tmp_path / "logs"))]):
         folder = runfolder.create(name, base=base, log_dir=log_dir)
-        folder.record(RunRecord(name, pid, kernel.start_time(pid) or 0, ["t.py"], "/", folder.path, 2, float(number)))
+        folder.record(RunRecord(name, pid, linux.start_time(pid) or 0, ["t.py"], "/", folder.path, 2, float(number)))
         if name == "a":
             folder.ended(3)
         folder.close()

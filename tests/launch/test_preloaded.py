@@ -40,7 +40,7 @@ def test_the_modules_reappear_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "test.py").write_text(
         textwrap.dedent("""
         import atexit, importlib.util, os, sys
-        from phalanx.launch.zygote import preloaded
+        from phalanx.forkserver.imports import preloaded
         before = set(sys.modules)
         modules = preloaded.Preloaded()
         modules.load("pack")
@@ -76,7 +76,7 @@ def test_a_variable_that_an_import_has_read_and_the_script_has_set_since_is_stal
     (tmp_path / "test.py").write_text(
         textwrap.dedent("""
         import os, sys
-        from phalanx.launch.zygote import preloaded
+        from phalanx.forkserver.imports import preloaded
         modules = preloaded.Preloaded()
         os.environ["ASSUMED"] = "1"
         modules.load("late")

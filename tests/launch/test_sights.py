@@ -19,6 +19,8 @@ from phalanx.cluster.placement import Seat
 from phalanx.contract import encoding, events, line
 from phalanx.contract.events import UNSEEN, Face, Glance, Link
 from phalanx.control import messages
+from phalanx.forkserver.probe import status_slot
+from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
 from phalanx.launch import glances, measures, sights
 from phalanx.launch.attempt import Worker
 from phalanx.launch.post import Post
@@ -27,33 +29,31 @@ from phalanx.launch.sights import Seen, Sights
 from phalanx.launch.thinning import Thinning
 from phalanx.launch.vitals import Vitals
 from phalanx.launch.witnesses import Board, Witness
-from phalanx.launch.zygote.witness import page
-from phalanx.launch.zygote.witness.page import PHASES, Look
 
 WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
 
 
-def look(tenths: float, phase: str, step: int = 0) -> Look:
-    return Look((tenths + 0.05) / 10, PHASES.index(phase), step)
+def look(tenths: float, phase: str, step: int = 0) -> SlotLook:
+    return SlotLook((tenths + 0.05) / 10, PHASES.index(phase), step)
 
 
 # -- the page
 
 
 def test_the_page_remembers_the_last_looks() -> None:
-    memory = memoryview(bytearray(2 * page.SIZE))
-    own = page.Page(memory, 1)
-    assert page.looks(memory, 1, 0.0) == []
+    memory = memoryview(bytearray(2 * status_slot.SIZE))
+    own = status_slot.StatusSlot(memory, 1)
+    assert status_slot.looks(memory, 1, 0.0) == []
     for number in range(1, 201):
         own.step((1 << 20) + number // 10, 1)  # more than is written of it
         own.look(number * 100_000_000, number, 0, number % len(PHASES), number)
-    found = page.looks(memory, 1, 0.0)
-    assert len(found) == page.RING
-    assert found[-1] == Look(20.0, 0, (1 << 20) + 20)
-    assert found[0] == Look(13.7, 7, (1 << 20) + 13)
-    assert [one.time for one in page.looks(memory, 1, 19.8)] == [19.9, 20.0]
-    assert page.looks(memory, 0, 0.0) == []
-    assert page.read(memory, 1).phases["idle"] == 199
+    found = status_slot.looks(memory, 1, 0.0)
+    assert len(found) == status_slot.RING
+    assert found[-1] == SlotLook(20.0, 0, (1 << 20) + 20)
+    assert found[0] == SlotLook(13.7, 7, (1 << 20) + 13)
+    assert [one.time for one in status_slot.looks(memory, 1, 19.8)] == [19.9, 20.0]
+    assert status_slot.looks(memory, 0, 0.0) == []
+    assert status_slot.read(memory, 1).phases["idle"] == 199
 
 
 def test_looks_are_never_read_half_written() -> None:
@@ -63,15 +63,15 @@ def test_looks_are_never_read_half_written() -> None:
     assert slot is not None
     child = os.fork()
     if not child:
-        own, now = page.Page(board.memory, slot), 0
+        own, now = status_slot.StatusSlot(board.memory, slot), 0
         while True:
             now += 255_000_000
             own.step(now, now)
             own.look(now, now // 255_000_000, 0, now % 10, 1)
     try:
-        seen: list[Look] = []
+        seen: list[SlotLook] = []
         while len(seen) < 20_000:
-            seen += page.looks(board.memory, slot, 0.0)
+            seen += status_slot.looks(board.memory, slot, 0.0)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -94,7 +94,7 @@ def test_looks_are_never_read_half_written() -> None:
     ],
     ids=range(6),
 )
-def test_a_letter_for_every_tenth_of_a_second(looks: list[Look], expected: str) -> None:
+def test_a_letter_for_every_tenth_of_a_second(looks: list[SlotLook], expected: str) -> None:
     first = int(WALL * 10)
     assert glances.letters(looks, first, first + 5, WALL) == expected
 
@@ -196,7 +196,7 @@ class Scene:
         slot = self.board.take()
         assert slot is not None
         self.witness = Witness(self.board, slot, lambda *_: None)
-        self.page = page.Page(self.board.memory, slot)
+        self.page = status_slot.StatusSlot(self.board.memory, slot)
         self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), witness=self.witness)
         self.attempt = SimpleNamespace(workers={"0": self.worker}, debugged=frozenset(), measured=None, generation=3)
         plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})

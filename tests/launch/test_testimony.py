@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
 from phalanx.diagnose.verdict import Verdict
+from phalanx.forkserver import linux, wire
+from phalanx.forkserver.probe import probe
 from phalanx.launch import outsiders, stacks, stalls, testimony, vitals
 from phalanx.launch.watching import Look, Watched
-from phalanx.launch.zygote import kernel, wire
-from phalanx.launch.zygote.witness import witness
 from tests.kit.cli import until
 
 HANGING = """
@@ -38,13 +38,13 @@ spins()
 
 def test_stacks_come_while_the_lock_of_python_is_held() -> None:
     fd = os.memfd_create("stacks")
-    code = HANGING.format(signal=int(witness.SIGNAL), fd=fd)
+    code = HANGING.format(signal=int(probe.SIGNAL), fd=fd)
     with subprocess.Popen([sys.executable, "-c", code], pass_fds=(fd,), stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
             for _ in range(2):  # the file is begun anew each time
-                text = asyncio.run(stacks.written(fd, lambda: stacks.poke(process.pid, witness.SIGNAL), 20.0))
+                text = asyncio.run(stacks.written(fd, lambda: stacks.poke(process.pid, probe.SIGNAL), 20.0))
                 other, main = stacks.parsed(text)
                 assert (main.main, main.frames[0].function) == (True, "spins")
                 assert main.frames[0].line in (8, 9)  # it may not have got to the next line yet
@@ -122,10 +122,10 @@ def test_names_that_are_no_text() -> None:
 
 def test_who_has_no_handler_gets_no_signal() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
-        assert not stacks.poke(process.pid, witness.SIGNAL)
+        assert not stacks.poke(process.pid, probe.SIGNAL)
         assert process.poll() is None
         process.kill()
-    assert not stacks.poke(process.pid, witness.SIGNAL)  # it has ended
+    assert not stacks.poke(process.pid, probe.SIGNAL)  # it has ended
 
 
 def test_threads_of_ours_are_left_out() -> None:
@@ -135,11 +135,11 @@ Thread 0x00007f12 [feeder] (most recent call first):
   File "/usr/lib/python3.11/threading.py", line ??? in _bootstrap
 
 Thread 0x00007f13 (most recent call first):
-  File "/phalanx/launch/zygote/witness/witness.py", line 60 in _watch
+  File "/phalanx/forkserver/probe/probe.py", line 60 in _watch
 
 Current thread 0x00007f14 (most recent call first):
   File "/home/me/train.py", line 7 in <module>
-  File "/phalanx/launch/zygote/standin.py", line 29 in <module>
+  File "/phalanx/forkserver/warm_main.py", line 29 in <module>
 """
     feeder, main = stacks.parsed(text)
     assert (feeder.name, [frame.line for frame in feeder.frames], feeder.main) == ("feeder", [327, 0], False)
@@ -171,7 +171,7 @@ def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> 
             child = int(process.stdout.readline())
             looks.pulse(process.pid)
             until(lambda: looks.pulse(process.pid).cpu > 0.5, 20, "it to be seen at work")
-            found = vitals.look(process.pid, looks.pulse(process.pid), kernel.families([process.pid])[process.pid])
+            found = vitals.look(process.pid, looks.pulse(process.pid), linux.families([process.pid])[process.pid])
             assert found.state == "R"
             assert found.resident > 1 << 20
             assert found.threads == 1

@@ -19,11 +19,11 @@ import msgspec
 import pytest
 
 from phalanx.diagnose.evidence import Call, Frame, Group, Thread
+from phalanx.forkserver import linux
+from phalanx.forkserver.probe import flight_recorder, phases, probe, sampler, status_slot
+from phalanx.forkserver.probe.steps import Steps
 from phalanx.launch import witnesses, zygotes
 from phalanx.launch.witnesses import Board, Witness
-from phalanx.launch.zygote import kernel
-from phalanx.launch.zygote.witness import page, phases, recorder, sampler, witness
-from phalanx.launch.zygote.witness.steps import Steps
 from tests.kit.cli import environment, phalanx, stage
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -72,7 +72,7 @@ def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) ->
     assert places == {name: ("phases.py", functions.get(name, "<module>")) for name in PHASES}
     assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
     assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the witness
-    assert seen["size"] < recorder.LARGEST
+    assert seen["size"] < flight_recorder.LARGEST
 
 
 @pytest.mark.xdist_group("witness")
@@ -169,7 +169,7 @@ async def _ask_around(folder: Path) -> None:
         assert (main["main"], main["frames"][-1][2]) == (True, "<module>")
         assert other["name"] == "the other"
         assert "wait_for" in [row[2] for row in other["frames"]]  # or in what that calls
-        os.kill(process.pid, witness.SIGNAL)
+        os.kill(process.pid, probe.SIGNAL)
         await _until(lambda: os.pread(shown.stacks, 65536, 0).count(b"wait_for") == 2)
         (folder / "told").touch()
         await _until((folder / "at closed").exists)
@@ -183,7 +183,7 @@ async def _ask_around(folder: Path) -> None:
         assert shown.page.text["ending"]
         shown.close()
         assert board.take() == slot
-        assert page.read(board.memory, slot).looks == 0
+        assert status_slot.read(board.memory, slot).looks == 0
     finally:
         process.kill()
         process.wait()
@@ -217,7 +217,7 @@ async def _look_on(folder: Path) -> None:
         await published(7)
         (folder / "end").touch()
         child = int((folder / "child").read_text())
-        await _until(lambda: kernel.state(child) == "dead")
+        await _until(lambda: linux.state(child) == "dead")
         assert "ending" not in shown.page.text
         # What cannot be answered is said, and the thread goes on.
         told = await shown.ask("listen", timeout=WAIT)
@@ -250,7 +250,7 @@ async def _look_on(folder: Path) -> None:
 def _hooked(shown: Witness, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
     """An interpreter that begins a witness before its script."""
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
-    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_WITNESS": ":".join(map(str, [shown.slot, *shown.fds, ""]))}
+    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_PROBE": ":".join(map(str, [shown.slot, *shown.fds, ""]))}
     if "PYTHONPATH" in clean:
         hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
     command = [sys.executable, *options, str(SCRIPTS / script), str(folder)]
@@ -270,15 +270,15 @@ async def _until(true: Any) -> None:
 
 
 def test_numbers_are_never_read_half_written() -> None:
-    memory = mmap.mmap(-1, page.SIZE)
-    own = page.Page(memory, 0)
+    memory = mmap.mmap(-1, status_slot.SIZE)
+    own = status_slot.StatusSlot(memory, 0)
     own.step(2**40, 2**40)
     child = os.fork()
     while not child:
         own.step(2**40 + 255, 2**40)
         own.step(2**40, 2**40 + 255)
     try:
-        found = {page.read(memory, 0).step for _ in range(30000)}
+        found = {status_slot.read(memory, 0).step for _ in range(30000)}
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -295,12 +295,12 @@ def test_names_of_groups_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) 
         status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
         return {"pg_status": {str(number): status for number in range(len(asked), len(asked) + 20)}, "entries": []}
 
-    monkeypatch.setattr(recorder, "_ask", ask)
-    monkeypatch.setattr(recorder, "_begun", lambda: True)
-    monkeypatch.setattr(recorder, "_known", {})
-    monkeypatch.setattr(recorder, "_rests", 0.0)
+    monkeypatch.setattr(flight_recorder, "_ask", ask)
+    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
+    monkeypatch.setattr(flight_recorder, "_known", {})
+    monkeypatch.setattr(flight_recorder, "_rests", 0.0)
     for _ in range(50):
-        assert len(recorder.groups()) == 20 * len(recorder._RECORDERS)
+        assert len(flight_recorder.groups()) == 20 * len(flight_recorder._RECORDERS)
     assert len(asked) < 5
 
 
@@ -327,13 +327,16 @@ def test_a_group_that_forms_anew_has_the_name_of_the_lost_one(monkeypatch: pytes
     def ask(which: str, *, collectives: bool) -> dict[str, Any]:
         return {"pg_status": status, "entries": entries if collectives else []} if which == "fr" else {}
 
-    monkeypatch.setattr(recorder, "_ask", ask)
-    monkeypatch.setattr(recorder, "_entries", lambda which: ask(which, collectives=True))
-    monkeypatch.setattr(recorder, "_begun", lambda: True)
-    monkeypatch.setattr(recorder, "_known", {})
-    monkeypatch.setattr(recorder, "_rests", 0.0)
-    assert sorted((group["name"], group["enqueued"]) for group in recorder.groups()) == [("0", 309), ("1", 7)]
-    assert sorted((call["group"], call["seq"]) for call in recorder.everything()["calls"]) == [("0", 309), ("1", 7)]
+    monkeypatch.setattr(flight_recorder, "_ask", ask)
+    monkeypatch.setattr(flight_recorder, "_entries", lambda which: ask(which, collectives=True))
+    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
+    monkeypatch.setattr(flight_recorder, "_known", {})
+    monkeypatch.setattr(flight_recorder, "_rests", 0.0)
+    assert sorted((group["name"], group["enqueued"]) for group in flight_recorder.groups()) == [("0", 309), ("1", 7)]
+    assert sorted((call["group"], call["seq"]) for call in flight_recorder.everything()["calls"]) == [
+        ("0", 309),
+        ("1", 7),
+    ]
 
 
 def test_a_kernel_that_has_not_started_is_known_where_torch_times_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,11 +357,11 @@ def test_a_kernel_that_has_not_started_is_known_where_torch_times_them(monkeypat
 
     def started(*entries: dict[str, Any]) -> list[bool | None]:
         answer = {"pg_status": {}, "entries": list(entries)}
-        monkeypatch.setattr(recorder, "_entries", lambda which: answer if which == "nccl" else {})
-        return [call["started"] for call in recorder.everything()["calls"]]
+        monkeypatch.setattr(flight_recorder, "_entries", lambda which: answer if which == "nccl" else {})
+        return [call["started"] for call in flight_recorder.everything()["calls"]]
 
-    monkeypatch.setattr(recorder, "_begun", lambda: True)
-    monkeypatch.setattr(recorder, "_known", {})
+    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
+    monkeypatch.setattr(flight_recorder, "_known", {})
     assert started(entry(1, 5, 9), entry(2, 7, None), entry(3, None, None)) == [True, True, False]
     assert started(entry(1, None, 9), entry(2, None, None)) == [None, None]
     assert started(entry(1, 9, 9), entry(2, None, None)) == [None, None]
@@ -370,7 +373,7 @@ def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: 
     torch = types.ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch._inductor", types.SimpleNamespace(config="of the compiler"))
-    with recorder._no_compiler():
+    with flight_recorder._no_compiler():
         standin = torch.__dict__["_inductor"]
         assert standin.codecache.PyCodeCache.stack_frames_for_code("x") is None
         with ThreadPoolExecutor(1) as another:
@@ -379,14 +382,14 @@ def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: 
 
 
 def test_a_page_that_is_half_written_says_nothing() -> None:
-    memory = memoryview(bytearray(2 * page.SIZE))
-    own = page.Page(memory, 1)
-    own.write({"phase": "data", "place": ["x" * page.SIZE, 1, "f"]})
-    assert page.read(memory, 1).text == {"phase": "data", "cut": True}
+    memory = memoryview(bytearray(2 * status_slot.SIZE))
+    own = status_slot.StatusSlot(memory, 1)
+    own.write({"phase": "data", "place": ["x" * status_slot.SIZE, 1, "f"]})
+    assert status_slot.read(memory, 1).text == {"phase": "data", "cut": True}
     own.write({"phase": "idle"})
-    page._TEXT.pack_into(memory, page.SIZE + page._TEXT_AT, 5, 16)
-    assert page.read(memory, 1).text == {}
-    assert page.read(memory, 0).looks == 0
+    status_slot._TEXT.pack_into(memory, status_slot.SIZE + status_slot._TEXT_AT, 5, 16)
+    assert status_slot.read(memory, 1).text == {}
+    assert status_slot.read(memory, 0).looks == 0
 
 
 @pytest.mark.parametrize(
@@ -400,11 +403,11 @@ def test_a_page_that_is_half_written_says_nothing() -> None:
     ],
 )
 def test_steps_are_those_of_one_optimizer(turns: str, steps: int) -> None:
-    memory = memoryview(bytearray(page.SIZE))
-    counted = Steps(page.Page(memory, 0))
+    memory = memoryview(bytearray(status_slot.SIZE))
+    counted = Steps(status_slot.StatusSlot(memory, 0))
     for name in turns:
         counted._stepped(ord(name))
-    assert page.read(memory, 0).step == steps
+    assert status_slot.read(memory, 0).step == steps
 
 
 @pytest.mark.parametrize(
@@ -428,7 +431,7 @@ def test_a_file_of_torch_has_a_phase(path: str, name: str, phase: str) -> None:
 
 
 def test_the_signal_of_a_witness_is_no_one_elses() -> None:
-    assert signal.SIGRTMIN < witness.SIGNAL < signal.SIGRTMAX
+    assert signal.SIGRTMIN < probe.SIGNAL < signal.SIGRTMAX
 
 
 def test_batches_of_a_loader_are_counted() -> None:

@@ -16,8 +16,8 @@ from phalanx.cli import choice, ps
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError
+from phalanx.forkserver import linux
 from phalanx.launch import memoir, recollection, runfolder
-from phalanx.launch.zygote import kernel
 from phalanx.watch import simulation
 from tests.kit.cli import phalanx
 from tests.watch.remains import START, home, left, record_at, wrote
@@ -155,7 +155,7 @@ def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -
 def test_the_run_of_a_supervisor_whose_list_is_elsewhere(tmp_path: Path) -> None:
     record = left("far", simulation.run(2, 5), where=tmp_path)
     pid = os.getpid()
-    record_at(record, pid=pid, pid_started=kernel.start_time(pid), ended=None, code=None)
+    record_at(record, pid=pid, pid_started=linux.start_time(pid), ended=None, code=None)
     assert choice.by_pid(pid, record.folder).folder == record.folder
     with pytest.raises(UsageError, match="supervises no run"):
         choice.by_pid(pid)
@@ -184,7 +184,7 @@ def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFi
 
 def test_what_runs_or_is_not_named_in_full_is_not_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     record = left("running", simulation.run(2, 5))
-    record_at(record, pid=os.getpid(), pid_started=kernel.start_time(os.getpid()), ended=None, code=None)
+    record_at(record, pid=os.getpid(), pid_started=linux.start_time(os.getpid()), ended=None, code=None)
     assert main(["ps", "--forget", "running"]) == 2
     assert "fix: phalanx stop running" in capsys.readouterr().err
     assert main(["ps", "--forget", "run"]) == 2

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
+from phalanx.forkserver import wire
+from phalanx.forkserver.debug.terminal import LEAVE
 from phalanx.launch import desk
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness.terminal import LEAVE
 
 _PORT = 5678  # what IDEs ask for by themselves
 _PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")

@@ -17,12 +17,12 @@ from phalanx.cli.planning import make_plan
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError
+from phalanx.forkserver import linux
 from phalanx.launch import lessons, port, runfolder, warmth, zygotes
 from phalanx.launch.gathering import Gathering
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
 from phalanx.launch.runfolder import RunFolder, RunRecord
-from phalanx.launch.zygote import kernel
 from phalanx.launch.zygotes import Zygote
 
 if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
@@ -197,7 +197,7 @@ def _supervise(
         RunRecord(
             id=folder.name,
             pid=pid,
-            pid_started=kernel.start_time(pid) or 0,
+            pid_started=linux.start_time(pid) or 0,
             command=command,
             cwd=os.getcwd(),
             folder=folder.path,

@@ -8,8 +8,8 @@ import signal
 from phalanx.cli import choice
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
+from phalanx.forkserver import linux
 from phalanx.launch import onlookers, viewing
-from phalanx.launch.zygote import kernel
 from phalanx.watch.page import keys
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
     options = parser.parse_args(argv)
     if options.held is not None:
-        kernel.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
+        linux.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
     run = (
         choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held, options.run)
     )

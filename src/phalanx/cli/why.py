@@ -13,9 +13,9 @@ from phalanx.cli import choice
 from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
+from phalanx.forkserver import wire
 from phalanx.launch import desk, postmortem, stalls
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import wire
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know
 

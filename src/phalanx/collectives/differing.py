@@ -19,10 +19,12 @@ from types import FrameType
 import torch.distributed as dist
 
 from phalanx.collectives.trouble import Mismatched
+from phalanx.forkserver import paths
 
-_WITNESS = "_phalanx_zygote.witness.witness"  # of a worker that phalanx has started
 _PATIENCE = 2.0  # seconds for what the others have to say
-_THEIRS = re.compile(r"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/src/phalanx/(?!demo/|bench/scripts/)|^<frozen")
+_THEIRS = re.compile(
+    rf"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/src/phalanx/(?!{'|'.join(paths.USER_CODE)})|^<frozen"
+)
 
 _Place = tuple[str, int, str]  # file, line, and its text
 
@@ -30,7 +32,7 @@ _Place = tuple[str, int, str]  # file, line, and its text
 def mismatch(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> Mismatched:
     """`text`: who called what. `names`: of the ranks that may say where, what they are called in the world."""
     with contextlib.suppress(Exception):  # to the supervisor, before anybody ends
-        sys.modules[_WITNESS].current.differs()
+        sys.modules[paths.PROBE_MODULE].current.differs()
     places: dict[int, _Place] = {}
     with contextlib.suppress(Exception):  # what the engine has said is enough
         places = _exchange(_here(), store, rank, list(names))

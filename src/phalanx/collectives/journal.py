@@ -1,6 +1,6 @@
 """What was called in our groups and what is done, as torch's flight recorder keeps it of the groups that it knows.
 
-The witness of a worker (launch/zygote/witness) finds this module and asks it from a thread of its own, while others
+The witness of a worker (forkserver/probe) finds this module and asks it from a thread of its own, while others
 write: nothing here takes a lock, and no tensor is kept.
 """
 
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from phalanx.forkserver import paths
+
 _KEPT = 256  # calls of a group
 _TENSORS = 8  # of a call, whose shapes are kept
 _DEEP = 24  # frames of a call that is under way
-_WITNESS = "_phalanx_zygote.witness"  # as a worker that phalanx has started knows it
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
 
@@ -110,8 +111,8 @@ class Journal:
         self._name = name
         self._count = itertools.count(1)
         self._entries: deque[Entry] = deque(maxlen=_KEPT)
-        self._watched = _current("witness") is not None
-        self._checker = _current("checker")  # --check-collectives
+        self._watched = _current(paths.PROBE_MODULE) is not None
+        self._checker = _current(paths.CHECKER_MODULE)  # --check-collectives
         self.number = next(_numbers)
         _journals[self.number] = self
 
@@ -236,8 +237,9 @@ def entries() -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: int(one["time_created_ns"]))
 
 
-def _current(what: str) -> Any:
-    return getattr(sys.modules.get(f"{_WITNESS}.{what}"), "current", None)
+def _current(module: str) -> Any:
+    """The probe or checker of a worker that phalanx has started."""
+    return getattr(sys.modules.get(module), "current", None)
 
 
 def _all() -> list[Journal]:

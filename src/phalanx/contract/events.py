@@ -18,14 +18,14 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     pid: int
 
 
-class ZygoteReady(Event, frozen=True, kw_only=True, tag="zygote-ready"):
+class ForkServerReady(Event, frozen=True, kw_only=True, tag="zygote-ready"):
     pid: int
     way: str  # cold, warm or fresh
     seconds: float
     imports: dict[str, float] = {}
 
 
-class ZygoteRefused(Event, frozen=True, kw_only=True, tag="zygote-refused"):
+class ForkServerRefused(Event, frozen=True, kw_only=True, tag="zygote-refused"):
     """It is not safe to fork after these imports: fresh interpreters are started instead."""
 
     reason: str
@@ -266,8 +266,8 @@ class Links(Event, frozen=True, kw_only=True, tag="links"):
 
 AnyEvent = (
     RunStarted
-    | ZygoteReady
-    | ZygoteRefused
+    | ForkServerReady
+    | ForkServerRefused
     | AttemptStarted
     | WorkerBorn
     | WorkerSeated

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.diagnose.evidence import Frame, Process, Rank, Thread
+from phalanx.forkserver import paths
 
 What = Literal[
     "collective", "message", "join", "new group", "store", "leaving", "loader", "lock", "input", "sleep", "subprocess",
@@ -15,8 +16,8 @@ What = Literal[
 ]  # fmt: skip
 
 _THEIRS = re.compile(
-    r"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/python3\d+\.zip/|/src/phalanx/(?!demo/|bench/scripts/)"
-    r"|/phalanx/launch/zygote/"
+    r"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/python3\d+\.zip/"
+    rf"|/src/phalanx/(?!{'|'.join(paths.USER_CODE)})|/phalanx/{paths.FORK_SERVER}"
 )
 _TYPED = ("<string>", "<stdin>", "<ipython-input")
 _LOADER = "torch/utils/data/"
@@ -51,7 +52,7 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
      "collective", "a collective"),
     (r"torch/nn/parallel/distributed\.py$", r"_sync_\w+|_distributed_broadcast_coalesced|_verify_\w+",
      "collective", "a collective"),
-    (r"phalanx/collectives/(work|threaded)\.py$", r"wait|result|synchronize|settle|_work", "work",
+    (rf"phalanx/({paths.WORK}|{paths.THREADED})$", r"wait|result|synchronize|settle|_work", "work",
      "waiting for an operation under way"),
     (r"torch/distributed/elastic/.*store\.py$|torch/distributed/.*_?store\w*\.py$", r"get|wait|barrier|synchronize",
      "store", "waiting for a key of the store"),
@@ -198,8 +199,7 @@ def in_backward(frames: Sequence[Frame]) -> bool:
 def in_work(frames: Sequence[Frame]) -> bool:
     """It waits for what a group of ours does: also where torch's C++ waits for it, in a backward pass."""
     return any(
-        frame.file.replace("\\", "/").endswith("phalanx/collectives/work.py") and frame.function == "wait"
-        for frame in frames
+        frame.file.replace("\\", "/").endswith(f"phalanx/{paths.WORK}") and frame.function == "wait" for frame in frames
     )
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.forkserver import paths
 from phalanx.join import nccl
 
 
@@ -105,5 +106,5 @@ def _sockets() -> dict[str, int]:
 
 def _abort_ours() -> None:
     """Those that are being made, too: they wait in memory, and for no socket."""
-    if (living := sys.modules.get("phalanx.collectives.living")) is not None:
+    if (living := sys.modules.get(paths.GROUPS)) is not None:
         living.abort()

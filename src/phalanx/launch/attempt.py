@@ -17,6 +17,7 @@ from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import line as words
 from phalanx.contract.variables import for_cuda
+from phalanx.forkserver import linux, wire
 from phalanx.launch import cause, differing, spares, zygotes
 from phalanx.launch.console import Console
 from phalanx.launch.lessons import Lesson
@@ -28,7 +29,6 @@ from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.stuck import LAST, ON_GPU, PATIENCE, SAVING, Stuck
 from phalanx.launch.victims import Blame, Victims
 from phalanx.launch.witnesses import Board, Witness
-from phalanx.launch.zygote import kernel, wire
 from phalanx.launch.zygotes import Zygote
 
 _MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
@@ -759,7 +759,7 @@ class Attempt:
                 silent = time.monotonic() - worker.heard
                 if worker.heard and not worker.done and silent > limit:
                     worker.heard = 0.0
-                    how = f"{kernel.state(worker.pid)}{_last_seen(worker)}"
+                    how = f"{linux.state(worker.pid)}{_last_seen(worker)}"
                     self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
                     self.tell(name, signal.SIGKILL)
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from phalanx.contract import events
+from phalanx.forkserver import wire
 from phalanx.launch import logs, past
 from phalanx.launch.desk import Desk
 from phalanx.launch.past import Cursor
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.zygote import wire
 from phalanx.watch.source import Found, Stream
 
 if TYPE_CHECKING:

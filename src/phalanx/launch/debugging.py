@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.contract import events
+from phalanx.forkserver import wire
 from phalanx.launch import opening
 from phalanx.launch.attempt import Attempt, Worker
 from phalanx.launch.bridge import Bridge
@@ -28,7 +29,6 @@ from phalanx.launch.keyboard import Keyboard
 from phalanx.launch.opening import Opened, Refused
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.zygote import wire
 
 KIND = "debug"
 _ANSWER = 5.0  # seconds for a rank: it has a thread that does nothing else, unless Python's lock is held

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from phalanx.errors import LaunchError
+from phalanx.forkserver import wire
 from phalanx.launch.runfolder import RunFolder, RunRecord
-from phalanx.launch.zygote import wire
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _PATIENCE = 5.0  # seconds for a caller to say what it wants

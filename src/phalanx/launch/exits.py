@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Frame, Rank
+from phalanx.forkserver import linux
 from phalanx.launch import linger, testimony, vitals
-from phalanx.launch.zygote import kernel
 
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
@@ -103,7 +103,7 @@ class Exits:
         """Seconds that it has slept for. One that is stopped, traced or waits for a device is not idle."""
         cpu = vitals.cpu(pid)
         before, since = self._cpu.get(pid, (-1.0, now))
-        if cpu != before or kernel.state(pid) != "sleeps":
+        if cpu != before or linux.state(pid) != "sleeps":
             since = now
         self._cpu[pid] = (cpu, since)
         return now - since
@@ -111,7 +111,7 @@ class Exits:
 
 def _children(pid: int) -> list[linger.Orphan]:
     """That are more than helpers, which end after their parent."""
-    return linger.find(kernel.descendants(pid), ranks={}, run="")
+    return linger.find(linux.descendants(pid), ranks={}, run="")
 
 
 def waits_for(rank: Rank, text: dict[str, Any]) -> str:

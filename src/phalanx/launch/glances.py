@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.contract.events import LETTERS, UNSEEN, Face, Glance
-from phalanx.launch.zygote.witness.page import PHASES, RING, Look
+from phalanx.forkserver.probe.status_slot import PHASES, RING, SlotLook
 
 if TYPE_CHECKING:
     from phalanx.diagnose.evidence import Gpu
@@ -25,7 +25,7 @@ _LETTERS = tuple(LETTERS[phase] for phase in PHASES)
 _DATA, _WAITING, _APART = "d", "wj", "ikc"  # as stragglers are told: what is neither is compute
 
 
-def letters(looks: Sequence[Look], first: int, last: int, ahead: float, before: Look | None = None) -> str:
+def letters(looks: Sequence[SlotLook], first: int, last: int, ahead: float, before: SlotLook | None = None) -> str:
     """Of the tenths of a second from `first` to `last`, the latter left out, by the clock on the wall; `ahead`: of that
     clock before the one of the looks. `before`: the look before them."""
     found: list[str] = []
@@ -43,7 +43,7 @@ def letters(looks: Sequence[Look], first: int, last: int, ahead: float, before: 
     return "".join(found)
 
 
-def shares(looks: Sequence[Look]) -> tuple[float, float, float]:
+def shares(looks: Sequence[SlotLook]) -> tuple[float, float, float]:
     """Of the time: data, compute, waiting."""
     if not looks:
         return 0.0, 0.0, 0.0
@@ -73,7 +73,7 @@ class _Span:
 class _Seen:
     """Of one worker, until now."""
 
-    last: Look | None = None
+    last: SlotLook | None = None
     step: int = 0  # that it was at, as far as it tells
     counts: deque[tuple[float, int]] = field(default_factory=deque)  # its own samples, and when it told
 

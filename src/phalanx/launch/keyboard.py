@@ -8,9 +8,9 @@ import os
 import socket
 from collections.abc import Callable
 
+from phalanx.forkserver.debug.terminal import LEAVE
 from phalanx.launch.console import Console
 from phalanx.launch.filters import Std
-from phalanx.launch.zygote.witness.terminal import LEAVE
 
 _LATER = 0.3  # seconds until it is looked again whether we are in front
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from phalanx.forkserver import paths
 from phalanx.launch import script_environment
 from phalanx.launch.command import Command
 
@@ -19,7 +20,7 @@ _TRAINING = re.compile(
 )
 _DYNAMO = "torch._dynamo"
 _WITH_US = re.compile(r"^\s*(import|from) phalanx\b", re.MULTILINE)
-_OURS = ("phalanx.train.main", "phalanx.train.generations", "psutil", "encodings.idna")  # what it takes to join, too
+_OURS = (*paths.TRAINING, "psutil", "encodings.idna")  # what it takes to join, too
 
 # Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
 _SAFE = frozenset(

@@ -27,13 +27,13 @@ from phalanx.diagnose.standing import LONGER
 from phalanx.diagnose.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
+from phalanx.forkserver import wire
 from phalanx.launch import cause, memory, stalls, testimony, vitals
 from phalanx.launch.desk import Desk
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.testimony import Testimony
 from phalanx.launch.watching import Look, Watched
-from phalanx.launch.zygote import wire
 
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt

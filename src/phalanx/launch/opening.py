@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.launch.zygote import wire
+from phalanx.forkserver import wire
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer

@@ -24,10 +24,10 @@ from phalanx.diagnose import diagnosis, frames, report
 from phalanx.diagnose.evidence import Call, Evidence, Node, Rank, decode, encode
 from phalanx.diagnose.standing import PATIENCE, RESTS
 from phalanx.errors import LaunchError
+from phalanx.forkserver import linux
 from phalanx.launch import stacks, strangers, vitals
 from phalanx.launch.sources import Sources
 from phalanx.launch.strangers import Stranger
-from phalanx.launch.zygote import kernel
 
 _APART = 1.0  # seconds between the two looks that a rate is made of
 _SPY = 10.0  # seconds for py-spy, a rank
@@ -103,7 +103,7 @@ async def _look(found: list[Stranger]) -> Evidence:
     for one in found:
         rates.pulse(one.pid)
     await asyncio.sleep(_APART)
-    below_them = await asyncio.to_thread(kernel.families, [one.pid for one in found])
+    below_them = await asyncio.to_thread(linux.families, [one.pid for one in found])
     ranks = await asyncio.gather(*(_rank(one, rates, below_them.get(one.pid, [])) for one in found))
     total, available = vitals.machine()
     node = Node(node=0, host=os.uname().nodename, memory=total, available=available, swapping=rates.swapping())

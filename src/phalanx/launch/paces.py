@@ -23,12 +23,12 @@ from phalanx.contract import events
 from phalanx.diagnose import stragglers
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.stragglers import Straggler, Total
+from phalanx.forkserver import wire
+from phalanx.forkserver.probe.status_slot import StatusReading
 from phalanx.launch import gpus
 from phalanx.launch.desk import Desk
 from phalanx.launch.post import Carrier, Post
 from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness.page import Reading
 
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
@@ -51,12 +51,12 @@ _totals: msgspec.json.Decoder[tuple[Total, ...]] = msgspec.json.Decoder(tuple[To
 class Pace:
     """Of one worker: from when its steps are usual to the last of them."""
 
-    first: Reading | None = None
-    last: Reading | None = None
+    first: StatusReading | None = None
+    last: StatusReading | None = None
     looks: int = 0  # at its GPU
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def see(self, now: Reading) -> None:
+    def see(self, now: StatusReading) -> None:
         """A script whose steps nobody sees counts from when it has joined the others."""
         if not now.looked:  # nobody looks there, or not any more
             return

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.contract import home as places
-from phalanx.launch.zygote import kernel
+from phalanx.forkserver import linux
 
 if TYPE_CHECKING:
     # The folder is made before the zygote is started, and whatever is imported by then delays it.
@@ -53,7 +53,7 @@ class RunRecord:
 
     @property
     def alive(self) -> bool:
-        return self.here and self.ended is None and kernel.start_time(self.pid) == self.pid_started
+        return self.here and self.ended is None and linux.start_time(self.pid) == self.pid_started
 
     @property
     def state(self) -> str:

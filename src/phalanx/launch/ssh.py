@@ -24,10 +24,10 @@ from typing import Protocol
 
 from phalanx.contract.variables import TOKEN
 from phalanx.errors import JoinError, LaunchError
+from phalanx.forkserver import linux
 from phalanx.launch import order
 from phalanx.launch.cause import in_words
 from phalanx.launch.order import Ready, Refused, Word
-from phalanx.launch.zygote import kernel
 
 REMOTE_PYTHON = "PHALANX_REMOTE_PYTHON"
 
@@ -350,7 +350,7 @@ def _spawn(line: list[str], environ: Mapping[str, str]) -> subprocess.Popen[byte
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        preexec_fn=lambda: kernel.die_with_parent(parent),  # noqa: PLW1509
+        preexec_fn=lambda: linux.die_with_parent(parent),  # noqa: PLW1509
     )
 
 

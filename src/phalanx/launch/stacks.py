@@ -19,12 +19,10 @@ from typing import Any
 import msgspec
 
 from phalanx.diagnose.evidence import Frame, Thread
-from phalanx.launch.zygote import kernel
+from phalanx.forkserver import linux, paths
 
 _SETTLED = 0.03  # seconds without another line: it is complete
 _LOOK = 0.01
-_OURS = "/launch/zygote/"  # frames of it below the script's say nothing
-_WITNESS = "/launch/zygote/witness/"  # a thread that is no evidence
 
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
@@ -77,9 +75,11 @@ def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:
 def clean(threads: Iterable[Thread]) -> tuple[Thread, ...]:
     """Without what is ours."""
     return tuple(
-        msgspec.structs.replace(thread, frames=tuple(frame for frame in thread.frames if _OURS not in frame.file))
+        msgspec.structs.replace(
+            thread, frames=tuple(frame for frame in thread.frames if f"/{paths.FORK_SERVER}" not in frame.file)
+        )
         for thread in threads
-        if not any(_WITNESS in frame.file for frame in thread.frames)
+        if not any(f"/{paths.PROBE}" in frame.file for frame in thread.frames)
     )
 
 
@@ -140,7 +140,7 @@ def poke(pid: int, number: int) -> bool:
     except OSError:
         return False
     try:
-        if not kernel.handles(pid, number):
+        if not linux.handles(pid, number):
             return False
         signal.pidfd_send_signal(handle, number)
         return True
@@ -148,3 +148,7 @@ def poke(pid: int, number: int) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def _is_ours(frame: Frame) -> bool:
+    return f"/{paths.FORK_SERVER}" in frame.file

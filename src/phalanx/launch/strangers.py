@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import UsageError
-from phalanx.launch.zygote import kernel
+from phalanx.forkserver import linux
 
 # Who says which rank a process is: torchrun and its like, Slurm, Open MPI, MPICH.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -27,9 +27,9 @@ def below(pids: Sequence[int]) -> list[Stranger]:
     """The ranks among these processes and all that they have started, by rank."""
     found: dict[int, Stranger] = {}
     for pid in pids:
-        if kernel.start_time(pid) is None:
+        if linux.start_time(pid) is None:
             raise UsageError(f"there is no process {pid} here", fix="ps -ef | grep python")
-        for one in (pid, *kernel.descendants(pid)):
+        for one in (pid, *linux.descendants(pid)):
             rank = _rank(one)
             # A rank's own children inherit its variables: the first on the way down is the rank itself.
             if rank is not None and rank.rank not in found:
@@ -81,7 +81,7 @@ def of_job(job: str) -> list[int]:
         raise UsageError(
             f"job {job} has no process on this node", details=said[:1], fix=f"squeue -j {job} shows where it runs"
         )
-    return [pid for pid in pids if kernel.start_time(pid) is not None]
+    return [pid for pid in pids if linux.start_time(pid) is not None]
 
 
 def _slurm(name: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phalanx.launch.zygote import kernel
+from phalanx.forkserver import linux
 
 PATIENCE = 0.4  # seconds without a sign of work
 ON_GPU = 3.0  # the same for a rank on a GPU, which waits there until NCCL's abort has ended its kernels
@@ -38,7 +38,7 @@ class Stuck:
 
     def _still(self, pid: int, now: float) -> float:
         """Seconds for which its main thread has neither computed nor been ready to."""
-        seen = kernel.thread(pid)
+        seen = linux.thread(pid)
         if seen is None:
             return 0.0
         asleep, used = seen

@@ -22,6 +22,8 @@ from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.diagnose.timeouts import Timeout
 from phalanx.errors import LaunchError, PhalanxError
+from phalanx.forkserver import linux, wire
+from phalanx.forkserver.orphans import Orphans
 from phalanx.launch import cause, memory, zygotes
 from phalanx.launch.attempt import Attempt, Regrouping, Stage
 from phalanx.launch.audience import Audience
@@ -39,8 +41,6 @@ from phalanx.launch.runfolder import RunFolder
 from phalanx.launch.signals import SAME, Signals
 from phalanx.launch.vault import Vault
 from phalanx.launch.witnesses import Board
-from phalanx.launch.zygote import kernel, wire
-from phalanx.launch.zygote.leftovers import Leftovers
 from phalanx.launch.zygotes import Zygote
 
 if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
@@ -115,7 +115,7 @@ class Supervisor:
         self._renewing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
         self._next: Regrouping | None = None  # what these are to form
         self._kills = memory.read()
-        self._leftovers = Leftovers()
+        self._leftovers = Orphans()
         self._signals = Signals(plan)
         self._vault: Vault | None = None  # what workers leave for those who come after them
         self._board: Board | None = None  # where workers publish what they are at
@@ -132,7 +132,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
-        kernel.adopt_orphans()
+        linux.adopt_orphans()
         self._company.meet(self)
         if self._outside is not None:
             self._outside.begin(self)
@@ -270,7 +270,7 @@ class Supervisor:
         if self._attempt is None and not self.together:  # what a later one prints is the same
             self._show_import_output()
         self._folder.event(
-            events.ZygoteReady(
+            events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
                 way=self._zygote.way,
@@ -376,7 +376,7 @@ class Supervisor:
 
     async def _start_fresh(self, reason: str) -> wire.Message:
         """Forking is not safe after these imports: every rank gets an interpreter of its own."""
-        self._folder.event(events.ZygoteRefused(time=time.time(), reason=reason))
+        self._folder.event(events.ForkServerRefused(time=time.time(), reason=reason))
         if self._lesson is not None and self._lesson.modules:
             self._lesson.refuse()
         self.note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
@@ -777,7 +777,7 @@ class Supervisor:
             return
         heard = []
         for name, worker in self._attempt.living if self._attempt is not None else ():
-            if kernel.handles(worker.pid, number) and self._attempt is not None:
+            if linux.handles(worker.pid, number) and self._attempt is not None:
                 self._attempt.tell(name, number, alone=True)
                 heard.append(worker.seat.rank)
         if heard:

@@ -20,10 +20,10 @@ from phalanx.contract import encoding
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Call, Frame, Group, History, Node, Process, Rank, Thread
 from phalanx.diagnose.timeouts import Timeout
+from phalanx.forkserver import linux
+from phalanx.forkserver.probe import probe
 from phalanx.launch import cause, gpus, stacks, vitals
 from phalanx.launch.sources import Sources
-from phalanx.launch.zygote import kernel
-from phalanx.launch.zygote.witness import witness
 
 if TYPE_CHECKING:
     from phalanx.launch.attempt import Attempt, Worker
@@ -79,7 +79,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
     """Of all ranks here, the dead ones too."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
-    below = await asyncio.to_thread(kernel.families, pids)
+    below = await asyncio.to_thread(linux.families, pids)
     cards, ranks = await asyncio.gather(
         gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER, health=True),
         asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
@@ -90,7 +90,7 @@ async def take(attempt: Attempt, looks: Vitals, node: Node) -> Testimony:
 
 async def rank(attempt: Attempt, name: str, worker: Worker, looks: Vitals) -> Rank:
     """Of one."""
-    below = await asyncio.to_thread(kernel.families, [worker.pid])
+    below = await asyncio.to_thread(linux.families, [worker.pid])
     return await _rank(attempt, name, worker, looks, below)
 
 
@@ -220,7 +220,7 @@ def _plain(name: str) -> str:
 async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: str) -> tuple[tuple[Thread, ...], str]:
     """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
     if worker.witness is not None and state not in _STOPPED and _stacks_by_signal(worker.witness, worker.pid):
-        sent = lambda: attempt.tell(name, witness.SIGNAL, alone=True)  # noqa: E731
+        sent = lambda: attempt.tell(name, probe.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
         looked = worker.witness.page.looked
         if threads and looked and time.monotonic() - looked > _SILENT:
@@ -234,7 +234,7 @@ async def _stacks(attempt: Attempt, name: str, worker: Worker, state: str, why: 
 def _stacks_by_signal(shown: Witness, pid: int) -> bool:
     """Not to whoever has another handler for it: a program that was executed, or a script with a use for it. Nor to one
     that has closed the file."""
-    if not kernel.handles(pid, witness.SIGNAL) or shown.page.text.get("deaf"):
+    if not linux.handles(pid, probe.SIGNAL) or shown.page.text.get("deaf"):
         return False
     with contextlib.suppress(OSError):
         ours = os.readlink(f"/proc/self/fd/{shown.stacks}")
@@ -273,7 +273,7 @@ async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
         pid, state, *words = child.split(maxsplit=2)
         if state in _STOPPED or not _stacks_by_signal(worker.witness, int(pid)):
             continue
-        sent = lambda pid=int(pid): stacks.poke(pid, witness.SIGNAL)  # noqa: E731
+        sent = lambda pid=int(pid): stacks.poke(pid, probe.SIGNAL)  # noqa: E731
         text = await stacks.written(worker.witness.stacks, sent, _CHILD)
         found += stacks.parsed(text, name=f"process {pid} {' '.join(words)}"[:80])[-1:]
     return found

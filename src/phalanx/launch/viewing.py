@@ -19,9 +19,9 @@ from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError
+from phalanx.forkserver import wire
 from phalanx.launch import desk, logs, past, postmortem, runfolder, stacks
 from phalanx.launch.runfolder import RunRecord
-from phalanx.launch.zygote import wire
 from phalanx.watch.source import Because, Found, LogPart, Source, Stream
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know

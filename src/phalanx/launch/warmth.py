@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
-from phalanx.launch.zygote import wire
+from phalanx.forkserver import wire
 from phalanx.launch.zygotes import Zygote
 from phalanx.version import __version__
 
@@ -114,7 +114,7 @@ def start(warmth: Warmth, python: str, environ: Mapping[str, str], modules: Sequ
         finally:
             os.umask(mask)
         listener.listen(16)
-        line = [python, "-u", os.path.join(_FOLDER, "standin.py"), str(listener.fileno()), warmth.socket, str(idle)]
+        line = [python, "-u", os.path.join(_FOLDER, "warm_main.py"), str(listener.fileno()), warmth.socket, str(idle)]
         with open(warmth.log, "wb") as log:
             subprocess.Popen(
                 [*line, ",".join(modules), " " * 2048],

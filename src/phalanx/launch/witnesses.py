@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.launch.zygote import wire
-from phalanx.launch.zygote.witness import ledger, page
-from phalanx.launch.zygote.witness.page import Look
+from phalanx.forkserver import wire
+from phalanx.forkserver.collective_check import ledger
+from phalanx.forkserver.probe import status_slot
+from phalanx.forkserver.probe.status_slot import SlotLook
 
 _SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
 _GONE = 2.0  # seconds without a look, where the channel is closed: nobody looks any more
@@ -28,7 +29,7 @@ class Board:
 
     def __init__(self, *, checks: bool = False) -> None:
         self.checks = checks  # whether ranks compare their collectives in it
-        size = ledger.size(_SLOTS) if checks else _SLOTS * page.SIZE
+        size = ledger.size(_SLOTS) if checks else _SLOTS * status_slot.SIZE
         self.fd = os.memfd_create("phalanx-board", os.MFD_CLOEXEC)
         os.truncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
@@ -39,7 +40,7 @@ class Board:
         slot = next((slot for slot in range(_SLOTS) if slot not in self._taken), None)
         if slot is not None:
             self._taken.add(slot)
-            page.clear(self.memory, slot)
+            status_slot.clear(self.memory, slot)
             if self.checks:
                 ledger.clear(self.memory, slot)
         return slot
@@ -87,9 +88,9 @@ class Witness:
         self._theirs.close()
 
     @property
-    def page(self) -> page.Reading:
+    def page(self) -> status_slot.StatusReading:
         """A worker that has become another program has no witness any more: what it has shown is of no use."""
-        found = page.read(self._board.memory, self.slot)
+        found = status_slot.read(self._board.memory, self.slot)
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
             return found._replace(looked=0.0, text={})
         return found
@@ -97,10 +98,10 @@ class Witness:
     @property
     def step(self) -> int:
         """Of its page, and nothing else."""
-        return page.step(self._board.memory, self.slot)
+        return status_slot.step(self._board.memory, self.slot)
 
-    def looks(self, since: float) -> list[Look]:
-        return page.looks(self._board.memory, self.slot, since)
+    def looks(self, since: float) -> list[SlotLook]:
+        return status_slot.looks(self._board.memory, self.slot, since)
 
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
         """None: it does not answer, for Python's lock is held, it is stopped, or it is gone."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.cluster.placement import Seat
+from phalanx.forkserver import wire
 from phalanx.launch.command import Command
 from phalanx.launch.lessons import Lesson
 from phalanx.launch.plan import Plan
-from phalanx.launch.zygote import wire
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 _HOOK = os.path.join(_FOLDER, "hook")
@@ -71,7 +71,7 @@ def cold(
     hooked = {
         **environ,
         "PYTHONPATH": os.pathsep.join([_HOOK, *filter(None, [environ.get("PYTHONPATH")])]),
-        "PHALANX_ZYGOTE": f"{theirs.fileno()}:{os.getpid()}",
+        "PHALANX_FORKSERVER": f"{theirs.fileno()}:{os.getpid()}",
     }
     if "PYTHONPATH" in environ:
         hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]

@@ -62,7 +62,7 @@ class Scene:
     verdicts: list[Happening] = field(default_factory=list)  # that stand now
     roll: events.RollCall | None = None  # until everybody is here
     links: events.Links | None = None
-    imports: events.ZygoteReady | None = None  # what the start was spent on
+    imports: events.ForkServerReady | None = None  # what the start was spent on
     cause: Happening | None = None  # why the run has failed: the first rank that did
     story: Story = field(default_factory=Story)
     losses: Losses = field(default_factory=Losses)
@@ -154,7 +154,7 @@ class Scene:
                 self._stop(event.time)
             case events.Paces():
                 self._paces(event)
-            case events.ZygoteReady():
+            case events.ForkServerReady():
                 self.imports = event
             case events.Links():
                 self.links = event

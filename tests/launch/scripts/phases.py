@@ -17,9 +17,9 @@ from phalanx.collectives import registration
 
 FOLDER = pathlib.Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
-WITNESS = sys.modules["_phalanx_zygote.witness.witness"].current
-RECORDER = sys.modules["_phalanx_zygote.witness.recorder"]
-PAGE = sys.modules["_phalanx_zygote.witness.page"]
+WITNESS = sys.modules["_phalanx_forkserver.probe.probe"].current
+RECORDER = sys.modules["_phalanx_forkserver.probe.flight_recorder"]
+PAGE = sys.modules["_phalanx_forkserver.probe.status_slot"]
 OWN = WITNESS._sampler._page
 MOST = 30  # seconds: a page that never says it fails the test, not the machine's load
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from phalanx.launch.zygote import preloaded
+from phalanx.forkserver.imports import preloaded
 
 log = sys.argv[1]
 open(log, "w").close()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 TOLD = json.loads(sys.argv[1])
-WITNESS: Any = sys.modules["_phalanx_zygote.witness.witness"].current
+WITNESS: Any = sys.modules["_phalanx_forkserver.probe.probe"].current
 
 
 def main() -> None:

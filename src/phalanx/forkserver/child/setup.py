@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from . import kernel
+from .. import linux
 
-Order = dict[str, Any]
+ChildSpec = dict[str, Any]
 
 
 # What a scheduler may send to every process of a job.
@@ -36,14 +36,14 @@ class Parent(NamedTuple):
     mask: set[int]
 
 
-def settle(order: Order, fds: list[int], parent: Parent) -> None:
+def settle(order: ChildSpec, fds: list[int], parent: Parent) -> None:
     """First thing in the child. From here on nothing of the zygote's is left but its modules."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, disposition in parent.dispositions.items():
         signal.signal(number, disposition)
     os.setsid()
-    kernel.die_with_parent(parent.pid)
+    linux.die_with_parent(parent.pid)
     signal.pthread_sigmask(signal.SIG_SETMASK, parent.mask)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
@@ -55,7 +55,7 @@ def settle(order: Order, fds: list[int], parent: Parent) -> None:
         os.sched_setaffinity(0, order["cores"])
 
 
-def dress(order: Order) -> None:
+def dress(order: ChildSpec) -> None:
     """What a fresh interpreter would have found: its environment, its arguments, a random state of its own."""
     environ = order["environ"]
     for name in [name for name in os.environ if name not in environ]:
@@ -66,13 +66,13 @@ def dress(order: Order) -> None:
     sys.argv[1:] = order["args"]
     if sys.orig_argv != order["command"]:
         sys.orig_argv[:] = order["command"]
-        kernel.set_command_line(order["command"])
+        linux.set_command_line(order["command"])
     for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
         if stream is not None:
             _reopen(stream, mode)
     _reseed()
     if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes what it has found at the very end
-        kernel.leave_what_was_loaded()
+        linux.leave_what_was_loaded()
     record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
 
 
@@ -112,14 +112,14 @@ def record_exceptions(path: str) -> None:
     plain = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
-        from . import errorfile
+        from . import error_file
 
         if trace is not None and trace.tb_frame.f_globals is _hidden:
             trace = trace.tb_next
             value = value.with_traceback(trace)
         if path:
-            errorfile.write(path, kind, value, trace)
-        errorfile.tell(value, trace)
+            error_file.write(path, kind, value, trace)
+        error_file.tell(value, trace)
         plain(kind, value, trace)
 
     # Both names, so that a library which asks "has somebody replaced the hook?" is told no.
@@ -135,18 +135,18 @@ def hide_frames_of(namespace: dict[str, Any]) -> None:
     _hidden = namespace
 
 
-def hook(order: Order, fds: list[int]) -> None:
+def hook(order: ChildSpec, fds: list[int]) -> None:
     """The interpreter that is executed has a witness too: hook/sitecustomize.py begins it, and hides all this."""
     environ = order["environ"]
     if "PYTHONPATH" in environ:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     environ["PYTHONPATH"] = os.pathsep.join([order["hook"], *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PHALANX_WITNESS"] = ":".join(map(str, [order["witness"], *fds, order.get("path0") or ""]))
+    environ["PHALANX_PROBE"] = ":".join(map(str, [order["witness"], *fds, order.get("path0") or ""]))
     for fd in fds:
         os.set_inheritable(fd, True)
 
 
-def execute(order: Order) -> None:
+def execute(order: ChildSpec) -> None:
     """Become another program; does not return."""
     command = order["exec"]
     try:

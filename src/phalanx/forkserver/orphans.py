@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Iterable
 
-from . import kernel
+from . import linux
 
 _MEMORY = "/dev/shm"  # noqa: S108
 _PAUSE = 0.2  # between two looks: a stop of many workers is many signals in a row
 
 
-class Leftovers:
+class Orphans:
     """Look while they live (`note`), and `end` it all: what a killed process cannot tidy up, its keeper does."""
 
     def __init__(self) -> None:
@@ -27,23 +27,23 @@ class Leftovers:
             self._pids.add(pid)
         elif time.monotonic() - self._looked > _PAUSE:
             self._looked = time.monotonic()
-            found = kernel.descendants(os.getpid())
+            found = linux.descendants(os.getpid())
             self._pids.update(found)
             for each in found:
                 self._files.update(_held(each))
 
     def end(self, *, besides: frozenset[int] = frozenset()) -> list[int]:
         """End every process below this one, then remove the files. Returns the processes that would not die."""
-        if not kernel.childless():
+        if not linux.childless():
             self._looked = 0.0
             self.note()
-        left = kernel.end_descendants(besides=besides)
+        left = linux.end_descendants(besides=besides)
         self._remove()
         return left
 
     def leave(self, *, besides: frozenset[int] = frozenset()) -> frozenset[int]:
         """Leave the processes below this one running, with their files. Returns these processes."""
-        left = frozenset() if kernel.childless() else frozenset(kernel.descendants(os.getpid(), besides=besides))
+        left = frozenset() if linux.childless() else frozenset(linux.descendants(os.getpid(), besides=besides))
         self._pids -= left
         self._remove()
         return left

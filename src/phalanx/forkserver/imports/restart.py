@@ -11,8 +11,8 @@ import termios
 import time
 from typing import Any
 
-from . import birth
-from .witness import witness
+from ..child import setup
+from ..probe import probe
 
 _PATIENCE = 2.0  # for an agent that does not read
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
@@ -24,7 +24,7 @@ class FreshStart:
     The process keeps its pid, session and streams. Only a worker that has not joined a group yet can do this.
     """
 
-    def __init__(self, order: birth.Order, fds: list[int]) -> None:
+    def __init__(self, order: setup.ChildSpec, fds: list[int]) -> None:
         self._order = order
         self._fds = fds  # of its probe: board, channel, stacks; empty: it has none
         self._pid = os.getpid()
@@ -52,18 +52,18 @@ class FreshStart:
         self._as_before()
         order = {**self._order, "exec": self._order["command"], "hook": _HOOK}
         if self._fds:
-            birth.hook(order, self._fds)
-        birth.execute(order)
+            setup.hook(order, self._fds)
+        setup.execute(order)
 
     def _say(self, message: dict[str, Any]) -> None:
         """Between what this interpreter has written and what the next one writes: the agent has read both."""
-        if witness.current is None:
+        if probe.current is None:
             return
         until = time.monotonic() + _PATIENCE
         with contextlib.suppress(OSError):
             for fd in (1, 2):
                 _until_empty(fd, termios.FIONREAD, until)
-            witness.current.say(message)
+            probe.current.say(message)
             _until_empty(self._fds[1], termios.TIOCOUTQ, until)
 
     def _as_before(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from phalanx import forkserver
 from phalanx.launch import zygotes
 from phalanx.launch.zygotes import Zygote
 
@@ -113,8 +114,8 @@ def test_nobody_is_left_when_a_child_has_left_nothing(fresh: Zygote, tmp_path: P
 def test_a_hook_that_fails_does_not_let_the_script_run(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text("print('this must not run')")
-    hook = os.path.join(os.path.dirname(zygotes.__file__), "zygote", "hook")
-    environ = {**os.environ, "PYTHONPATH": hook, "PHALANX_ZYGOTE": f"999:{os.getpid()}"}
+    hook = os.path.join(os.path.dirname(forkserver.__file__), "hook")
+    environ = {**os.environ, "PYTHONPATH": hook, "PHALANX_FORKSERVER": f"999:{os.getpid()}"}
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True)
     assert done.returncode == 70
     assert done.stdout == ""

@@ -12,31 +12,33 @@ import signal
 import socket
 from typing import Any
 
-from . import birth, cuda, finalisation, imports, kernel, shadows, store, teardown, wire
-from .leftovers import Leftovers
-from .restart import FreshStart
-from .witness import witness
+from . import linux, store, wire
+from .child import cuda, finalization, setup, teardown
+from .imports import preload, shadows
+from .imports.restart import FreshStart
+from .orphans import Orphans
+from .probe import probe
 
 
-class Nursery:
+class ForkServer:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._children: dict[int, str] = {}  # pid -> the name the supervisor knows it by
         self._store: int | None = None
-        self._leftovers = Leftovers()
+        self._leftovers = Orphans()
         self._heard: list[int] = []
         self._dispositions: dict[int, Any] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
         """Obey the supervisor until it is gone. Returns the order only in a child that is to become a worker."""
-        birth.default_signals()
+        setup.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # A scheduler signals every process of a job. What ends us is the end of the connection, or SIGKILL.
-        for number in birth.SCHEDULERS:
+        for number in setup.SCHEDULERS:
             self._dispositions[number] = signal.signal(number, lambda number, _: self._heard.append(number))
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        kernel.adopt_orphans()
+        linux.adopt_orphans()
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
@@ -60,11 +62,11 @@ class Nursery:
         """Carry out one order; true in a child that is to become a worker."""
         match order["do"]:
             case "import":
-                report = imports.preload(order["required"], order["welcome"], order["path0"])
+                report = preload.preload(order["required"], order["welcome"], order["path0"])
                 teardown.keep_operators()
                 # From here on the end of the connection tells us that the supervisor is gone, and leaves us the
                 # time to end what the workers have started; a parent-death signal would not.
-                kernel.die_with_parent(0, 0)
+                linux.die_with_parent(0, 0)
                 self._tell({"is": "ready", "pid": os.getpid(), **report})
             case "start" | "store":
                 return self._start(order, fds)
@@ -84,14 +86,14 @@ class Nursery:
     def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
         # What comes before the child is itself would be taken for the zygote's own, and forgotten.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, birth.SCHEDULERS)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, setup.SCHEDULERS)
         try:
             pid = os.fork()
         except OSError as error:  # no process or no memory left: the supervisor tells, and ends the others
             self._tell({"is": "refused", "name": order["name"], "why": str(error)})
             pid = -1
         if pid == 0:
-            return self._child(order, fds, birth.Parent(parent, self._dispositions, mask))
+            return self._child(order, fds, setup.Parent(parent, self._dispositions, mask))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for fd in fds:
             os.close(fd)
@@ -102,13 +104,13 @@ class Nursery:
             self._tell({"is": "born", "name": order["name"], "pid": pid})
         return False
 
-    def _child(self, order: dict[str, Any], fds: list[int], parent: birth.Parent) -> bool:
+    def _child(self, order: dict[str, Any], fds: list[int], parent: setup.Parent) -> bool:
         """A child that cannot become what it is to be, must not become anything else."""
         try:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
-            birth.settle(order, fds, parent)
+            setup.settle(order, fds, parent)
             return self._become(order, fds)
         except KeyboardInterrupt:  # told to stop before it had begun: it ends as it would have a moment later
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -126,7 +128,7 @@ class Nursery:
         """In the child."""
         if order["do"] == "store":
             # It has to be there as long as any worker makes use of the grace that it was given.
-            for number in birth.SCHEDULERS:
+            for number in setup.SCHEDULERS:
                 signal.signal(number, signal.SIG_IGN)
         if order["do"] == "store" and order.get("exec"):
             os.set_inheritable(fds[3], True)
@@ -137,22 +139,22 @@ class Nursery:
             for fd in fds[:3]:
                 os.close(fd)
             if order.get("hook") and order.get("witness") is not None:
-                birth.hook(order, fds[3:])
-            birth.execute(order)
+                setup.hook(order, fds[3:])
+            setup.execute(order)
         for fd in fds[:3]:
             os.close(fd)
-        birth.dress(order)
+        setup.dress(order)
         if order.get("cuda") is not None:
             cuda.open_context(order["cuda"])
         kept: list[int] = []
         if order.get("witness") is not None:
             board, channel, stacks = fds[3:]
-            kept = witness.begin(board, order["witness"], channel, stacks)
+            kept = probe.begin(board, order["witness"], channel, stacks)
         # From here on an import may find a module of the script's own: the lesson is not noted then.
         if not shadows.uncover(order.get("path0")) and order.get("lesson"):
-            imports.note_lesson(order["lesson"])
-        imports.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
-        finalisation.begin(imports.modules.abandon)
+            preload.note_lesson(order["lesson"])
+        preload.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
+        finalization.begin(preload.modules.abandon)
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
@@ -196,7 +198,7 @@ class Nursery:
         """What workers have left running. Only after the last attempt: it ends the store."""
         self._end_store()
         self._reap()
-        return [] if kernel.childless() else kernel.descendants(os.getpid())
+        return [] if linux.childless() else linux.descendants(os.getpid())
 
     def _end_store(self) -> None:
         """It holds nothing worth a goodbye."""

@@ -31,7 +31,7 @@ CALLS: dict[str, tuple[str, str]] = {
 _SIZES_DIFFER = ("all_to_all", "all_to_all_single")
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """Hashable, so that what is made of it is made once."""
 
     op: str
@@ -57,13 +57,13 @@ class Reader:
         """Whether the caller waits for it in any case. Arguments that are what they are by default are left out."""
         return self._async < 0 or (len(args) > self._async and not args[self._async])
 
-    def call(self, args: tuple[Any, ...]) -> Call:
+    def call(self, args: tuple[Any, ...]) -> CollectiveCall:
         tensors = args[self._tensors] if self._tensors >= 0 else ()
         if not isinstance(tensors, (list, tuple)):
             tensors = (tensors,)
         elif tensors and isinstance(tensors[0], (list, tuple)):
             tensors = tensors[0]
-        return Call(
+        return CollectiveCall(
             self.op,
             tensors[0].dtype if tensors else None,
             tuple([tensor.shape for tensor in tensors]),
@@ -72,9 +72,9 @@ class Reader:
         )
 
 
-def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> Call:
+def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> CollectiveCall:
     """Of a group of ours."""
-    return Call(
+    return CollectiveCall(
         op,
         tensors[0].dtype if tensors else None,
         tuple([tensor.shape for tensor in tensors]),
@@ -83,14 +83,14 @@ def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> Call:
     )
 
 
-def fingerprint(call: Call) -> int:
+def fingerprint(call: CollectiveCall) -> int:
     """The same in every process. Not of the shapes: ten numbers are ten numbers, however they are laid out."""
     sizes = [_product(shape) for shape in call.shapes] if call.op not in _SIZES_DIFFER else []
     agreed = f"{call.op} {call.dtype} {sizes} {call.reduction} {call.root}"
     return int.from_bytes(hashlib.blake2b(agreed.encode(), digest_size=8).digest(), "little")
 
 
-def describe(call: Call) -> str:
+def describe(call: CollectiveCall) -> str:
     """all_reduce(float32 [10], SUM)"""
     parts = []
     if call.dtype is not None:

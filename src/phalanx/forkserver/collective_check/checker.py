@@ -20,13 +20,13 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from . import mismatch
-from .fingerprint import CALLS, Call, Reader, describe, fingerprint, own_call
-from .ledger import Ledger
-from .ways import WAIT, Afar, Nearby, Way
+from .exchange import WAIT, Exchange, SharedMemoryExchange, StoreExchange
+from .fingerprint import CALLS, CollectiveCall, Reader, describe, fingerprint, own_call
+from .ledger import CallLedger
 
 _MOST = 4096  # of what is remembered
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_ROOT, room, "") for room in ("collectives", "join", "launch", "train"))
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _kept: list[Any] = []
@@ -34,7 +34,7 @@ _kept: list[Any] = []
 current: Checker | None = None  # of this process
 
 
-def begin(ledger: Ledger, slot: int) -> None:
+def begin(ledger: CallLedger, slot: int) -> None:
     """Before the script, or as soon as it has imported torch: all ranks must count from the first collective on."""
 
     def lay() -> None:
@@ -72,7 +72,7 @@ class _Torch:
         return spec
 
 
-def _lay(ledger: Ledger, slot: int) -> None:
+def _lay(ledger: CallLedger, slot: int) -> None:
     torch: Any = sys.modules["torch"]
     if not torch.distributed.is_available():
         return
@@ -103,21 +103,21 @@ def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[
 class Group:
     """One group, as one of its ranks sees it."""
 
-    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: Way) -> None:
+    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: Exchange) -> None:
         self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.few(ranks)}"
         self.own = own
         self.ranks = ranks
         self.number = 0
-        self.way: Way | None = way
+        self.way: Exchange | None = way
 
 
 class Checker:
-    def __init__(self, ledger: Ledger, slot: int) -> None:
+    def __init__(self, ledger: CallLedger, slot: int) -> None:
         self._ledger = ledger
         self._slot = slot
         self._groups: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
         self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._calls: dict[Call, tuple[int, bytes]] = {}
+        self._calls: dict[CollectiveCall, tuple[int, bytes]] = {}
         self._sites: dict[tuple[CodeType, int], bytes] = {}
         self._foreign: dict[str, bool] = {}
         self._off = False
@@ -158,10 +158,10 @@ class Checker:
             if group is not None:
                 group.way = None
 
-    def _compare(self, group: Group, way: Way, reader: Reader, args: tuple[Any, ...]) -> None:
+    def _compare(self, group: Group, way: Exchange, reader: Reader, args: tuple[Any, ...]) -> None:
         self._judge(group, way, reader.call(args), waits=reader.waits(args))
 
-    def _judge(self, group: Group, way: Way, call: Call, *, waits: bool) -> None:
+    def _judge(self, group: Group, way: Exchange, call: CollectiveCall, *, waits: bool) -> None:
         if call.root >= 0:
             call = call._replace(root=group.ranks[call.root])  # as everybody knows it
         known = self._calls.get(call)
@@ -232,13 +232,13 @@ class Checker:
         if mark is None:
             return None
         seats = self._ledger.seats()
-        way: Way
+        way: Exchange
         if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
             peers = {rank: seats[rank] for rank in ranks if rank != own}
-            way = nearby = Nearby(self._ledger, mark, own, self._slot, peers)
+            way = nearby = SharedMemoryExchange(self._ledger, mark, own, self._slot, peers)
             weakref.finalize(group, self._ledger.close, nearby.lane).atexit = False
         else:
-            way = Afar(store, mark, own, group.rank(), len(ranks))
+            way = StoreExchange(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
         return Group(str(group.group_name), own, ranks, whole, way)
 

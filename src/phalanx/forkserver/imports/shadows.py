@@ -23,7 +23,7 @@ def uncover(path0: str | None) -> bool:
     found = [name for name in _modules_in(path0) if name in sys.modules and name not in kept]
     covered = [name for name in found if not _lies_in(sys.modules[name], path0)]
     if covered:
-        from . import errorfile  # noqa: F401  # with its own modules: it is needed when an exception ends the script
+        from ..child import error_file  # noqa: F401  # with its own modules: it is needed when an exception ends the script
     for name in [name for name in sys.modules if name.partition(".")[0] in covered]:
         del sys.modules[name]
     return bool(covered)

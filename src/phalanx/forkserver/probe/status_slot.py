@@ -24,7 +24,7 @@ _TEXT_AT = _RING_AT + _RING.size
 _ROOM = SIZE - _TEXT_AT - _TEXT.size
 
 
-class Reading(NamedTuple):
+class StatusReading(NamedTuple):
     """What a page says. Times are seconds of `time.monotonic`, which all processes of a machine share."""
 
     step: int
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     text: dict[str, Any]  # phase, place, batches, groups, call, moved, places; ending: see sampler.py
 
 
-class Look(NamedTuple):
+class SlotLook(NamedTuple):
     """One of the last."""
 
     time: float  # seconds of `time.monotonic`
@@ -44,7 +44,7 @@ class Look(NamedTuple):
     step: int
 
 
-class Page:
+class StatusSlot:
     """The writer's."""
 
     def __init__(self, memory: mmap.mmap | memoryview, slot: int) -> None:
@@ -80,11 +80,11 @@ def clear(memory: mmap.mmap | memoryview, slot: int) -> None:
     memory[slot * SIZE : (slot + 1) * SIZE] = bytes(SIZE)
 
 
-def read(memory: mmap.mmap | memoryview, slot: int) -> Reading:
+def read(memory: mmap.mmap | memoryview, slot: int) -> StatusReading:
     base = slot * SIZE
     step, stepped = _STEP.unpack_from(memory, base + _STEP_AT)
     looked, looks, moves, *phases = _LOOK.unpack_from(memory, base + _LOOK_AT)
-    return Reading(
+    return StatusReading(
         step, stepped / 1e9, looked / 1e9, looks, moves, dict(zip(PHASES, phases, strict=True)), _text(memory, base)
     )
 
@@ -93,13 +93,15 @@ def step(memory: mmap.mmap | memoryview, slot: int) -> int:
     return int(_STEP.unpack_from(memory, slot * SIZE + _STEP_AT)[0])
 
 
-def looks(memory: mmap.mmap | memoryview, slot: int, since: float) -> list[Look]:
+def looks(memory: mmap.mmap | memoryview, slot: int, since: float) -> list[SlotLook]:
     """Those after that moment, the oldest first, as far back as they are remembered."""
     base = slot * SIZE
     after = int(since * 1000) << 24 | 0xFFFFFF
     found = sorted(number for number in _RING.unpack_from(memory, base + _RING_AT) if number > after)
     now = step(memory, slot)  # afterwards: no look has seen a later one
-    return [Look((number >> 24) / 1000, (number & 15) - 1, now - (now - (number >> 4) & _STEPS)) for number in found]
+    return [
+        SlotLook((number >> 24) / 1000, (number & 15) - 1, now - (now - (number >> 4) & _STEPS)) for number in found
+    ]
 
 
 def _text(memory: mmap.mmap | memoryview, base: int) -> dict[str, Any]:

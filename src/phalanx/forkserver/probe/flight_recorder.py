@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
-from .. import kernel  # noqa: TID252 - it is loaded by path, under another name
+from .. import linux, paths
 from . import stacks
-from .history import History
+from .collective_history import CollectiveHistory
 
 LARGEST = 256 * 1024  # bytes of an answer
 _EACH = 40  # calls of a group
@@ -31,7 +31,6 @@ _DEEP = 24  # frames of a call
 _C10D = "torch._C._distributed_c10d"
 _WORLD = "torch.distributed.distributed_c10d"
 _FILE = "torch/distributed/distributed_c10d.py"
-_JOURNAL = "phalanx.collectives.journal"
 _RECORDERS = ("fr", "nccl", "phalanx")
 _QUIET = 0.25  # seconds: NCCL's watchdog looks ten times a second
 _SELDOM = 400  # times as long as it took, before all that is recorded is read again for the names of groups
@@ -158,7 +157,7 @@ def _tell(found: dict[str, Any], still: float) -> None:
     now = time.time_ns()
     calls: list[tuple[int, dict[str, Any]]] = []
     status: dict[str, tuple[int, int]] = {}
-    history = History(_named, _dtypes, _global)
+    history = CollectiveHistory(_named, _dtypes, _global)
     for recorder in _RECORDERS if _begun() else ():
         answer = _entries(recorder)
         _learn(recorder, answer.get("entries", []))
@@ -248,7 +247,7 @@ def _ask(recorder: str, *, collectives: bool) -> dict[str, Any]:
 
 def _journal(*, collectives: bool) -> dict[str, Any]:
     """Of groups that phalanx makes: without a copy, and with sites."""
-    journal: Any = sys.modules.get(_JOURNAL)
+    journal: Any = sys.modules.get(paths.FLIGHT_RECORDER)
     if not hasattr(journal, "entries"):  # not there, or about to be imported
         return {}
     return {"pg_status": journal.status(), "entries": journal.entries() if collectives else []}
@@ -264,7 +263,7 @@ def _entries(recorder: str) -> dict[str, Any]:
     if recorder == "nccl":
         if not _ask(recorder, collectives=False).get("pg_status"):  # CUDA may not even be begun, and is not to be
             return {}
-        kernel.let_captures_be()
+        linux.let_captures_be()
         if not _stands():
             return _ask(recorder, collectives=False)
     try:
@@ -328,7 +327,7 @@ class _Plain(pickle.Unpickler):
 
 def _inner(entry: dict[str, Any]) -> bool:
     """What a group of ours does its work with has no name, and is not what the script has called."""
-    return not entry["process_group"][0] and _JOURNAL in sys.modules
+    return not entry["process_group"][0] and paths.FLIGHT_RECORDER in sys.modules
 
 
 def _learn(recorder: str, entries: list[dict[str, Any]]) -> None:

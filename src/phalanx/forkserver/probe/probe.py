@@ -21,8 +21,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .. import finalisation, groups, kernel, wire  # noqa: TID252 - it is loaded by path, under another name
-from . import alone, checker, debugger, ledger, page, patience, recorder, sampler, terminal
+from .. import linux, wire
+from ..child import finalization, gloo_groups
+from ..collective_check import checker, ledger
+from ..debug import debugger, group_timeouts, terminal
+from . import exclusive, flight_recorder, sampler, status_slot
 from .steps import Steps
 
 EVERY = 0.1  # seconds between two looks
@@ -31,7 +34,7 @@ SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is
 _PATIENCE = 1.0  # seconds that the script may have to wait for the thread
 _GONE = 0.05  # the same, for the kernel to take it away
 
-current: Witness | None = None  # of this process
+current: Probe | None = None  # of this process
 
 
 def prepare() -> None:
@@ -39,7 +42,7 @@ def prepare() -> None:
     global _prepared
     if not _prepared:
         _prepared = True
-        atexit.register(finalisation.finalize)
+        atexit.register(finalization.finalize)
         atexit.register(_teardown)
 
 
@@ -55,7 +58,7 @@ def _teardown() -> None:
 def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
     """In a worker that is about to run its script, which runs without a witness as well. Returns where they are now."""
     try:
-        memory = kernel.shared(board)
+        memory = linux.shared(board)
     except OSError as error:  # `ulimit -v`, say
         sys.stderr.write(f"phalanx: nobody will see what this process is at: {error}\n")
         for fd in (board, channel, stacks):
@@ -68,18 +71,18 @@ def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
 
 def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
-    recorder.begin()
+    flight_recorder.begin()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     prepare()
-    witness = current = Witness(page.Page(memory, slot), socket.socket(fileno=channel))
+    witness = current = Probe(status_slot.StatusSlot(memory, slot), socket.socket(fileno=channel))
     os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
     for act in witness.resuming:
         os.register_at_fork(after_in_parent=act)
     atexit.register(witness.end)
     if ledger.kept(memory):
-        checker.begin(ledger.Ledger(memory, slot), slot)
+        checker.begin(ledger.CallLedger(memory, slot), slot)
     debugger.lay(witness.say)
-    alone.lay(witness.stop, witness.start, witness.end)
+    exclusive.lay(witness.stop, witness.start, witness.end)
     witness.start()
 
 
@@ -95,8 +98,8 @@ def _out_of_the_way(fd: int) -> int:
     return fd
 
 
-class Witness:
-    def __init__(self, own: page.Page, channel: socket.socket) -> None:
+class Probe:
+    def __init__(self, own: status_slot.StatusSlot, channel: socket.socket) -> None:
         self.pid = os.getpid()
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
@@ -165,7 +168,7 @@ class Witness:
         self._over = True
         self.stop()
         self._resign(over=True)
-        groups.leave()
+        gloo_groups.leave()
 
     def teardown(self, code: int) -> None:
         with contextlib.suppress(Exception):
@@ -179,11 +182,11 @@ class Witness:
 
     def differs(self) -> None:
         """A group of ours has found that ranks call different things, and is about to say so."""
-        self.say({"is": "differs", **recorder.everything()})
+        self.say({"is": "differs", **flight_recorder.everything()})
 
     def raised(self, trace: TracebackType | None) -> None:
         """An exception about other ranks ends the script."""
-        self.say({"is": "raised", **recorder.raised(trace)})
+        self.say({"is": "raised", **flight_recorder.raised(trace)})
 
     # -- in a thread of its own
 
@@ -235,14 +238,14 @@ class Witness:
         with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
             terminal.tidy()
             self._sampler.publish(time.monotonic_ns())
-            groups.watch()
+            gloo_groups.watch()
             if self._sampler.phase not in ("import", "optimizer"):
                 self._steps.lay()
 
     def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
         match order["do"]:
             case "tell":
-                told = recorder.everything(self._sampler.still)
+                told = flight_recorder.everything(self._sampler.still)
                 self.say({"is": "told", "id": order["id"], **told})
             case "attach":
                 self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
@@ -251,9 +254,9 @@ class Witness:
             case "listen":
                 self._beside(order, debugger.listen, order["port"])
             case "suspend":
-                patience.suspend()
+                group_timeouts.suspend()
             case "resume":
-                patience.resume()
+                group_timeouts.resume()
             case _:
                 for fd in fds:
                     os.close(fd)

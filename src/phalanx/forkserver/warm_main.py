@@ -15,19 +15,21 @@ import os  # noqa: E402
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
 _spec = importlib.util.spec_from_file_location(
-    "_phalanx_zygote", os.path.join(_folder, "__init__.py"), submodule_search_locations=[_folder]
+    "_phalanx_forkserver", os.path.join(_folder, "__init__.py"), submodule_search_locations=[_folder]
 )
 assert _spec is not None  # noqa: S101
-sys.modules["_phalanx_zygote"] = importlib.util.module_from_spec(_spec)
+sys.modules["_phalanx_forkserver"] = importlib.util.module_from_spec(_spec)
 
 if __name__ == "__main__":
     import socket
 
-    from _phalanx_zygote import birth, mainmodule, shadows, warm  # type: ignore[import-not-found]
+    from _phalanx_forkserver import warm
+    from _phalanx_forkserver.child import main_module, setup
+    from _phalanx_forkserver.imports import shadows
 
     shadows.plain = _plain
     _listener = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(_listener.fileno(), False)
-    _order = warm.Warm(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
-    birth.hide_frames_of(globals())
-    mainmodule.prepare(_order)()
+    _order = warm.WarmForkServer(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
+    setup.hide_frames_of(globals())
+    main_module.prepare(_order)()

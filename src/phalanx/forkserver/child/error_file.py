@@ -65,10 +65,10 @@ def tell(value: Any, trace: Any) -> None:
     with contextlib.suppress(Exception):
         if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
             return
-        from .witness import witness
+        from ..probe import probe
 
-        if witness.current is not None:
-            witness.current.raised(trace)
+        if probe.current is not None:
+            probe.current.raised(trace)
 
 
 def _shown(frames: list[Any]) -> list[Any]:

@@ -20,21 +20,21 @@ def _step_aside() -> tuple[str | None, str | None]:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = kept
-    return os.environ.pop("PHALANX_ZYGOTE", None), os.environ.pop("PHALANX_WITNESS", None)
+    return os.environ.pop("PHALANX_FORKSERVER", None), os.environ.pop("PHALANX_PROBE", None)
 
 
 def _load() -> None:
     """By path: this interpreter need not have phalanx installed."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = importlib.util.spec_from_file_location(
-        "_phalanx_zygote", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+        "_phalanx_forkserver", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
     assert spec is not None  # noqa: S101
     assert spec.loader is not None  # noqa: S101
     package = importlib.util.module_from_spec(spec)
-    sys.modules["_phalanx_zygote"] = package
+    sys.modules["_phalanx_forkserver"] = package
     spec.loader.exec_module(package)
-    from _phalanx_zygote import shadows  # type: ignore[import-not-found]
+    from _phalanx_forkserver.imports import shadows
 
     shadows.plain = _plain
 
@@ -42,7 +42,7 @@ def _load() -> None:
 def _serve(task: str) -> None:
     """Returns in a worker only."""
     _load()
-    from _phalanx_zygote import cold
+    from _phalanx_forkserver import cold
 
     fd, parent = (int(number) for number in task.split(":"))
     cold.serve(fd, parent)
@@ -56,15 +56,16 @@ def _be_witnessed(task: str) -> None:
         for fd in fds:
             os.set_inheritable(fd, False)
         _load()
-        from _phalanx_zygote import birth, shadows
-        from _phalanx_zygote.witness import witness  # type: ignore[import-not-found]
+        from _phalanx_forkserver.child import setup
+        from _phalanx_forkserver.imports import shadows
+        from _phalanx_forkserver.probe import probe
 
         board, channel, stacks = fds
-        kept = witness.begin(board, slot, channel, stacks)
+        kept = probe.begin(board, slot, channel, stacks)
         if kept:
             os.close(kept[0])  # the board is mapped
         shadows.uncover(path0 or None)
-        birth.record_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        setup.record_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     except Exception:
         pass
 

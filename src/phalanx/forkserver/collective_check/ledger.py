@@ -13,7 +13,7 @@ import platform
 import struct
 import time
 
-from . import page
+from ..probe import status_slot
 
 LANES = 32  # groups that one rank has in use at a time
 DEPTH = 32  # collectives that it may be ahead of the others and still be compared with
@@ -43,16 +43,16 @@ class _Timespec(ctypes.Structure):
 
 def size(slots: int) -> int:
     """Of a board with so many pages and ledgers. What nobody writes costs nothing."""
-    return slots * (page.SIZE + REGION)
+    return slots * (status_slot.SIZE + REGION)
 
 
 def kept(memory: Memory) -> bool:
     """Whether this board has ledgers: ranks are to compare what they call."""
-    return len(memory) % (page.SIZE + REGION) == 0
+    return len(memory) % (status_slot.SIZE + REGION) == 0
 
 
 def _base(memory: Memory, slot: int) -> int:
-    return len(memory) // (page.SIZE + REGION) * page.SIZE + slot * REGION
+    return len(memory) // (status_slot.SIZE + REGION) * status_slot.SIZE + slot * REGION
 
 
 def seat(memory: Memory, slot: int, rank: int | None) -> None:
@@ -66,12 +66,12 @@ def clear(memory: Memory, slot: int) -> None:
     memory[base : base + _RECORDS_AT] = bytes(_RECORDS_AT)
 
 
-class Ledger:
+class CallLedger:
     """One rank's view: its own lanes, and everybody's."""
 
     def __init__(self, memory: Memory, slot: int) -> None:
         self._memory = memory
-        self._slots = len(memory) // (page.SIZE + REGION)
+        self._slots = len(memory) // (status_slot.SIZE + REGION)
         self._own = _base(memory, slot)
         self._next = 0
         self._taken: set[int] = set()

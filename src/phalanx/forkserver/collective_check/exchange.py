@@ -10,7 +10,7 @@ import time
 from typing import Any, Protocol
 
 from . import mismatch
-from .ledger import Ledger
+from .ledger import CallLedger
 from .mismatch import Side
 
 WAIT = 5.0  # seconds for a rank that does not come: then it is a stall, which is for others to tell
@@ -20,7 +20,7 @@ _SPIN = 0.00002
 _KEPT = 128  # newest keys in the store that are not deleted yet
 
 
-class Way(Protocol):
+class Exchange(Protocol):
     """How the ranks of a group see what the others call."""
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:
@@ -32,10 +32,10 @@ class Way(Protocol):
         ...
 
 
-class Nearby:
+class SharedMemoryExchange:
     """All ranks of the group are on this node: through shared memory."""
 
-    def __init__(self, ledger: Ledger, mark: int, own: int, slot: int, peers: dict[int, int]) -> None:
+    def __init__(self, ledger: CallLedger, mark: int, own: int, slot: int, peers: dict[int, int]) -> None:
         self._ledger = ledger
         self._mark = mark
         self._own = own
@@ -110,7 +110,7 @@ class Nearby:
         return False
 
 
-class Afar:
+class StoreExchange:
     """Through the store: each compares with the first who came, and nobody waits for those who come later."""
 
     def __init__(self, store: Any, mark: int, own: int, place: int, size: int) -> None:

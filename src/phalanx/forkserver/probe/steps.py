@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from . import page
+from . import status_slot
 
 _AHEAD = 4  # steps of another optimizer, without one of the one that is counted: then that one is counted
 
@@ -14,8 +14,8 @@ _AHEAD = 4  # steps of another optimizer, without one of the one that is counted
 class Steps:
     """Of one optimizer: a script with two of them counts as one step what it does with both."""
 
-    def __init__(self, own: page.Page) -> None:
-        self._page: page.Page | None = own
+    def __init__(self, own: status_slot.StatusSlot) -> None:
+        self._page: status_slot.StatusSlot | None = own
         self._laid = False
         self._counted = 0  # which
         self._others: dict[int, int] = {}  # how often since

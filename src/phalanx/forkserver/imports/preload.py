@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
-from . import groups
+from ..child import gloo_groups
 from .preloaded import Preloaded
 
 ROOM = 128  # descriptors up to the limit that imports may leave open
@@ -53,7 +53,7 @@ def preload(required: list[str], welcome: list[str], path0: str | None) -> dict[
         failed.update(guard.met)
         if path0 in sys.path:
             sys.path.remove(path0)
-    groups.watch()
+    gloo_groups.watch()
     if "tempfile" in sys.modules:  # an import has asked for it, and a script may set TMPDIR before it does
         sys.modules["tempfile"].__dict__["tempdir"] = None
     gc.freeze()

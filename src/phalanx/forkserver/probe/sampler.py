@@ -11,9 +11,9 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any
 
-from . import page, phases, recorder, stacks
+from . import flight_recorder, phases, stacks, status_slot
 
-_NUMBERS = {phase: number for number, phase in enumerate(page.PHASES)}
+_NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}
 _WINDOW = 50  # looks: five seconds
 _FULL = 5  # looks, of which one is written down with all that it saw, as long as the script gets on: read once a second
 _MOST = 4096  # code objects that are remembered
@@ -41,11 +41,11 @@ class Sampler:
     deaf: the script has taken the signal by which stacks are asked for: it is not to be sent
     """
 
-    def __init__(self, own: page.Page, number: int) -> None:
+    def __init__(self, own: status_slot.StatusSlot, number: int) -> None:
         self._page = own
         self._looks = 0
         self._moves = 0
-        self._phases = [0] * len(page.PHASES)
+        self._phases = [0] * len(status_slot.PHASES)
         self._kinds: dict[int, tuple[CodeType, phases.Kind]] = {}
         self._before: tuple[int, int, int] = (0, 0, 0)
         self._done: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Sampler:
         # torch's has no lock.
         if stays or (not calls and (full or phase == "backward")):
             with contextlib.suppress(Exception):  # of a torch that tells it otherwise: there is more to publish
-                self._groups = recorder.groups()
+                self._groups = flight_recorder.groups()
         moved = self._follow(here, now)
         if phase in _MAY_WAIT and self._waits(phase, moved):
             phase = "collective"
@@ -189,10 +189,10 @@ class Sampler:
 
     def _waited_in(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
         if not moved and not self._call and phase in ("collective", "join"):
-            self._call = recorder.present(stacks.main())
+            self._call = flight_recorder.present(stacks.main())
             if not self._call and not self._sought and now - self._moved > _LONG * 1e9:
                 self._sought = True  # all that is recorded is read for that: once
-                self._call = recorder.pending()
+                self._call = flight_recorder.pending()
             group = self._call.get("group")
             counts = [known["enqueued"] for known in self._groups if known["name"] == group]
             if counts and "seq" not in self._call:

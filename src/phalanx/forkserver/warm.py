@@ -18,29 +18,31 @@ import sys
 import time
 from typing import Any
 
-from . import imports, kernel, teardown, wire
-from .leftovers import Leftovers
-from .nursery import Nursery
-from .witness import witness
+from . import linux, wire
+from .child import teardown
+from .imports import preload
+from .orphans import Orphans
+from .probe import probe
+from .server import ForkServer
 
 
-class Warm:
+class WarmForkServer:
     def __init__(self, listener: socket.socket, path: str, idle: float) -> None:
         self._listener = listener
         self._path = path  # of the socket, removed at the end
         self._idle = idle
         self._used = time.monotonic()
         self._runs: set[int] = set()
-        self._leftovers = Leftovers()
+        self._leftovers = Orphans()
         self._left: frozenset[int] = frozenset()  # what runs have left running on purpose
         self._files: dict[str, tuple[int, int]] = {}
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
-        witness.prepare()
-        report = imports.preload(modules, [], None)
+        probe.prepare()
+        report = preload.preload(modules, [], None)
         teardown.keep_operators()
-        kernel.adopt_orphans()
+        linux.adopt_orphans()
         self._files = _module_files()
         self._used = time.monotonic()  # its own imports are no idle time
         if report["failed"] or report["unsafe"]:
@@ -124,7 +126,7 @@ class Warm:
         sock = connection.dup()
         connection.close()
         wire.send(sock, {"is": "ready", "pid": os.getpid(), "seconds": {}, "failed": {}, "unsafe": ""})
-        return Nursery(sock).serve()
+        return ForkServer(sock).serve()
 
     def _reap(self) -> None:
         ended = killed = False

@@ -27,7 +27,7 @@ _APART = frozenset({"send", "recv", "recvAnySource", "recvanysource", "split", "
 Entry = dict[str, Any]
 
 
-class History:
+class CollectiveHistory:
     """`name`: as torch.distributed calls it, from call site and record. `dtypes`: likewise. `root`: the global rank."""
 
     def __init__(

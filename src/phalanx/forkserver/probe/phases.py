@@ -10,9 +10,9 @@ import sys
 from types import CodeType
 from typing import NamedTuple
 
-_PHALANX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))) + os.sep
+from .. import paths
+
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_SHOWN = ("demo/", "bench/scripts/")  # of ours, and written as users write
 _TYPED = ("<string>", "<stdin>", "<ipython-input")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -57,16 +57,6 @@ _OTHERS = (
     ("webdataset/", "data"),
     ("streaming/", "data"),
 )
-_OURS = (
-    ("train/loader.py", "data"),
-    ("train/batches.py", "data"),
-    ("train/checkpoint/", "checkpoint"),
-    ("train/snapshot/", "checkpoint"),
-    ("join/group.py", "collective"),
-    ("join/", "join"),
-    ("collectives/group.py", "collective"),
-    ("collectives/work.py", "collective"),
-)
 
 _FUNCTION = 1  # inspect.CO_OPTIMIZED: neither a module's lines nor a class's
 
@@ -97,11 +87,11 @@ def kind(code: CodeType) -> Kind:
     if below is not None:
         phase = _of_torch(below, name) if code.co_flags & _FUNCTION else ""  # else it is being imported
         return Kind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
-    if file.startswith(_PHALANX):
-        path = file[len(_PHALANX) :]
-        own = path.startswith(_SHOWN)
-        joins = path.startswith("collectives/") and name == "__init__"  # torch's own frame says so
-        return Kind("" if own or joins else _first(_OURS, path), own, False, False, name == "<module>")
+    if file.startswith(paths.ROOT):
+        path = file[len(paths.ROOT) :]
+        own = path.startswith(paths.USER_CODE)
+        joins = path.startswith(paths.COLLECTIVES) and name == "__init__"  # torch's own frame says so
+        return Kind("" if own or joins else _first(paths.PHASES, path), own, False, False, name == "<module>")
     for folder in _INSTALLED:
         _, found, path = file.rpartition(folder)
         if found:
@@ -113,8 +103,8 @@ def own_file(file: str) -> bool:
     """The user's: not Python's, not installed, not ours."""
     if file.startswith("<"):
         return file.startswith(_TYPED)
-    if file.startswith(_PHALANX):
-        return file[len(_PHALANX) :].startswith(_SHOWN)
+    if file.startswith(paths.ROOT):
+        return file[len(paths.ROOT) :].startswith(paths.USER_CODE)
     return not file.startswith(_LIBRARY) and not any(folder in file for folder in _INSTALLED)
 
 

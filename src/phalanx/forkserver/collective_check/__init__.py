@@ -1,0 +1,1 @@
+"""--check-collectives: compare what ranks are about to call."""

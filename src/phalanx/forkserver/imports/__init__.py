@@ -1,0 +1,1 @@
+"""What is imported before the fork, and how a worker sees it."""

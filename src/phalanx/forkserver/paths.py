@@ -1,0 +1,40 @@
+"""Files and modules of phalanx that other code finds by name: in stacks, and in `sys.modules`.
+
+A test checks that every entry exists, so that a moved file cannot go unnoticed. Standard library only, as everything
+here: a worker loads it by path.
+"""
+
+from __future__ import annotations
+
+import os
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+# Folders below ROOT.
+USER_CODE = ("demo/", "bench/scripts/")  # ours, but written as users write: shown in stacks
+FORK_SERVER = "forkserver/"  # its frames, below those of the script, say nothing
+PROBE = "forkserver/probe/"  # its thread is no evidence
+
+# The beginning of a path below ROOT -> the phase of a training; the first that fits counts.
+PHASES = (
+    ("train/loader.py", "data"),
+    ("train/order.py", "data"),
+    ("train/checkpoint/", "checkpoint"),
+    ("train/snapshot/", "checkpoint"),
+    ("join/group.py", "collective"),
+    ("join/", "join"),
+    ("collectives/group.py", "collective"),
+    ("collectives/work.py", "collective"),
+)
+COLLECTIVES = "collectives/"
+WORK = "collectives/work.py"  # `wait` there waits for an operation that is under way
+THREADED = "collectives/threaded.py"
+
+# Modules, as `sys.modules` knows them where they are imported.
+FLIGHT_RECORDER = "phalanx.collectives.journal"
+GROUPS = "phalanx.collectives.living"
+TRAINING = ("phalanx.train.main", "phalanx.train.generations")
+# The fork server's own, which a worker knows by another name.
+_LOADED = "_phalanx_forkserver"
+PROBE_MODULE = f"{_LOADED}.probe.probe"
+CHECKER_MODULE = f"{_LOADED}.collective_check.checker"

@@ -1,0 +1,40 @@
+"""What other code finds by name is there: a file or module that moves must not go unnoticed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.forkserver import paths
+
+PACKAGE = Path(phalanx.__file__).parent
+BELOW = (
+    *paths.USER_CODE,
+    *(start for start, _ in paths.PHASES),
+    *(paths.FORK_SERVER, paths.PROBE, paths.COLLECTIVES, paths.WORK, paths.THREADED),
+)
+LOADED = [
+    name.replace("_phalanx_forkserver", "phalanx.forkserver") for name in (paths.PROBE_MODULE, paths.CHECKER_MODULE)
+]
+
+
+def test_the_root_is_the_package() -> None:
+    assert Path(paths.ROOT) == PACKAGE
+
+
+@pytest.mark.parametrize("path", BELOW)
+def test_a_path_exists(path: str) -> None:
+    assert (PACKAGE / path).is_dir() if path.endswith("/") else (PACKAGE / path).is_file()
+
+
+@pytest.mark.parametrize("module", [paths.FLIGHT_RECORDER, paths.GROUPS, *paths.TRAINING, *LOADED])
+def test_a_module_exists(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("module", LOADED)
+def test_it_has_the_current_one(module: str) -> None:
+    assert hasattr(importlib.import_module(module), "current")
