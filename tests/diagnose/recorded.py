@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.diagnose.evidence import Evidence, Group, History, Rank
 from phalanx.forkserver.probe import flight_recorder
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
-from phalanx.launch import testimony
+from phalanx.launch.hangs import node_evidence
 from tests.diagnose.scene import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]
@@ -77,7 +77,7 @@ def told(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def history(entries: Sequence[Entry]) -> History:
-    return testimony.read(told(entries)).history
+    return node_evidence.read(told(entries)).history
 
 
 def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]] | None = None) -> Evidence:

@@ -15,7 +15,7 @@ from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe import collective_history as kept
-from phalanx.launch import testimony
+from phalanx.launch.hangs import node_evidence
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
 from tests.diagnose.scene import C10D, DDP, HOME
 
@@ -332,7 +332,7 @@ def test_records_that_do_not_fit_together_are_left_out(how: str) -> None:
     answer = told(REDUCE)
     broken = BROKEN[how](answer["history"])
     answer["history"] = broken if isinstance(broken, str) else answer["history"]
-    read = testimony.read({**answer, "threads": [{"name": "m", "frames": [["a.py", 1, "f"]], "main": True}]})
+    read = node_evidence.read({**answer, "threads": [{"name": "m", "frames": [["a.py", 1, "f"]], "main": True}]})
     assert read.history == History()
     assert read.threads
 

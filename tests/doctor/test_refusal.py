@@ -8,11 +8,11 @@ from phalanx.doctor import pairs, refusal, report
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.pairs import Pair
 from phalanx.errors import JoinError
-from phalanx.launch import ssh
-from phalanx.launch.order import Refused
+from phalanx.launch.remote import ssh
+from phalanx.launch.remote.node_spec import NodeRefused
 
-FAR = Refused(what="ssh does not get there", details=("ssh: No route to host",), fix="ssh c true")
-ODD = Refused(what="it has other versions", details=("torch is 1.13 there", "nccl is missing there"), fix="")
+FAR = NodeRefused(what="ssh does not get there", details=("ssh: No route to host",), fix="ssh c true")
+ODD = NodeRefused(what="it has other versions", details=("torch is 1.13 there", "nccl is missing there"), fix="")
 HOSTS = ("a", "b@x", "c")
 
 

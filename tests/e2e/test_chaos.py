@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from phalanx.contract import events
-from phalanx.launch.chaos import Blow, Chaos, blows
+from phalanx.launch.chaos import Chaos, InjectedFault, blows
 from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import PHALANX, Env, Result, alive, phalanx, run, stage, start, until
@@ -301,7 +301,7 @@ def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> N
     assert {(blow.rank, blow.kind) for blow in hundred} == set(itertools.product(range(4), ("kill", "stop")))
     assert all(1.0 <= blow.delay <= 3.0 for blow in hundred)
     assert hundred != list(itertools.islice(blows(3, range(4), ("kill", "stop"), 2.0), 100))
-    assert isinstance(hundred[0], Blow)
+    assert isinstance(hundred[0], InjectedFault)
 
 
 def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:

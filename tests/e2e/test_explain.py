@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.forkserver import wire
-from phalanx.launch import desk
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.runs.run_folder import RunRecord
 from tests.e2e.crew import codes, together
 from tests.e2e.places import script
 from tests.kit.cli import PYTHON, phalanx, stage, start
@@ -160,7 +160,7 @@ def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> N
     with start(*words("sleeps", tmp_path), env=places) as job:
         job.wait_for("rank 2 is sleeping", timeout=60)
         record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
-        with desk.call(record, {"ask": "why"}) as sock:
+        with control_socket.call(record, {"ask": "why"}) as sock:
             sock.settimeout(30)
             received = wire.receive(sock)
         assert received is not None
@@ -186,7 +186,8 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 # Asks the supervisor of this machine why, wherever it leads.
 ASKS = """
 import sys
-from phalanx.launch import desk, runfolder
+from phalanx.launch.ipc import control_socket as desk
+from phalanx.launch.runs import run_folder as runfolder
 from phalanx.forkserver import wire
 (run,) = [run for run in runfolder.all_runs(sys.argv[1]) if run.alive]
 answer = wire.receive(desk.call(run, {"ask": "why"}))[0]

@@ -8,7 +8,8 @@ from typing import Any
 
 from phalanx.contract import events
 from phalanx.forkserver import wire
-from phalanx.launch import desk, runfolder
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.runs import run_folder
 from tests.e2e.places import script
 from tests.kit.cli import stage, start, until
 
@@ -16,8 +17,8 @@ from tests.kit.cli import stage, start, until
 def asked(home: str) -> dict[str, Any]:
     """What the desk of the one run there says; it knows more every second."""
     time.sleep(0.5)
-    (run,) = (run for run in runfolder.all_runs(home) if run.alive)
-    with desk.call(run, {"ask": "paces"}) as line:
+    (run,) = (run for run in run_folder.all_runs(home) if run.alive)
+    with control_socket.call(run, {"ask": "paces"}) as line:
         line.settimeout(30)
         received = wire.receive(line)
     assert received is not None
@@ -49,7 +50,11 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(tmp_path: P
             assert "rank 2 is " in told
             assert "times slower in compute than the median" in told
         (path,) = Path(home, "runs").glob("*/events.jsonl")
-        (event,) = [one for one in map(events.decode, path.read_bytes().splitlines()) if isinstance(one, events.Paces)]
+        (event,) = [
+            one
+            for one in map(events.decode, path.read_bytes().splitlines())
+            if isinstance(one, events.StepTimingReport)
+        ]
         assert [pace.rank for pace in event.ranks] == [0, 1, 2]
         assert event.ranks[2].compute > 1.3 * event.ranks[0].compute
         assert event.ranks[2].waiting < event.ranks[0].waiting

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
-from phalanx.launch import viewing
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import views
+from phalanx.launch.runs.run_folder import RunRecord
 from tests.e2e.places import READY, script
 from tests.kit.cli import Handle, alive, descendants, free_port, phalanx, start, until
 from tests.kit.proc import command
@@ -156,7 +156,7 @@ def test_from_another_node(tmp_path: Path) -> None:
         assert record.pid == node.pid
 
         async def look() -> list[events.AnyEvent]:
-            source, found = viewing.of(record), []
+            source, found = views.of(record), []
             async for event in source.events():
                 found.append(event)
                 if isinstance(event, events.WorkerBorn):

@@ -34,19 +34,19 @@ def told(env: Env, name: str) -> Told:
     return found[0], found[1]
 
 
-def faces(of: Told) -> list[events.Faces]:
-    return [event for event in of[0] if isinstance(event, events.Faces)]
+def faces(of: Told) -> list[events.RankInfos]:
+    return [event for event in of[0] if isinstance(event, events.RankInfos)]
 
 
-def sights(of: Told) -> list[events.Sight]:
-    return [event for event in of[1] if isinstance(event, events.Sight)]
+def sights(of: Told) -> list[events.ClusterSample]:
+    return [event for event in of[1] if isinstance(event, events.ClusterSample)]
 
 
 def measured(of: Told) -> list[events.Measured]:
     return [event for event in of[1] if isinstance(event, events.Measured)]
 
 
-def busy(sight: events.Sight, generation: int) -> bool:
+def busy(sight: events.ClusterSample, generation: int) -> bool:
     """All three train, and it is known how fast, at what and where: on a busy machine nobody may have looked yet."""
     trains = [one for one in sight.ranks if one.samples > 0 and one.compute > 0 and "sighted.py:" in one.place]
     return len(trains) == 3 and sight.generation == generation

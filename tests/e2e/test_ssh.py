@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from phalanx.cli.options import parse_run
-from phalanx.launch import order
-from phalanx.launch.order import Order, Refused
+from phalanx.launch.remote import node_spec
+from phalanx.launch.remote.node_spec import NodeRefused, NodeSpec
 from tests.e2e.places import READY, SCRIPTS, pids, script
 from tests.kit import proc
 from tests.kit.cli import phalanx, until
@@ -175,12 +175,12 @@ def test_a_node_says_what_is_wrong_with_it(tmp_path: Path, change: dict[str, Any
         "host": None,
         "port": 0,
     }
-    line = order.encode(Order(**{**told, **change})).decode()
+    line = node_spec.encode(NodeSpec(**{**told, **change})).decode()
     result = phalanx("node", input=line, cwd=str(tmp_path))
-    marked = [line for line in result.out.splitlines() if line.startswith(order.MARK.decode())]
+    marked = [line for line in result.out.splitlines() if line.startswith(node_spec.MARK.decode())]
     assert len(marked) == 1, result.out + result.err
-    refused = order.from_node(marked[0].removeprefix(order.MARK.decode()).encode())
-    assert isinstance(refused, Refused), refused
+    refused = node_spec.from_node(marked[0].removeprefix(node_spec.MARK.decode()).encode())
+    assert isinstance(refused, NodeRefused), refused
     assert what in refused.what
     assert refused.fix
     assert result.code == 1

@@ -18,11 +18,14 @@ from phalanx.contract import events
 from phalanx.control import messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
-from phalanx.launch import audience, desk, logs, past, runfolder, viewing
-from phalanx.launch.audience import Audience
-from phalanx.launch.desk import Desk
-from phalanx.launch.post import Post
-from phalanx.launch.runfolder import RunFolder, RunRecord
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.ipc.control_socket import ControlSocket
+from phalanx.launch.ipc.node_rpc import NodeRpc
+from phalanx.launch.output import log_reader
+from phalanx.launch.runs import event_cursor, run_folder, views
+from phalanx.launch.runs.run_folder import RunFolder, RunRecord
+from phalanx.launch.viewers import event_server
+from phalanx.launch.viewers.event_server import EventServer
 from phalanx.watch.source import Found
 
 
@@ -39,7 +42,7 @@ class Node:
         self.others: dict[int, Node] = {}
         self.number = 0
         self.ranks = ranks
-        self.post = Post(cast("Any", self))
+        self.post = NodeRpc(cast("Any", self))
         pid = os.getpid()
         self.record = RunRecord(
             id="run",
@@ -58,8 +61,8 @@ class Node:
             (place / "stdout.log").write_text(f"rank {rank} speaks\n")
 
     def open(self) -> None:
-        self.desk = Desk(self.folder)
-        self.audience = Audience(cast("Any", self), cast("Any", self), self.post, self.desk, self.folder)
+        self.desk = ControlSocket(self.folder)
+        self.audience = EventServer(cast("Any", self), cast("Any", self), self.post, self.desk, self.folder)
 
     def close(self) -> None:
         self.desk.close()
@@ -70,11 +73,11 @@ class Node:
         self.folder.event(events.Note(time=time.time(), text=text))
 
     def sight(self, size: int = 0) -> None:
-        glances = (events.Glance(rank=0, place="x" * size),)
-        self.folder.sight(events.Sight(time=time.time(), seconds=1.0, ranks=glances))
+        glances = (events.RankSample(rank=0, place="x" * size),)
+        self.folder.sight(events.ClusterSample(time=time.time(), seconds=1.0, ranks=glances))
 
     def call(self, since: float | None = None) -> Any:
-        return desk.call(self.record, {"ask": "watch", "since": since})
+        return control_socket.call(self.record, {"ask": "watch", "since": since})
 
     # -- Carrier
 
@@ -114,7 +117,7 @@ async def heard(source: Any, *, until: str = "") -> list[str]:
     found: list[str] = []
     async for event in source.events():
         found.append(
-            event.text if isinstance(event, events.Note) else "S" if isinstance(event, events.Sight) else "end"
+            event.text if isinstance(event, events.Note) else "S" if isinstance(event, events.ClusterSample) else "end"
         )
         if until and found[-1] == until:
             break
@@ -143,7 +146,7 @@ def test_the_past_then_what_happens_each_once(tmp_path: Path) -> None:
                 node.note(f"past {number}")
                 expected.append(f"past {number}")
             happening = asyncio.create_task(happen())
-            everybody = await asyncio.gather(*(heard(viewing.of(node.record)) for _ in range(5)))
+            everybody = await asyncio.gather(*(heard(views.of(node.record)) for _ in range(5)))
             await happening
             assert everybody == [[*expected, "end"]] * 5
 
@@ -154,44 +157,44 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
     folder = RunFolder(str(tmp_path))
     for number in range(50):
         folder.event(events.Note(time=float(number), text=f"{number}"))
-        folder.sight(events.Sight(time=number + 0.5, seconds=1.0))
+        folder.sight(events.ClusterSample(time=number + 0.5, seconds=1.0))
     folder.close()
     with open(tmp_path / "events.jsonl", "ab") as file:
         file.write(b'{"event":"note","time":60.0,"te')  # the disk was full
-    monkeypatch.setattr(past, "PART", 200)
-    cursor: past.Cursor | None = past.begin(str(tmp_path))
+    monkeypatch.setattr(event_cursor, "PART", 200)
+    cursor: event_cursor.EventCursor | None = event_cursor.begin(str(tmp_path))
     lines, parts = b"", 0
     while cursor is not None:
-        part, cursor = past.part(str(tmp_path), cursor)
+        part, cursor = event_cursor.part(str(tmp_path), cursor)
         assert len(part) < 400
         lines, parts = lines + part, parts + 1
     times = [events.decode(line).time for line in lines.splitlines()]
     assert times == [number / 2 for number in range(100)]
     assert parts > 20
-    lately, _ = past.part(str(tmp_path), past.begin(str(tmp_path), since=48.0 + past.SLACK))
+    lately, _ = event_cursor.part(str(tmp_path), event_cursor.begin(str(tmp_path), since=48.0 + event_cursor.SLACK))
     assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
 
 
 def test_how_it_began_is_told_first(tmp_path: Path) -> None:
     """A sight is of a whole second, and the first of them may have begun before the run."""
     folder = RunFolder(str(tmp_path))
-    folder.sight(events.Sight(time=7.0, seconds=1.0))
+    folder.sight(events.ClusterSample(time=7.0, seconds=1.0))
     folder.event(events.RunStarted(time=7.4, run="r", command=("train.py",), world_size=1, pid=1))
     folder.event(events.Note(time=8.5, text="later"))
-    folder.sight(events.Sight(time=8.0, seconds=1.0))
+    folder.sight(events.ClusterSample(time=8.0, seconds=1.0))
     folder.close()
-    lines, _ = past.part(str(tmp_path), past.begin(str(tmp_path)))
+    lines, _ = event_cursor.part(str(tmp_path), event_cursor.begin(str(tmp_path)))
     assert [events.decode(line).time for line in lines.splitlines()] == [7.4, 7.0, 8.0, 8.5]
 
 
 def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
     note = events.encode(events.Note(time=2.0, text="ä"))
     cut = note[: note.index("ä".encode()) + 1]
-    (tmp_path / "events.jsonl").write_bytes(b"\0" * (past._READ + 100) + b"\n" + cut + note + note)
-    cursor: past.Cursor | None = past.begin(str(tmp_path))
+    (tmp_path / "events.jsonl").write_bytes(b"\0" * (event_cursor._READ + 100) + b"\n" + cut + note + note)
+    cursor: event_cursor.EventCursor | None = event_cursor.begin(str(tmp_path))
     lines, parts = b"", 0
     while cursor is not None:
-        part, cursor = past.part(str(tmp_path), cursor)
+        part, cursor = event_cursor.part(str(tmp_path), cursor)
         lines, parts = lines + part, parts + 1
         assert parts < 10
     found = []
@@ -212,7 +215,7 @@ def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path
                     node.sight(1 << 16)
                     await asyncio.sleep(0)
                 assert caller._transport is not None
-                assert caller._transport.get_write_buffer_size() < audience._SIGHTS + (1 << 17)
+                assert caller._transport.get_write_buffer_size() < event_server._SIGHTS + (1 << 17)
                 node.note("something happens")  # that is not lost yet
                 assert caller in node.audience._callers
                 for number in range(200):
@@ -221,25 +224,25 @@ def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path
                 await until(lambda: not node.audience._callers)
                 # Whoever reads gets it all the same.
                 node.audience.end(0, 1.0)
-                assert (await heard(viewing.of(node.record)))[-1] == "end"
+                assert (await heard(views.of(node.record)))[-1] == "end"
                 deaf.close()
 
     play(work)
 
 
 def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audience, "MOST", 2)
-    monkeypatch.setattr(desk, "SOON", 0.2)
+    monkeypatch.setattr(event_server, "MOST", 2)
+    monkeypatch.setattr(control_socket, "SOON", 0.2)
 
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
             first, second = await asyncio.to_thread(node.call), await asyncio.to_thread(node.call)
             await until(lambda: len(node.audience._callers) == 2)
             with pytest.raises(LaunchError, match="2 look at this run already"):
-                await heard(viewing.of(node.record))
+                await heard(views.of(node.record))
             first.close()
             await until(lambda: len(node.audience._callers) == 1)
-            assert await heard(viewing.of(node.record), until="begins") == ["begins"]
+            assert await heard(views.of(node.record), until="begins") == ["begins"]
             second.close()
 
     play(work)
@@ -250,11 +253,13 @@ def test_who_says_nothing_at_the_desk_keeps_nobody_from_it(tmp_path: Path) -> No
         async with nodes(tmp_path) as (node,):
             name = Path(node.folder.path, "desk").read_text().split()[0]
             with contextlib.ExitStack() as held:
-                strangers = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(desk._STRANGERS + 20)]
+                strangers = [
+                    held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(control_socket._STRANGERS + 20)
+                ]
                 for stranger in strangers:
                     await asyncio.to_thread(stranger.connect, f"\0{name}")
-                assert await heard(viewing.of(node.record), until="begins") == ["begins"]
-                assert len(node.desk._strangers) <= desk._STRANGERS
+                assert await heard(views.of(node.record), until="begins") == ["begins"]
+                assert len(node.desk._strangers) <= control_socket._STRANGERS
                 strangers[0].settimeout(10)
                 assert await asyncio.to_thread(strangers[0].recv, 1) == b""
 
@@ -264,7 +269,7 @@ def test_who_says_nothing_at_the_desk_keeps_nobody_from_it(tmp_path: Path) -> No
 def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
-            hearing = asyncio.create_task(heard(viewing.of(node.record)))
+            hearing = asyncio.create_task(heard(views.of(node.record)))
             for number in range(3):
                 await until(lambda: bool(node.audience._callers))
                 node.note(f"before {number}")
@@ -282,7 +287,7 @@ def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: P
 def test_who_is_hung_up_on_at_the_end_reads_the_rest_from_the_files(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
-            source = viewing.of(node.record)
+            source = views.of(node.record)
             hearing = asyncio.create_task(heard(source))
             await until(lambda: bool(node.audience._callers))
             node.note("heard")
@@ -312,7 +317,7 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                     lambda _, number, __, said=said: broken.post.send("looked", number, said),  # type: ignore[misc]
                 )
                 for node in (leader, one):
-                    source = viewing.of(node.record)
+                    source = views.of(node.record)
                     found = await source.search("speaks")
                     assert [line.rank for line in found if line.rank >= 0] == [0, 1, 2]
                     with pytest.raises(LaunchError):
@@ -321,12 +326,12 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
             broken.post.reads(
                 "look", lambda _, number, __: broken.post.send("looked", number, msgspec.json.encode(lies))
             )
-            assert [line.line for line in await viewing.of(leader.record).search("speaks")] == [
+            assert [line.line for line in await views.of(leader.record).search("speaks")] == [
                 f"rank {rank} speaks" for rank in range(3)
             ]
             broken.post.reads("look", lambda *_: None)
-            monkeypatch.setattr(audience, "_ANSWER", 1.0)
-            *found, note = await viewing.of(one.record).search("speaks")  # node 0 waits as well
+            monkeypatch.setattr(event_server, "_ANSWER", 1.0)
+            *found, note = await views.of(one.record).search("speaks")  # node 0 waits as well
             assert [line.rank for line in found] == [0, 1, 2]
             assert note.line == "node 3 has not answered within 1 s"
 
@@ -347,29 +352,29 @@ def test_whoever_leaves_does_not_wait_for_a_supervisor_that_is_stopped(tmp_path:
 
         async def look() -> None:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(heard(viewing.of(node.record)), 0.3)
+                await asyncio.wait_for(heard(views.of(node.record)), 0.3)
 
         began = time.monotonic()
         asyncio.run(look())
-        assert time.monotonic() - began < desk.SOON - 1
+        assert time.monotonic() - began < control_socket.SOON - 1
     node.folder.close()
 
 
 def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audience, "_RENEWED", 0.05)
-    monkeypatch.setattr(audience, "_EXPIRES", 0.5)
+    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_EXPIRES", 0.5)
 
     async def work() -> None:
         async with nodes(tmp_path, 3) as (leader, one, _):
             for number in range(5000):
                 leader.note(f"past {number}")
-            several = [asyncio.create_task(heard(viewing.of(one.record))) for _ in range(3)]
+            several = [asyncio.create_task(heard(views.of(one.record))) for _ in range(3)]
             await until(lambda: len(one.audience._callers) == 3 and 1 in leader.audience._members)
             assert list(leader.audience._members) == [1]  # however many look there
             one.note("not for those who look at the whole")
             leader.note("now")
             for number in range(3):
-                source = viewing.of(leader.others.get(number, leader).record)
+                source = views.of(leader.others.get(number, leader).record)
                 for rank in range(3):
                     part = await source.log(rank, "stdout")
                     assert (part.start, part.text) == (0, f"rank {rank} speaks\n")
@@ -392,11 +397,11 @@ def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> Non
 
 
 def test_a_node_that_was_not_heard_of_for_a_while_is_told_what_it_has_missed(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, one):
-            hearing = asyncio.create_task(heard(viewing.of(one.record)))
+            hearing = asyncio.create_task(heard(views.of(one.record)))
             await until(lambda: 1 in leader.audience._members and bool(one.audience._leader))
             leader.audience._members.clear()  # it was stopped for longer than its wish is good for
             leader.note("missed")
@@ -409,11 +414,11 @@ def test_a_node_that_was_not_heard_of_for_a_while_is_told_what_it_has_missed(tmp
 
 
 def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 3) as (leader, heir, other):
-            hearing = [asyncio.create_task(heard(viewing.of(node.record))) for node in (heir, other)]
+            hearing = [asyncio.create_task(heard(views.of(node.record))) for node in (heir, other)]
             await until(lambda: len(leader.audience._members) == 2)
             await until(lambda: all(not caller._held for node in (heir, other) for caller in node.audience._callers))
             leader.note("the last of the first")
@@ -438,13 +443,13 @@ def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: 
 
 
 def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(audience, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, node):
             node.together = False
             leader.note("long ago")
-            hearing = asyncio.create_task(heard(viewing.of(node.record)))
+            hearing = asyncio.create_task(heard(views.of(node.record)))
             await until(lambda: bool(node.audience._callers))
             node.note("waits for node 0")
             await asyncio.sleep(0.1)
@@ -459,12 +464,12 @@ def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Pat
 def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.event(events.Note(time=1.0, text="one"))
-    folder.sight(events.Sight(time=2.0, seconds=1.0))
+    folder.sight(events.ClusterSample(time=2.0, seconds=1.0))
     folder.event(events.RunEnded(time=3.0, code=1, seconds=2.0))
     (tmp_path / "node_1").mkdir()
     other = RunFolder(str(tmp_path / "node_1"))  # that has led since
     other.event(events.Note(time=2.5, text="its own, from when it followed"))
-    other.sight(events.Sight(time=4.0, seconds=1.0))
+    other.sight(events.ClusterSample(time=4.0, seconds=1.0))
     other.event(events.Note(time=5.0, text="led"))
     for run, rank in ((folder, 0), (other, 1)):
         for name in (f"{rank}", f"{rank}.1"):  # another has taken its place
@@ -485,10 +490,10 @@ def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
         ended=5.0,
         code=1,
     )
-    runfolder.RunFolder(str(tmp_path)).record(record)
+    run_folder.RunFolder(str(tmp_path)).record(record)
 
     async def work() -> None:
-        source = viewing.of(record)
+        source = views.of(record)
         assert not source.alive
         assert await heard(source) == ["one", "S", "end", "S", "led"]
         assert (await source.log(1, "stderr")).text == "1.1 warns\n"
@@ -500,7 +505,7 @@ def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(viewing, "_LOOK", 0.02)
+    monkeypatch.setattr(views, "_LOOK", 0.02)
     folder = RunFolder(str(tmp_path))
     record = RunRecord(
         id="run",
@@ -518,14 +523,14 @@ def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monke
 
     async def work() -> None:
         folder.event(events.Note(time=1.0, text="one"))
-        source = viewing.of(record)
+        source = views.of(record)
         hearing = asyncio.create_task(heard(source))
         with open(tmp_path / "events.jsonl", "ab", buffering=0) as file:
             for piece in (line[:20], line[20:]):
                 await asyncio.sleep(0.1)
                 file.write(piece)
         assert source.alive
-        folder.sight(events.Sight(time=3.0, seconds=1.0))
+        folder.sight(events.ClusterSample(time=3.0, seconds=1.0))
         await asyncio.sleep(0.1)
         folder.event(events.RunEnded(time=4.0, code=0, seconds=3.0))
         folder.ended(0)
@@ -544,54 +549,54 @@ def test_parts_of_a_log(tmp_path: Path) -> None:
     (tmp_path / "stdout.log").write_text(text)
     found, at = "", 0
     while True:
-        part = logs.part(str(tmp_path), "stdout", at, 1000)
+        part = log_reader.part(str(tmp_path), "stdout", at, 1000)
         assert part.start == at
         if not part.text:
             break
         found, at = found + part.text, part.end
     assert found == text
-    last = logs.part(str(tmp_path), "stdout", None, 100)
+    last = log_reader.part(str(tmp_path), "stdout", None, 100)
     assert last.text.startswith("line ")
     assert text.endswith(last.text)
-    assert len(logs.part(str(tmp_path), "stdout", 0, 1 << 30).text.encode()) <= logs.PART
-    beyond = logs.part(str(tmp_path), "stdout", 1 << 40)
+    assert len(log_reader.part(str(tmp_path), "stdout", 0, 1 << 30).text.encode()) <= log_reader.PART
+    beyond = log_reader.part(str(tmp_path), "stdout", 1 << 40)
     assert (beyond.start, beyond.end, beyond.text) == (len(text.encode()), len(text.encode()), "")
     with open(tmp_path / "stdout.log", "ab") as file:
         file.write("half €".encode()[:-1])  # and the rest of it a moment later
         file.flush()
-        half = logs.part(str(tmp_path), "stdout", beyond.end)
+        half = log_reader.part(str(tmp_path), "stdout", beyond.end)
         file.write("half €".encode()[-1:])
         file.flush()
-        rest = logs.part(str(tmp_path), "stdout", half.end)
+        rest = log_reader.part(str(tmp_path), "stdout", half.end)
         assert (half.text, rest.text) == ("half ", "€")
     (tmp_path / "stdout.log").write_bytes(b"ended\xe2")
-    half = logs.part(str(tmp_path), "stdout", 0)
-    assert (half.text, logs.part(str(tmp_path), "stdout", half.end).text) == ("ended", "\ufffd")
-    assert logs.part(str(tmp_path), "stderr", None).text == ""
-    assert logs.part(None, "stdout", 3).text == ""
+    half = log_reader.part(str(tmp_path), "stdout", 0)
+    assert (half.text, log_reader.part(str(tmp_path), "stdout", half.end).text) == ("ended", "\ufffd")
+    assert log_reader.part(str(tmp_path), "stderr", None).text == ""
+    assert log_reader.part(None, "stdout", 3).text == ""
 
 
 def test_a_search_is_bounded_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(logs, "LOOKED", 1 << 16)
-    monkeypatch.setattr(logs, "_BLOCK", 1 << 10)
+    monkeypatch.setattr(log_reader, "LOOKED", 1 << 16)
+    monkeypatch.setattr(log_reader, "_BLOCK", 1 << 10)
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
     lines = [f"line {number}" + " Needle" * (number % 1000 == 0) for number in range(20_000)]
     (tmp_path / "0" / "stdout.log").write_text("\n".join(lines))
     (tmp_path / "1" / "stderr.log").write_text("x" * 5000 + "needle" + "y" * 5000)
     places = {rank: str(tmp_path / str(rank)) for rank in (0, 1)}
-    *found, note = logs.search(places, "needle", 100)
+    *found, note = log_reader.search(places, "needle", 100)
     assert note == Found(rank=-1, stream="stdout", at=0, line="of rank 0, only the last 0 MiB were looked through")
     assert [line.line for line in found[:-1]] == [f"line {number} Needle" for number in range(15_000, 20_000, 1000)]
     text = (tmp_path / "0" / "stdout.log").read_bytes()
     assert all(text[line.at :].startswith(line.line.encode()) for line in found[:-1])
     assert found[-1].rank == 1
     assert found[-1].line.startswith("needle")
-    assert len(found[-1].line) <= logs._LINE
-    *few, _, limit = logs.search(places, "needle", 2)
+    assert len(found[-1].line) <= log_reader._LINE
+    *few, _, limit = log_reader.search(places, "needle", 2)
     assert [(line.rank, line.line[:10]) for line in few] == [(0, "line 19000"), (1, "needleyyyy")]
     assert limit.line == "only 2 lines are shown, of more"
-    assert "there was no time" in logs.search(places, "needle", 2, patience=-1.0)[-1].line
+    assert "there was no time" in log_reader.search(places, "needle", 2, patience=-1.0)[-1].line
 
 
 def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
@@ -600,8 +605,8 @@ def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
         (Path(folder.rank_folder(0, name)) / "stdout.log").write_text(name)
     for number, (rank, spare) in enumerate(((0, False), (1, False), (1, True))):
         folder.event(events.WorkerBorn(time=1.0, rank=rank, pid=10 + number, spare=spare))
-    assert {rank: Path(path).name for rank, path in logs.folders(str(tmp_path)).items()} == {0: "0", 1: "1"}
+    assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "1"}
     os.utime(tmp_path / "attempt_0" / "spare.2" / "stdout.log", (time.time(), time.time() + 9))
     folder.event(events.WorkerSeated(time=2.0, rank=1, pid=12, was=1))
-    assert {rank: Path(path).name for rank, path in logs.folders(str(tmp_path)).items()} == {0: "0", 1: "spare.2"}
+    assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "spare.2"}
     folder.close()

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from phalanx.launch.bridge import WINDOW, Bridge
+from phalanx.launch.ipc.stream_proxy import WINDOW, StreamProxy
 
 
 class Pair:
@@ -18,10 +18,10 @@ class Pair:
         self.ended: list[str] = []
         self.left, near = socket.socketpair()
         self.right, far = socket.socketpair()
-        self.a = Bridge(
+        self.a = StreamProxy(
             0, lambda letter: loop.call_soon(self.b.arrived, letter[:1], letter[1:]) and None, self._end("a")
         )
-        self.b = Bridge(
+        self.b = StreamProxy(
             0, lambda letter: loop.call_soon(self.a.arrived, letter[:1], letter[1:]) and None, self._end("b")
         )
         self.a.start(near)

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch import sink as sink_module
-from phalanx.launch.console import Console
-from phalanx.launch.feed import Feed
-from phalanx.launch.filters import Std
-from phalanx.launch.rows import Lines, columns, overwrite, plain
+from phalanx.launch.output import sink as sink_module
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.filters import Std
+from phalanx.launch.output.line_model import LineModel, columns, overwrite, plain
+from phalanx.launch.output.log_tail import LogTail
 
 PATIENCE = 20.0
 
@@ -139,7 +139,7 @@ class Worker:
 
     def __init__(self, console: Console, rank: int, stream: Std = Std.OUT, *, live: bool = False) -> None:
         self._log = os.memfd_create("log")
-        self._feed: Feed = console.attach(rank, stream, self._log, 0, live=live)
+        self._feed: LogTail = console.attach(rank, stream, self._log, 0, live=live)
 
     def write(self, data: bytes | str) -> None:
         os.write(self._log, data.encode() if isinstance(data, str) else data)
@@ -286,7 +286,7 @@ def test_long_lines_of_several_ranks_are_whole() -> None:
 
 
 def test_a_line_without_end_is_broken_not_lost() -> None:
-    lines = Lines(limit=1000)
+    lines = LineModel(limit=1000)
     shown = b"".join(lines.feed(b"x" * 300) for _ in range(20))
     assert shown == (b"x" * 1000 + b"\n") * 5  # it does not wait for the end
     assert lines.end() == b"x" * 1000 + b"\n"
@@ -819,7 +819,7 @@ def chunked(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> list[bytes]:
 @example([b"abc\r", b"\n"], 1 << 20)
 @example([b"abc\r", b"\n\x1b[Ax"], 1 << 20)
 def test_any_chunks_of_a_stream_give_the_same_lines(chunks: list[bytes], limit: int) -> None:
-    whole, pieces = Lines(limit=limit), Lines(limit=limit)
+    whole, pieces = LineModel(limit=limit), LineModel(limit=limit)
     expected = whole.feed(b"".join(chunks)) + whole.end()
     assert b"".join(pieces.feed(chunk) for chunk in chunks) + pieces.end() == expected
 
@@ -827,7 +827,7 @@ def test_any_chunks_of_a_stream_give_the_same_lines(chunks: list[bytes], limit: 
 @settings(max_examples=300, deadline=None)
 @given(chunked(st.text("ab\n\r ", max_size=60).map(str.encode)))
 def test_lines_are_what_a_terminal_would_show(chunks: list[bytes]) -> None:
-    lines = Lines()
+    lines = LineModel()
     shown = b"".join(lines.feed(chunk) for chunk in chunks) + lines.end()
     rows = [row.rstrip() for row in shown.decode().split("\n")]
     while rows and not rows[-1]:

@@ -21,10 +21,10 @@ from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
 from phalanx.forkserver.debug.terminal import Stream
-from phalanx.launch import desk
-from phalanx.launch.debugging import KIND, Debugging
-from phalanx.launch.opening import Opened, Refused
-from phalanx.launch.post import Post
+from phalanx.launch.debug.attached import Attached, AttachRefused
+from phalanx.launch.debug.sessions import KIND, DebugSessions
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.ipc.node_rpc import NodeRpc
 
 
 class Network:
@@ -54,7 +54,7 @@ class Node:
         network.nodes[number] = self
         self.asked: list[str] = []
         self.said: list[str] = []
-        self.post = Post(self)
+        self.post = NodeRpc(self)
         worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, witness=self)
         self.attempt: Any = SimpleNamespace(
             workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
@@ -63,7 +63,7 @@ class Node:
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
-        self.debugging = Debugging(self, self, console, folder, trusted=trusted)
+        self.debugging = DebugSessions(self, self, console, folder, trusted=trusted)
 
     # the company
 
@@ -97,7 +97,7 @@ def play(scene: Callable[[Network], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
-async def opened(network: Network, node: Node, rank: int) -> Opened:
+async def opened(network: Network, node: Node, rank: int) -> Attached:
     asking = asyncio.create_task(node.debugging.open(rank, by="me"))
     while not asking.done():
         await network.settle()
@@ -123,7 +123,7 @@ def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
 def test_without_a_token_nobody_debugs_from_another_node() -> None:
     async def scene(network: Network) -> None:
         nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
-        with pytest.raises(Refused, match="--open"):
+        with pytest.raises(AttachRefused, match="--open"):
             await opened(network, nodes[1], 0)
         # One that asks all the same.
         ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
@@ -168,7 +168,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
 
 def test_letters_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
     carrier: Any = SimpleNamespace(leads=True)
-    post, read = Post(carrier), []
+    post, read = NodeRpc(carrier), []
     post.reads("k", lambda who, number, content: read.append((who, number, content)))
     part = bytes(messages.LETTER_LIMIT)
     for number in range(300):
@@ -186,11 +186,11 @@ def test_letters_that_never_end_or_are_too_long_cost_little_and_are_not_read() -
 
 
 def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "SOON", 0.1)
+    monkeypatch.setattr(control_socket, "SOON", 0.1)
 
     async def scene() -> None:
         folder: Any = SimpleNamespace(path=str(tmp_path))
-        one = desk.Desk(folder)
+        one = control_socket.ControlSocket(folder)
 
         async def answer(question: wire.Message, caller: socket.socket) -> None:
             with caller:
@@ -202,7 +202,7 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
         run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
 
         def ask(**question: str) -> Any:
-            with desk.call(run, question) as line:
+            with control_socket.call(run, question) as line:
                 line.settimeout(10)
                 return wire.receive(line)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.forkserver.child import error_file
-from phalanx.launch.tracebacks import read_error_file
+from phalanx.launch.output.tracebacks import read_error_file
 
 
 def written(path: Path, error: BaseException) -> dict[str, Any]:

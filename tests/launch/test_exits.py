@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.diagnose.evidence import Frame, Process, Rank, Thread
-from phalanx.launch.exits import Exit, decide, waits_for
+from phalanx.launch.agent.exits import Exit, decide, waits_for
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.filters import Duplicate, Std, duplicated, shown
+from phalanx.launch.output.filters import Duplicate, Std, duplicated, shown
 
 NOTHING: dict[int, Std] = {}
 

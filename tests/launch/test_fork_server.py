@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from phalanx import forkserver
-from phalanx.launch import zygotes
-from phalanx.launch.zygotes import Zygote
+from phalanx.launch.forking import fork_servers
+from phalanx.launch.forking.fork_servers import ForkServerClient
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[Zygote]:
+def fresh(tmp_path: Path) -> Iterator[ForkServerClient]:
     with open(tmp_path / "zygote.log", "wb") as log:
-        zygote = zygotes.fresh(os.environ, log=log.fileno())
+        zygote = fork_servers.fresh(os.environ, log=log.fileno())
     assert heard(zygote)["is"] == "ready"
     yield zygote
     zygote.order({"do": "end"})
@@ -28,13 +28,13 @@ def fresh(tmp_path: Path) -> Iterator[Zygote]:
     assert zygote.gone() == 0
 
 
-def heard(zygote: Zygote) -> dict[str, Any]:
+def heard(zygote: ForkServerClient) -> dict[str, Any]:
     message = zygote.hear()
     assert message is not None
     return message
 
 
-def start(zygote: Zygote, folder: Path, **order: object) -> str:
+def start(zygote: ForkServerClient, folder: Path, **order: object) -> str:
     """One child, to its end; what it wrote to stderr."""
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
@@ -44,7 +44,7 @@ def start(zygote: Zygote, folder: Path, **order: object) -> str:
     return (folder / "err").read_text()
 
 
-def test_a_child_is_born_and_its_end_is_told(fresh: Zygote, tmp_path: Path) -> None:
+def test_a_child_is_born_and_its_end_is_told(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path, exec=["sh", "-c", "exit 7"])
     ended = heard(fresh)
     assert (ended["is"], os.waitstatus_to_exitcode(ended["status"])) == ("exited", 7)
@@ -60,14 +60,14 @@ def test_a_child_is_born_and_its_end_is_told(fresh: Zygote, tmp_path: Path) -> N
     ],
 )
 def test_a_child_that_cannot_be_set_up_becomes_nothing_else(
-    fresh: Zygote, tmp_path: Path, order: dict[str, object], code: int, words: str
+    fresh: ForkServerClient, tmp_path: Path, order: dict[str, object], code: int, words: str
 ) -> None:
     start(fresh, tmp_path, **order)
     assert os.waitstatus_to_exitcode(heard(fresh)["status"]) == code
     assert words in (tmp_path / "err").read_text()
 
 
-def test_what_a_child_left_behind_is_swept(fresh: Zygote, tmp_path: Path) -> None:
+def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     start(fresh, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
     assert heard(fresh)["is"] == "exited"
@@ -81,7 +81,7 @@ def test_what_a_child_left_behind_is_swept(fresh: Zygote, tmp_path: Path) -> Non
 def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> None:
     """Shared memory named after a process that is alive, whether or not it has it open just now."""
     with open(tmp_path / "zygote.log", "wb") as log:
-        zygote = zygotes.fresh(os.environ, log=log.fileno())
+        zygote = fork_servers.fresh(os.environ, log=log.fileno())
     assert heard(zygote)["is"] == "ready"
     pid_file = tmp_path / "pid"
     start(zygote, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
@@ -104,7 +104,7 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
         mine.unlink()
 
 
-def test_nobody_is_left_when_a_child_has_left_nothing(fresh: Zygote, tmp_path: Path) -> None:
+def test_nobody_is_left_when_a_child_has_left_nothing(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path)
     assert heard(fresh)["is"] == "exited"
     fresh.order({"do": "orphans"})

@@ -14,7 +14,7 @@ import pytest
 from phalanx.cluster import xids
 from phalanx.cluster.cluster import Device
 from phalanx.diagnose.evidence import Gpu, Xid
-from phalanx.launch import gpus
+from phalanx.launch.telemetry import gpus
 
 
 def test_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

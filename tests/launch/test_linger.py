@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch import linger
-from phalanx.launch.linger import Orphan
+from phalanx.launch.agent import linger
+from phalanx.launch.agent.linger import Orphan
 
 UPLOAD = Orphan(7, "rclone copy logs s3:logs", 1)
 DAEMON = Orphan(9, "python -u train.py", None)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import memory
-from phalanx.launch.memory import MemoryKills
+from phalanx.launch.agent import out_of_memory
+from phalanx.launch.agent.out_of_memory import MemoryKills
 
 
 def tree(root: Path, cgroup: str, files: dict[str, str], machine: int = 0) -> tuple[str, str]:
@@ -23,12 +23,12 @@ def tree(root: Path, cgroup: str, files: dict[str, str], machine: int = 0) -> tu
 
 def test_version_2(tmp_path: Path) -> None:
     files = {"job/memory.events": "low 0\noom 3\noom_kill 2\n", "job/memory.max": "1073741824\n"}
-    assert memory.read(*tree(tmp_path, "0::/job\n", files)) == MemoryKills(2, 0, 1 << 30)
+    assert out_of_memory.read(*tree(tmp_path, "0::/job\n", files)) == MemoryKills(2, 0, 1 << 30)
 
 
 def test_version_2_without_a_limit(tmp_path: Path) -> None:
     files = {"job/memory.events": "oom_kill 0\n", "job/memory.max": "max\n"}
-    assert memory.read(*tree(tmp_path, "0::/job\n", files, machine=4)) == MemoryKills(0, 4, None)
+    assert out_of_memory.read(*tree(tmp_path, "0::/job\n", files, machine=4)) == MemoryKills(0, 4, None)
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -36,11 +36,11 @@ def test_version_1(tmp_path: Path) -> None:
         "memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
         "memory/a/memory.limit_in_bytes": "9223372036854771712\n",
     }
-    assert memory.read(*tree(tmp_path, "4:memory:/a\n0::/\n", files)) == MemoryKills(5, 0, None)
+    assert out_of_memory.read(*tree(tmp_path, "4:memory:/a\n0::/\n", files)) == MemoryKills(5, 0, None)
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:
-    assert memory.read(str(tmp_path), str(tmp_path)) == MemoryKills(0, 0, None)
+    assert out_of_memory.read(str(tmp_path), str(tmp_path)) == MemoryKills(0, 0, None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launch.observer import Observer
+from phalanx.launch.hangs.detector import HangDetector
 
 GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier")
 HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certain=False)
@@ -34,7 +34,7 @@ def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tu
         _kill=lambda ranks: killed.append(tuple(sorted(ranks))),
     )
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
-    Observer._act(cast("Observer", stub), Evidence(time=0.0, waited=9.0, ranks=tuple(ranks)), verdicts)
+    HangDetector._act(cast("HangDetector", stub), Evidence(time=0.0, waited=9.0, ranks=tuple(ranks)), verdicts)
     assert killed == [here]
     assert sent == ([] if there is None else [b"[2]"])
     assert noted in notes[0]
@@ -49,5 +49,5 @@ def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
         _attempt=None,
         _watched="something",
     )
-    asyncio.run(Observer._look(cast("Observer", stub)))
+    asyncio.run(HangDetector._look(cast("HangDetector", stub)))
     assert stub._watched is None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.onlookers import Onlookers
-from phalanx.launch.plan import Watching
+from phalanx.launch.plan import ViewerOptions
+from phalanx.launch.viewers.dashboard import Dashboard
 from phalanx.watch.page.place import Place
 
 SEVERAL = SimpleNamespace(names=("gpu7", "gpu8"))
@@ -18,8 +18,8 @@ LINK = "http://127.0.0.1:29580/#KEY"
 
 
 def onlookers(
-    watching: Watching, *, terminal: bool = True, quiet: bool = False, gathering: Any = None, ssh: bool = False
-) -> Onlookers:
+    watching: ViewerOptions, *, terminal: bool = True, quiet: bool = False, gathering: Any = None, ssh: bool = False
+) -> Dashboard:
     plan: Any = SimpleNamespace(
         watching=watching,
         showing=SimpleNamespace(quiet=quiet),
@@ -28,29 +28,29 @@ def onlookers(
     )
     console: Any = SimpleNamespace(terminal=lambda _: terminal)
     folder: Any = SimpleNamespace(path="/nowhere", name="run")
-    return Onlookers(plan, folder, console)
+    return Dashboard(plan, folder, console)
 
 
 @pytest.mark.parametrize(
     ("watching", "around", "wanted"),
     [
-        (Watching(), {}, True),  # somebody sits there
-        (Watching(), {"terminal": False}, False),
-        (Watching(), {"quiet": True}, False),
-        (Watching(), {"gathering": SEVERAL}, False),
-        (Watching(screen=True), {}, False),
-        (Watching(page=False), {}, False),
-        (Watching(page=True), {"terminal": False, "quiet": True, "gathering": SEVERAL}, True),
+        (ViewerOptions(), {}, True),  # somebody sits there
+        (ViewerOptions(), {"terminal": False}, False),
+        (ViewerOptions(), {"quiet": True}, False),
+        (ViewerOptions(), {"gathering": SEVERAL}, False),
+        (ViewerOptions(screen=True), {}, False),
+        (ViewerOptions(page=False), {}, False),
+        (ViewerOptions(page=True), {"terminal": False, "quiet": True, "gathering": SEVERAL}, True),
     ],
 )
-def test_when_there_is_a_page(watching: Watching, around: dict[str, Any], wanted: bool) -> None:
+def test_when_there_is_a_page(watching: ViewerOptions, around: dict[str, Any], wanted: bool) -> None:
     assert onlookers(watching, **around)._wanted is wanted
 
 
 def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(place: Place, **around: Any) -> str:
         bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
-        return onlookers(Watching(page=True), **around)._announcement(place, LINK, bound)
+        return onlookers(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)
 
     assert said(Place()) == f"see {LINK}"
     assert said(Place(), gathering=SEVERAL) == f"see {LINK}"
@@ -74,7 +74,7 @@ def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk() -> None:
     async def work() -> list[str]:
         said: list[str] = []
-        looks = onlookers(Watching(page=True))
+        looks = onlookers(ViewerOptions(page=True))
         looks._console = SimpleNamespace(say=said.append)  # type: ignore[assignment]
         looks.begin(leads=True)  # /nowhere is no folder
         assert looks._listener is None  # nobody would ever answer

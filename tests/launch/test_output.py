@@ -24,9 +24,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.console import Console
-from phalanx.launch.filters import Std
-from phalanx.launch.output import TAIL_SIZE, Output
+from phalanx.launch.output.capture import TAIL_SIZE, OutputCapture
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.filters import Std
 
 PATIENCE = 30.0
 
@@ -38,7 +38,7 @@ class Run:
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
         target = self._out if out is None else out
         self.console = Console(world, out=target, err=self._err, colour=False, terminal=terminal)
-        self.output = Output(asyncio.get_running_loop(), self.console)
+        self.output = OutputCapture(asyncio.get_running_loop(), self.console)
         self.folder = folder
 
     def start(

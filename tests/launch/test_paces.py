@@ -10,9 +10,9 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.diagnose.stragglers import Total
 from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
-from phalanx.launch import paces
-from phalanx.launch.attempt import Worker
-from phalanx.launch.paces import Pace
+from phalanx.launch.agent.worker_group import Worker
+from phalanx.launch.telemetry import step_timings
+from phalanx.launch.telemetry.step_timings import RankTiming
 
 WORKER = Worker(Seat(3, 0, 1, 2, Slot()), "")
 
@@ -23,7 +23,7 @@ def reading(step: int, looks: int, phase: str = "forward", **phases: int) -> Sta
 
 
 def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -> None:
-    pace = Pace()
+    pace = RankTiming()
     seen = [
         reading(0, 40, "import", **{"import": 40}),
         reading(1, 60, "compile", **{"import": 40}, compile=20),
@@ -41,7 +41,7 @@ def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -
 
 
 def test_a_script_without_steps_counts_from_when_it_works_and_anew_once_it_has_some() -> None:
-    pace = Pace()
+    pace = RankTiming()
     for now in (
         reading(0, 10, "join", join=10),
         reading(0, 20, join=10, forward=10),
@@ -61,7 +61,7 @@ def test_a_script_without_steps_counts_from_when_it_works_and_anew_once_it_has_s
 
 
 def test_a_gpu_that_is_slowed_down_now_and_then_is_not_the_reason() -> None:
-    pace = Pace(reading(2, 0), reading(20, 100, forward=100), looks=20)
+    pace = RankTiming(reading(2, 0), reading(20, 100, forward=100), looks=20)
     pace.reasons["thermal"] = 2
     total = pace.total(WORKER)
     assert total is not None
@@ -86,7 +86,7 @@ def test_ranks_that_are_alike_are_not_told_apart_by_chance(ranks: int) -> None:
     for _ in range(100):
         looks = dice.choice([30, 60, 200, 1000])
         share = dice.choice([0.1, 0.3, 0.5, 0.9])
-        assert paces.late([looked(dice, rank, looks, share) for rank in range(ranks)]) == []
+        assert step_timings.late([looked(dice, rank, looks, share) for rank in range(ranks)]) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
@@ -94,7 +94,7 @@ def test_one_that_takes_twice_as_long_is_named(ranks: int) -> None:
     dice = random.Random(ranks)
     for _ in range(30):
         totals = [looked(dice, rank, 200, 0.4) for rank in range(ranks - 1)]
-        found = paces.late([*totals, looked(dice, ranks - 1, 200, 0.9)])
+        found = step_timings.late([*totals, looked(dice, ranks - 1, 200, 0.9)])
         assert [one.rank for one in found] == [ranks - 1]
         assert found[0].what == "compute"
 
@@ -103,4 +103,4 @@ def test_one_that_has_only_just_come_is_left_out() -> None:
     dice = random.Random(0)
     totals = [*(looked(dice, rank, 200, 0.4) for rank in range(2)), looked(dice, 2, 200, 0.95)]
     fresh = Total(rank=3, samples={"forward": 2}, steps=0, seconds=0.2)
-    assert [one.rank for one in paces.late([*totals, fresh])] == [2]
+    assert [one.rank for one in step_timings.late([*totals, fresh])] == [2]

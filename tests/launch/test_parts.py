@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from phalanx.contract import events
 from phalanx.errors import PortError, ScriptError
 from phalanx.forkserver import linux, wire
-from phalanx.launch import lessons, port, runfolder, warmth
 from phalanx.launch.command import Command
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.coordination import port
+from phalanx.launch.forking import preload_hints, warm_pool
+from phalanx.launch.runs import run_folder
+from phalanx.launch.runs.run_folder import RunRecord
 
 # -- command
 
@@ -66,26 +68,26 @@ def test_bad_scripts(tmp_path: Path) -> None:
     ],
 )
 def test_a_training_script_is_known_by_its_text(text: str, trains: bool) -> None:
-    assert bool(lessons.guess(text)) == trains
+    assert bool(preload_hints.guess(text)) == trains
 
 
 def test_a_lesson_holds_only_what_is_safe(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import torch.optim")
     command = Command("script", str(tmp_path / "t.py"), (), "py")
-    lesson = lessons.recall(command, str(tmp_path), {})
+    lesson = preload_hints.recall(command, str(tmp_path), {})
     assert lesson.modules == ("torch._dynamo",)
     Path(lesson.path).write_text(json.dumps(["torch.fx", "mpi4py", "torch._inductor.config", "numpy.fft", 3, "mine"]))
-    assert lessons.recall(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
+    assert preload_hints.recall(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
     lesson.refuse()
-    assert lessons.recall(command, str(tmp_path), {}).modules == ()
+    assert preload_hints.recall(command, str(tmp_path), {}).modules == ()
 
 
 def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text('import os\nos.environ["TORCH_LOGS"] = "a"\nimport torch')
     command = Command("script", str(tmp_path / "t.py"), (), "py")
 
-    def recall() -> lessons.Lesson:
-        return lessons.recall(command, str(tmp_path), {})
+    def recall() -> preload_hints.PreloadHints:
+        return preload_hints.recall(command, str(tmp_path), {})
 
     assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"TORCH_LOGS": "a", "X": "1"}
     recall().learned([{"OMP_NUM_THREADS": "2", "TORCH_LOGS": None}]).keep()
@@ -136,7 +138,7 @@ def test_a_large_message_with_descriptors() -> None:
 
 
 def test_a_run_with_the_same_id_gets_a_folder_of_its_own(tmp_path: Path) -> None:
-    made = [runfolder.create("none", base=str(tmp_path), log_dir=None) for _ in range(3)]
+    made = [run_folder.create("none", base=str(tmp_path), log_dir=None) for _ in range(3)]
     assert len({folder.path for folder in made}) == 3
     for folder in made:
         folder.close()
@@ -146,14 +148,14 @@ def test_runs_are_remembered(tmp_path: Path) -> None:
     base = str(tmp_path / "home")
     pid = os.getpid()
     for number, (name, log_dir) in enumerate([("a", None), ("b", str(tmp_path / "logs"))]):
-        folder = runfolder.create(name, base=base, log_dir=log_dir)
+        folder = run_folder.create(name, base=base, log_dir=log_dir)
         folder.record(RunRecord(name, pid, linux.start_time(pid) or 0, ["t.py"], "/", folder.path, 2, float(number)))
         if name == "a":
             folder.ended(3)
         folder.close()
     (tmp_path / "home/runs/broken").mkdir()
     (tmp_path / "home/runs/broken/run.json").write_text("{")
-    first, second = runfolder.all_runs(base)
+    first, second = run_folder.all_runs(base)
     assert (first.id, first.state, first.alive) == ("a", "failed (3)", False)
     assert (second.id, second.state, second.alive) == ("b", "running", True)
     assert second.folder == str(tmp_path / "logs/b")
@@ -165,13 +167,13 @@ def test_a_pid_that_was_given_to_somebody_else_is_not_the_run() -> None:
 
 
 def test_ids_are_names(tmp_path: Path) -> None:
-    assert runfolder.make_run_id("/x/my train!.py").startswith("my-train--")
-    assert runfolder.make_run_id("/").startswith("run-")
+    assert run_folder.make_run_id("/x/my train!.py").startswith("my-train--")
+    assert run_folder.make_run_id("/").startswith("run-")
 
 
 def test_home() -> None:
-    assert runfolder.home({"PHALANX_HOME": "/x"}) == "/x"
-    assert runfolder.home({"XDG_STATE_HOME": "/s"}) == "/s/phalanx"
+    assert run_folder.home({"PHALANX_HOME": "/x"}) == "/x"
+    assert run_folder.home({"XDG_STATE_HOME": "/s"}) == "/s/phalanx"
 
 
 # -- events
@@ -216,18 +218,18 @@ def test_an_address_that_cannot_be_had(address: str, words: str) -> None:
 
 def test_the_key_is_of_what_imports_depend_on(tmp_path: Path) -> None:
     def key(**environ: str) -> str:
-        return warmth.place(str(tmp_path), "/usr/bin/python3", {"HOME": "/h", **environ}).key
+        return warm_pool.place(str(tmp_path), "/usr/bin/python3", {"HOME": "/h", **environ}).key
 
     assert key() == key(RANK="3", CUDA_VISIBLE_DEVICES="1", EDITOR="ed")
     assert len({key(), key(OMP_NUM_THREADS="1"), key(PYTHONPATH="/x"), key(TORCH_LOGS="all")}) == 4
 
 
 def test_the_key_is_of_the_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmth.sysconfig, "get_path", lambda _: str(tmp_path))
-    before = warmth.place("/b", "/usr/bin/python3", {}).key
-    assert warmth.place("/b", "/usr/bin/python3", {}).key == before
+    monkeypatch.setattr(warm_pool.sysconfig, "get_path", lambda _: str(tmp_path))
+    before = warm_pool.place("/b", "/usr/bin/python3", {}).key
+    assert warm_pool.place("/b", "/usr/bin/python3", {}).key == before
     (tmp_path / "new-1.0.dist-info").mkdir()
-    assert warmth.place("/b", "/usr/bin/python3", {}).key != before
+    assert warm_pool.place("/b", "/usr/bin/python3", {}).key != before
 
 
 def test_a_socket_whose_owner_was_killed_is_no_warm_zygote(tmp_path: Path) -> None:
@@ -235,5 +237,5 @@ def test_a_socket_whose_owner_was_killed_is_no_warm_zygote(tmp_path: Path) -> No
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(path))
-    assert warmth.find(warmth.Warmth(str(path.parent), "k"), []) is None
-    assert warmth.status(str(path)) is None
+    assert warm_pool.find(warm_pool.WarmPool(str(path.parent), "k"), []) is None
+    assert warm_pool.status(str(path)) is None

@@ -8,8 +8,8 @@ import msgspec
 
 from phalanx.contract import events
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launch import postmortem
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import postmortem
+from phalanx.launch.runs.run_folder import RunRecord
 
 
 def record(folder: Path, *happened: events.Event, node: int = 0) -> RunRecord:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from phalanx.contract import line as words
-from phalanx.launch.attempt import Fall
-from phalanx.launch.cause import Death
-from phalanx.launch.company import Alone, Report, Verdict
+from phalanx.launch.agent.worker_group import WorkerFailure
+from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
+from phalanx.launch.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import Budget
 
 ENDING = SimpleNamespace(checkpoint_grace=60.0, failure_grace=1.0, signals=(signal.SIGTERM,))
-FALL = Fall(1, "rank 1 failed", "here", 0.0, 1.0, 7)
-DEAD = Report(0, [Death(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block")
+FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
+DEAD = AttemptReport(
+    0, [ProcessFailure(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block"
+)
 
 
 class Supervisor:
@@ -35,7 +37,9 @@ class Supervisor:
         return [name for name, *_ in self.told]
 
 
-def among(play: Callable[[Alone, Supervisor], Coroutine[Any, Any, None]], most: int | None = None) -> None:
+def among(
+    play: Callable[[SingleNodeCoordinator, Supervisor], Coroutine[Any, Any, None]], most: int | None = None
+) -> None:
     async def main() -> None:
         plan = SimpleNamespace(
             ending=ENDING,
@@ -44,7 +48,7 @@ def among(play: Callable[[Alone, Supervisor], Coroutine[Any, Any, None]], most: 
             placement=SimpleNamespace(world_size=2),
         )
         supervisor = Supervisor()
-        alone: Any = Alone(plan, supervisor, None)  # type: ignore[arg-type]
+        alone: Any = SingleNodeCoordinator(plan, supervisor, None)  # type: ignore[arg-type]
         alone.meet(supervisor)
         alone.able(True, False, True)
         await play(alone, supervisor)
@@ -53,7 +57,7 @@ def among(play: Callable[[Alone, Supervisor], Coroutine[Any, Any, None]], most: 
 
 
 def test_all_have_to_say_where_they_stand() -> None:
-    async def play(alone: Alone, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.Standing(7, 0))
         alone.halting(0, words.Standing(7, 0))
@@ -68,14 +72,14 @@ def test_all_have_to_say_where_they_stand() -> None:
 def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
     """The last of them would be waited for, for as long as a checkpoint may take."""
 
-    async def play(alone: Alone, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.Halted(9))
         alone.failing(FALL)
         assert supervisor.names() == ["halt", "leave"]
         trouble = "" if last else "the zygote was ended from outside"
-        found = await alone.concluded(Report(0, DEAD.deaths, "block", trouble))
-        assert isinstance(found, Verdict)
+        found = await alone.concluded(AttemptReport(0, DEAD.deaths, "block", trouble))
+        assert isinstance(found, RunResult)
         assert found.code == os.EX_TEMPFAIL
 
     among(play)
@@ -83,12 +87,12 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
-    async def play(alone: Alone, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.able(True, True, True)  # one is through with its work: no group can form any more
         alone.failing(FALL)
         assert supervisor.names()[-1] == "stop"
         assert alone.last(failed=True) is preempted
-        assert isinstance(await alone.concluded(DEAD), Verdict) is preempted
+        assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
 
     among(play, most=3)

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from phalanx.control.messages import Log
-from phalanx.launch.filters import Std
-from phalanx.launch.relay import BURST, CHUNK, Relay
+from phalanx.launch.output.filters import Std
+from phalanx.launch.output.log_forwarder import BURST, CHUNK, LogForwarder
 
 
 class Sent:
@@ -27,11 +27,13 @@ class Sent:
         return sum(log.skipped for log in self.logs)
 
 
-def relayed(path: Path, act: Callable[[Relay, Callable[[bytes], None], Callable[[], None]], Awaitable[None]]) -> Sent:
+def relayed(
+    path: Path, act: Callable[[LogForwarder, Callable[[bytes], None], Callable[[], None]], Awaitable[None]]
+) -> Sent:
     sent = Sent()
 
     async def run() -> None:
-        relay = Relay(sent.logs.append, lambda: 0)
+        relay = LogForwarder(sent.logs.append, lambda: 0)
         log = os.open(path, os.O_RDWR | os.O_CREAT)
         thread = relay.follow(3, Std.OUT, log, 0)
 
@@ -51,7 +53,7 @@ def relayed(path: Path, act: Callable[[Relay, Callable[[bytes], None], Callable[
 def test_a_burst_within_the_rate_arrives_whole(tmp_path: Path) -> None:
     text = b"".join(b"line %d\n" % number for number in range(50_000))
 
-    async def act(_: Relay, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
+    async def act(_: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
         write(text)
         end()
 
@@ -65,7 +67,7 @@ def test_a_burst_within_the_rate_arrives_whole(tmp_path: Path) -> None:
 def test_beyond_it_the_newest_is_kept_and_the_rest_counted(tmp_path: Path) -> None:
     text = b"".join(b"line %07d\n" % number for number in range(400_000))
 
-    async def act(_: Relay, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
+    async def act(_: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
         write(text)
         end()
 
@@ -79,7 +81,7 @@ def test_beyond_it_the_newest_is_kept_and_the_rest_counted(tmp_path: Path) -> No
 def test_of_one_endless_line_at_least_its_end_is_kept(tmp_path: Path) -> None:
     text = b"x" * (2 * BURST) + b"\n"
 
-    async def act(_: Relay, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
+    async def act(_: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
         write(text)
         end()
 
@@ -89,7 +91,7 @@ def test_of_one_endless_line_at_least_its_end_is_kept(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
-    async def act(relay: Relay, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
+    async def act(relay: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
         write(b"one\nhal")
         await relay.drained(5)
         write(b"f\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import script_environment
+from phalanx.launch.forking import script_environment
 
 A = {"TORCH_LOGS": "a"}
 

@@ -17,18 +17,18 @@ from phalanx.cluster import links
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import encoding, events, line
-from phalanx.contract.events import UNSEEN, Face, Glance, Link
+from phalanx.contract.events import UNSEEN, Link, RankInfo, RankSample
 from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
-from phalanx.launch import glances, measures, sights
-from phalanx.launch.attempt import Worker
-from phalanx.launch.post import Post
-from phalanx.launch.runfolder import RunFolder
-from phalanx.launch.sights import Seen, Sights
-from phalanx.launch.thinning import Thinning
-from phalanx.launch.vitals import Vitals
-from phalanx.launch.witnesses import Board, Witness
+from phalanx.launch.agent.probes import ProbeClient, StatusBoard
+from phalanx.launch.agent.worker_group import Worker
+from phalanx.launch.ipc.node_rpc import NodeRpc
+from phalanx.launch.runs.run_folder import RunFolder
+from phalanx.launch.telemetry import collector, metrics, rank_sampler
+from phalanx.launch.telemetry.collector import Collector, NodeSamples
+from phalanx.launch.telemetry.downsampling import Downsampler
+from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
 
@@ -58,7 +58,7 @@ def test_the_page_remembers_the_last_looks() -> None:
 
 def test_looks_are_never_read_half_written() -> None:
     """By another process than the one that writes them."""
-    board = Board()
+    board = StatusBoard()
     slot = board.take()
     assert slot is not None
     child = os.fork()
@@ -96,16 +96,16 @@ def test_looks_are_never_read_half_written() -> None:
 )
 def test_a_letter_for_every_tenth_of_a_second(looks: list[SlotLook], expected: str) -> None:
     first = int(WALL * 10)
-    assert glances.letters(looks, first, first + 5, WALL) == expected
+    assert rank_sampler.letters(looks, first, first + 5, WALL) == expected
 
 
 def test_a_second_goes_on_where_the_one_before_ended() -> None:
     looks = [look(tenths + 0.3, PHASES[tenths % 7 + 2], tenths // 3) for tenths in range(40)]
-    whole = glances.letters(looks, 0, 40, 0.0)
+    whole = rank_sampler.letters(looks, 0, 40, 0.0)
     parts, before = "", None
     for second in range(4):
         now = [one for one in looks if second <= one.time < second + 1]
-        parts += glances.letters(now, second * 10, second * 10 + 10, 0.0, before)
+        parts += rank_sampler.letters(now, second * 10, second * 10 + 10, 0.0, before)
         before = now[-1]
     assert parts == whole
     assert UNSEEN not in whole
@@ -113,13 +113,13 @@ def test_a_second_goes_on_where_the_one_before_ended() -> None:
 
 
 def test_shares_are_of_what_was_seen() -> None:
-    assert glances.shares([]) == (0.0, 0.0, 0.0)
+    assert rank_sampler.shares([]) == (0.0, 0.0, 0.0)
     seen = ["data", "forward", "backward", "idle", "collective", "join", "compile", "checkpoint", "data", "optimizer"]
-    assert glances.shares([look(0, phase) for phase in seen]) == (0.2, 0.4, 0.2)
+    assert rank_sampler.shares([look(0, phase) for phase in seen]) == (0.2, 0.4, 0.2)
 
 
 def test_samples_a_second_are_those_of_the_last_seconds() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), glances._Seen()
+    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_sampler._Seen()
     assert seen.rate(worker) == -1
     found = []
     for second in range(20):
@@ -132,7 +132,7 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
 
 
 def test_steps_are_as_new_as_the_page() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), glances._Seen()
+    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_sampler._Seen()
     assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
     worker.step, worker.paged, worker.even = 1000, 100, True
     assert seen.steps(worker, 103) == 1003
@@ -147,7 +147,7 @@ def test_steps_are_as_new_as_the_page() -> None:
 
 def test_a_run_that_never_ends_fills_no_disk() -> None:
     room = 1 << 18  # a day or two of this are a month of what there is
-    thinning, kept = Thinning(room, 1.0), []
+    thinning, kept = Downsampler(room, 1.0), []
     for second in range(2 * 86400):
         if thinning.keeps(second + 0.01 * (second % 3)):
             thinning.written += 4096
@@ -190,23 +190,23 @@ class Scene:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + WALL)
-        for module in (sights, measures):
+        for module in (collector, metrics):
             monkeypatch.setattr(module, "time", clock)
-        self.board = Board()
+        self.board = StatusBoard()
         slot = self.board.take()
         assert slot is not None
-        self.witness = Witness(self.board, slot, lambda *_: None)
+        self.witness = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
         self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), witness=self.witness)
         self.attempt = SimpleNamespace(workers={"0": self.worker}, debugged=frozenset(), measured=None, generation=3)
         plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})
         self.company = Company()
-        self.post = Post(self.company)
+        self.post = NodeRpc(self.company)
         self.folder = RunFolder(str(folder))
         self.told: list[events.AnyEvent] = []
         self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
         supervisor: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
-        self.sights = Sights(supervisor, self.company, self.post, self.folder, vitals=Vitals(), gpus={})
+        self.sights = Collector(supervisor, self.company, self.post, self.folder, vitals=ProcessStatsReader(), gpus={})
         self.sights._task.cancel()
 
     def second(self, phase: str = "forward") -> None:
@@ -219,11 +219,11 @@ class Scene:
 
     def other(self, rank: int, tick: int, **glance: Any) -> None:
         """A node tells."""
-        seen = Seen(
+        seen = NodeSamples(
             tick=tick,
             seconds=1.0,
-            faces=(Face(rank=rank, node=rank, host=f"host{rank}"),),
-            ranks=(Glance(rank=rank, **glance),),
+            faces=(RankInfo(rank=rank, node=rank, host=f"host{rank}"),),
+            ranks=(RankSample(rank=rank, **glance),),
         )
         content = encoding.encode(seen)
         self.post.heard(rank, messages.Letter(kind="sight", number=0, content=content))
@@ -260,36 +260,36 @@ def test_node_0_waits_a_moment_for_the_others_and_puts_all_together(play: Play, 
 
 async def _together(scene: Scene) -> None:
     scene.second()
-    (alone,) = scene.of(events.Sight)  # nobody else has told anything yet
+    (alone,) = scene.of(events.ClusterSample)  # nobody else has told anything yet
     assert (alone.time, alone.seconds, alone.generation) == (1051.0, 1.0, 3)
     assert [glance.phases for glance in alone.ranks] == ["f" * 10]
     for rank in (1, 2):
         scene.other(rank, 10510, phases="w" * 10, samples=10.0)
     scene.second("data")
-    assert len(scene.of(events.Sight)) == 1
+    assert len(scene.of(events.ClusterSample)) == 1
     scene.other(2, 10520, phases="b" * 10, state="R", step=7)
-    assert len(scene.of(events.Sight)) == 1
+    assert len(scene.of(events.ClusterSample)) == 1
     scene.other(1, 10520, phases="w" * 10)
-    together = scene.of(events.Sight)[1]
+    together = scene.of(events.ClusterSample)[1]
     assert together.time == 1052.0
     assert [(glance.rank, glance.phases) for glance in together.ranks] == [(0, "d" * 10), (1, "w" * 10), (2, "b" * 10)]
     assert together.ranks[0].data == 1.0
     assert together.ranks[0].memory > 1 << 20
-    faces = scene.of(events.Faces)
+    faces = scene.of(events.RankInfos)
     assert [len(event.ranks) for event in faces] == [1, 3]
     # One is a second late: what the other has told is not lost.
     scene.second()
     scene.other(1, 10530, phases="k" * 10)
     scene.other(1, 10540, phases="b" * 10)
-    assert [glance.phases for glance in scene.of(events.Sight)[-1].ranks] == ["f" * 10, "k" * 10, ""]
+    assert [glance.phases for glance in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "k" * 10, ""]
     scene.second()
     scene.other(2, 10540, phases="b" * 10, state="R", step=7)
-    assert [glance.phases for glance in scene.of(events.Sight)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
+    assert [glance.phases for glance in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
     # One is silent: it is waited for as long as it may come, and no longer.
     for _ in range(5):
         scene.second()
         scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
-    found = scene.of(events.Sight)[4:]
+    found = scene.of(events.ClusterSample)[4:]
     assert [event.time for event in found] == [1055.0, 1056.0, 1057.0, 1058.0, 1059.0]
     last = found[-1].ranks[2]
     assert (last.state, last.step, last.phases) == ("R", 7, "")
@@ -298,11 +298,11 @@ async def _together(scene: Scene) -> None:
     scene.company.ranks = {1: (1,)}
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
-    assert [len(event.ranks) for event in scene.of(events.Faces)] == [1, 3, 2]
+    assert [len(event.ranks) for event in scene.of(events.RankInfos)] == [1, 3, 2]
     scene.company.ranks = {1: (5,)}  # and another has another rank now, which it has not told of yet
     scene.second()
     scene.second()
-    assert [glance.rank for glance in scene.of(events.Sight)[-1].ranks] == [0]
+    assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
     await asyncio.wait_for(asyncio.gather(*scene.sights._telling), 10)
     (known,) = scene.of(events.Links)
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)
@@ -317,7 +317,7 @@ async def _wrong_clock(scene: Scene) -> None:
     scene.other(1, 99999, phases="w" * 10)
     scene.second()
     scene.other(1, 99999, phases="b" * 10)
-    assert scene.of(events.Sight)[-1].ranks[1].phases == "b" * 10
+    assert scene.of(events.ClusterSample)[-1].ranks[1].phases == "b" * 10
 
 
 def test_what_others_have_told_of_the_attempt_before_is_over(play: Play) -> None:
@@ -328,11 +328,11 @@ async def _again(scene: Scene) -> None:
     scene.company.ranks = {1: (1,)}
     scene.other(1, 10510, state="X", step=7)
     scene.second()
-    assert [glance.state for glance in scene.of(events.Sight)[-1].ranks][1:] == ["X"]
+    assert [glance.state for glance in scene.of(events.ClusterSample)[-1].ranks][1:] == ["X"]
     scene.sights.concluded()
     scene.sights._supervisor.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
     scene.second()
-    assert [glance.rank for glance in scene.of(events.Sight)[-1].ranks] == [0]
+    assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
 
 
 def test_who_follows_tells_who_leads_and_one_that_takes_over_goes_on(play: Play) -> None:
@@ -344,16 +344,16 @@ async def _follow(scene: Scene) -> None:
     scene.second()
     assert scene.told == []
     (letter,) = scene.company.sent
-    seen = sights._decoder.decode(letter.content)
+    seen = collector._decoder.decode(letter.content)
     assert letter.kind == "sight"
-    assert seen.faces == (Face(rank=0, host=os.uname().nodename, pid=os.getpid()),)
+    assert seen.faces == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
     scene.sights.measured(line.Measured(step=3, values={"loss": 0.5}))
     assert [sent.kind for sent in scene.company.sent] == ["sight", "measured"]
     scene.company.leads, scene.company.skew, scene.company.ranks = True, 0.0, {}
     scene.second()
-    assert [event.time for event in scene.of(events.Sight)] == [1052.0]
-    assert len(scene.of(events.Faces)) == 1
+    assert [event.time for event in scene.of(events.ClusterSample)] == [1052.0]
+    assert len(scene.of(events.RankInfos)) == 1
 
 
 def test_the_dead_are_seen_until_they_are_replaced(play: Play) -> None:
@@ -365,16 +365,16 @@ async def _dead(scene: Scene) -> None:
     for code, state in ((None, "R"), (-9, "X"), (0, "E")):
         scene.worker.code = code
         scene.second()
-        (glance,) = scene.of(events.Sight)[-1].ranks
+        (glance,) = scene.of(events.ClusterSample)[-1].ranks
         assert glance.state in (state, "S" if code is None else state)
     again = Worker(Seat(0, 0, 0, 1, Slot()), "", pid=os.getpid())
     scene.attempt.workers["1"] = again
     again.spare = True
     scene.second()
-    assert scene.of(events.Sight)[-1].ranks[0].state == "E"
+    assert scene.of(events.ClusterSample)[-1].ranks[0].state == "E"
     again.spare = False
     scene.second()
-    (glance,) = scene.of(events.Sight)[-1].ranks
+    (glance,) = scene.of(events.ClusterSample)[-1].ranks
     assert (glance.state, glance.phases) in (("R", "." * 10), ("S", "." * 10))
 
 
@@ -414,7 +414,9 @@ async def _printed(scene: Scene) -> None:
     kept = [events.decode(text) for text in Path(scene.folder.path, "sights.jsonl").read_bytes().splitlines()]
     assert [event.step for event in kept if isinstance(event, events.Measured)][2:] == [0, 19]
     assert isinstance(kept[-1], events.Measured)
-    assert len([event for event in kept if isinstance(event, events.Sight)]) == len(scene.of(events.Sight))
+    assert len([event for event in kept if isinstance(event, events.ClusterSample)]) == len(
+        scene.of(events.ClusterSample)
+    )
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path) -> None:
@@ -427,7 +429,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path)
             scene.second()
             await asyncio.sleep(0.01)
         scene.sights.concluded()
-        assert len(scene.of(events.Sight)) == 4
+        assert len(scene.of(events.ClusterSample)) == 4
         await scene.sights.end()
         ends.append(os.open(log, os.O_RDWR))
 

@@ -15,9 +15,9 @@ from phalanx.cli.hosts import _options_of
 from phalanx.cli.options import RunOptions, parse_run
 from phalanx.cluster.sources.hosts import parse_hosts
 from phalanx.errors import JoinError
-from phalanx.launch import order, ssh
-from phalanx.launch.order import Go, Order, Ready, Refused, Signal
-from phalanx.launch.ssh import Link, Starter
+from phalanx.launch.remote import node_spec, ssh
+from phalanx.launch.remote.node_spec import Go, NodeRefused, NodeSpec, Ready, Signal
+from phalanx.launch.remote.ssh import SshLink, SshStarter
 
 READY = 'phalanx-node {"is": "ready", "host": "b", "pid": 7}'
 
@@ -29,27 +29,27 @@ class Heard:
         self.codes: dict[str, int] = {}
         self.done = asyncio.Event()
 
-    def ready(self, link: Link) -> None:
+    def ready(self, link: SshLink) -> None:
         self.hosts.append(link.host)
 
     def failed(self, error: JoinError) -> None:
         self.error = error
         self.done.set()
 
-    def ended(self, link: Link, code: int) -> None:
+    def ended(self, link: SshLink, code: int) -> None:
         self.codes[link.host] = code
         self.done.set()
 
 
-def child(node: int, host: str, script: str) -> Link:
+def child(node: int, host: str, script: str) -> SshLink:
     process = ssh._spawn(["sh", "-c", script], os.environ)
-    return Link(node, host, process, cwd="/work", python="/usr/bin/python3", near=False)
+    return SshLink(node, host, process, cwd="/work", python="/usr/bin/python3", near=False)
 
 
-def listen(*links: Link, patience: float = 20) -> Heard:
+def listen(*links: SshLink, patience: float = 20) -> Heard:
     async def run() -> Heard:
         heard = Heard()
-        starter = Starter(links, heard, hosts=len(links), patience=patience)
+        starter = SshStarter(links, heard, hosts=len(links), patience=patience)
         starter.listen()
         await asyncio.wait_for(heard.done.wait(), 20)
         await starter.end(together=False)
@@ -62,7 +62,7 @@ def listen(*links: Link, patience: float = 20) -> Heard:
 
 
 def test_words_survive_the_way() -> None:
-    told = Order(
+    told = NodeSpec(
         node=1,
         nodes=2,
         token="ab" * 32,
@@ -77,12 +77,12 @@ def test_words_survive_the_way() -> None:
         port=0,
     )
     for word in (told, Go(addresses=("10.0.0.1", "fd00::1"), port=4), Signal(number=2)):
-        line = order.encode(word)
+        line = node_spec.encode(word)
         assert line.count(b"\n") == 1
-        assert order.to_node(line) == word
-    assert order.from_node(order.encode(Refused(what="no"))) == Refused(what="no")
+        assert node_spec.to_node(line) == word
+    assert node_spec.from_node(node_spec.encode(NodeRefused(what="no"))) == NodeRefused(what="no")
     with pytest.raises(ValueError, match="order"):
-        order.from_node(order.encode(told))
+        node_spec.from_node(node_spec.encode(told))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
     hosts = options.hosts
     assert hosts is not None
     own = _options_of(options, hosts, 1, near=False, run_id="run-1")
-    base = Order(
+    base = NodeSpec(
         node=1,
         nodes=2,
         token="",
@@ -113,8 +113,8 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
         host=None,
         port=0,
     )
-    there = order.to_node(order.encode(base))
-    assert isinstance(there, Order)
+    there = node_spec.to_node(node_spec.encode(base))
+    assert isinstance(there, NodeSpec)
     assert msgspec.convert(there.options, RunOptions, str_keys=True) == own
     assert (own.devices, own.workers, own.stdin, own.hosts) == (("0-1", "3"), None, None, None)
     same = {"kind", "script", "args", "env", "tee", "redirects", "signals", "ranks", "preload", "max_restarts"}
@@ -146,7 +146,7 @@ def test_what_goes_along() -> None:
         "PATH": "/bin",
         "AWS_SECRET": "x",
     }
-    assert set(order.chosen(mine)) == {"NCCL_DEBUG", "PYTHONPATH", "CUDA_LAUNCH_BLOCKING"}
+    assert set(node_spec.chosen(mine)) == {"NCCL_DEBUG", "PYTHONPATH", "CUDA_LAUNCH_BLOCKING"}
 
 
 # -- the command over there
@@ -238,11 +238,11 @@ def test_last_words_are_those_of_the_node() -> None:
         0, "b", f"echo '{READY}'; printf 'phalanx: the token differs\\n  ours: x\\n  fix: do y\\n' >&2; exit 1"
     )
     listen(link)
-    assert ssh.last_words(link, 1) == Refused(what="the token differs", details=("ours: x",), fix="do y")
+    assert ssh.last_words(link, 1) == NodeRefused(what="the token differs", details=("ours: x",), fix="do y")
     assert ssh.last_words(link, 255).what == "the ssh connection has ended"
 
 
 def test_a_long_order_does_not_hold_us_up() -> None:
     link = child(0, "b", f"sleep 0.2; head -c 3000000 > /dev/null; echo '{READY}'")
-    link.tell(Refused(what="x" * 3_000_000))
+    link.tell(NodeRefused(what="x" * 3_000_000))
     assert listen(link).hosts == ["b"]

@@ -19,8 +19,10 @@ from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, de
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
-from phalanx.launch import outsiders, stacks, stalls, testimony, vitals
-from phalanx.launch.watching import Look, Watched
+from phalanx.launch.hangs import node_evidence, stacks, stall_dump
+from phalanx.launch.remote import foreign_job
+from phalanx.launch.telemetry import process_stats
+from phalanx.launch.telemetry.progress import ProgressLook, ProgressTracker
 from tests.kit.cli import until
 
 HANGING = """
@@ -65,12 +67,12 @@ def test_who_has_the_lock_of_python() -> None:
         (True, (waits, main), []),
         (True, (spins, replace(spins, name="another"), main), []),
     ):
-        assert [each.name for each in testimony.holder(threads, waits=wakes) if each.holds_gil] == names
+        assert [each.name for each in node_evidence.holder(threads, waits=wakes) if each.holds_gil] == names
 
 
 def test_who_has_answered_is_not_silent() -> None:
-    watched = Watched((0, 0), 30.0)
-    watched.see(1.0, [Look(rank=0, silent=60.0)])
+    watched = ProgressTracker((0, 0), 30.0)
+    watched.see(1.0, [ProgressLook(rank=0, silent=60.0)])
     main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
     assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
@@ -82,12 +84,12 @@ def test_answers_of_nodes_that_are_mixed() -> None:
     answers = [Evidence(time=1.0, waited=0.0, ranks=(rank,)) for rank in ranks]
     here = os.uname().nodename
     lines = [
-        [line.replace(here, f"host{number}") for line in outsiders.parcel(each).splitlines()]
+        [line.replace(here, f"host{number}") for line in foreign_job.parcel(each).splitlines()]
         for number, each in enumerate(answers)
     ]
     mixed = ["a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair)]
-    assert outsiders.opened("\n".join(mixed)) == answers
-    assert outsiders.opened("\n".join(mixed[:-2])) == []  # what is broken is left out
+    assert foreign_job.opened("\n".join(mixed)) == answers
+    assert foreign_job.opened("\n".join(mixed[:-2])) == []  # what is broken is left out
 
 
 def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:
@@ -113,10 +115,10 @@ def test_names_that_are_no_text() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        seen = vitals.look(process.pid, vitals.Vitals().pulse(process.pid), [])
+        seen = process_stats.look(process.pid, process_stats.ProcessStatsReader().pulse(process.pid), [])
         process.kill()
     assert seen.resident > 0
-    told = testimony.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
+    told = node_evidence.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
     assert msgspec.json.encode(told)
 
 
@@ -150,8 +152,8 @@ Current thread 0x00007f14 (most recent call first):
 
 
 def test_two_looks_at_once_make_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "_SHORTEST", 600.0)
-    looks = vitals.Vitals()
+    monkeypatch.setattr(process_stats, "_SHORTEST", 600.0)
+    looks = process_stats.ProcessStatsReader()
     looks.pulse(os.getpid())
     sum(range(100_000))
     found = looks.recent(os.getpid())
@@ -160,7 +162,7 @@ def test_two_looks_at_once_make_no_rate(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> None:
-    looks = vitals.Vitals()
+    looks = process_stats.ProcessStatsReader()
     command = (
         "import subprocess, sys; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True)\nwhile 1: 1"
     )
@@ -171,7 +173,9 @@ def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> 
             child = int(process.stdout.readline())
             looks.pulse(process.pid)
             until(lambda: looks.pulse(process.pid).cpu > 0.5, 20, "it to be seen at work")
-            found = vitals.look(process.pid, looks.pulse(process.pid), linux.families([process.pid])[process.pid])
+            found = process_stats.look(
+                process.pid, looks.pulse(process.pid), linux.families([process.pid])[process.pid]
+            )
             assert found.state == "R"
             assert found.resident > 1 << 20
             assert found.threads == 1
@@ -193,14 +197,14 @@ def test_bytes_that_nobody_takes_are_seen() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     sock.send(bytes(1 << 16))
-            found = vitals.look(os.getpid(), vitals.Pulse("S"), [])
+            found = process_stats.look(os.getpid(), process_stats.ProcessStats("S"), [])
             assert found.sockets >= 2
             assert found.unsent > 0
 
 
 def test_what_a_rank_tells_is_read() -> None:
     frame = ["train.py", 7, "step"]
-    told = testimony.read(
+    told = node_evidence.read(
         {
             "is": "told",
             "threads": [{"name": "MainThread", "main": True, "frames": [frame]}],
@@ -216,13 +220,13 @@ def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     process = Process(pid=5, state="T")
     evidence = Evidence(time=1.0, waited=3.0, ranks=(Rank(rank=1, node=0, process=process, note="it is stopped"),))
     verdict = Verdict(kind="stopped", ranks=(1,), text="rank 1 is stopped")
-    path = Path(stalls.write(str(tmp_path), 1, evidence, [verdict]))
+    path = Path(stall_dump.write(str(tmp_path), 1, evidence, [verdict]))
     assert decode((path / "evidence.json").read_bytes()) == evidence
     assert "rank 1 on node 0, process 5 (T): it is stopped" in (path / "stacks.txt").read_text()
     assert [entry.name for entry in tmp_path.iterdir()] == ["stall_1"]
-    assert stalls.write(str(tmp_path / "missing"), 1, evidence, [verdict]) == ""
+    assert stall_dump.write(str(tmp_path / "missing"), 1, evidence, [verdict]) == ""
     (tmp_path / "stall_2").write_text("a file is in the way")
-    assert stalls.write(str(tmp_path), 2, evidence, [verdict]) == ""
+    assert stall_dump.write(str(tmp_path), 2, evidence, [verdict]) == ""
     assert not list(tmp_path.glob("*.part"))
 
 

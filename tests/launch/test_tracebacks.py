@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from phalanx.launch.tracebacks import Root, read_dump, read_error_file, read_traceback, root
+from phalanx.launch.output.tracebacks import Root, read_dump, read_error_file, read_traceback, root
 
 LIB = "/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py"
 

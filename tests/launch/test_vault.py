@@ -14,8 +14,8 @@ import pytest
 from phalanx.contract import vault as words
 from phalanx.errors import LaunchError
 from phalanx.join import vault as worker
-from phalanx.launch import memory
-from phalanx.launch.vault import Vault
+from phalanx.launch.agent import out_of_memory
+from phalanx.launch.agent.snapshot_memory import SnapshotMemory
 from tests.launch.test_memory import tree
 
 PLENTY = 1 << 20
@@ -23,7 +23,7 @@ PLENTY = 1 << 20
 
 def visit(call: Callable[[str], None], room: Callable[[], int] = lambda: PLENTY, *, known: bool = True) -> None:
     async def main() -> None:
-        vault = Vault(lambda pid: known and pid == os.getpid(), told=True, room=room)
+        vault = SnapshotMemory(lambda pid: known and pid == os.getpid(), told=True, room=room)
         try:
             await asyncio.wait_for(asyncio.to_thread(call, vault.name), 20)
         finally:
@@ -139,5 +139,5 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
 def test_room(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
     proc, cgroups = tree(tmp_path, cgroup, files)
     Path(proc, "meminfo").write_text("MemTotal:  8 kB\nMemAvailable:       4 kB\n")
-    assert memory.room(proc, cgroups) == free
-    assert memory.room() > 1 << 20
+    assert out_of_memory.room(proc, cgroups) == free
+    assert out_of_memory.room() > 1 << 20

@@ -22,8 +22,9 @@ from phalanx.diagnose.evidence import Call, Frame, Group, Thread
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import flight_recorder, phases, probe, sampler, status_slot
 from phalanx.forkserver.probe.steps import Steps
-from phalanx.launch import witnesses, zygotes
-from phalanx.launch.witnesses import Board, Witness
+from phalanx.launch.agent import probes
+from phalanx.launch.agent.probes import ProbeClient, StatusBoard
+from phalanx.launch.forking import fork_servers
 from tests.kit.cli import environment, phalanx, stage
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -155,11 +156,11 @@ async def _ask_around(folder: Path) -> None:
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
     subprocess.run([sys.executable, "-c", f"{look}w.child('plain')"], check=True, env=clean, timeout=WAIT)
 
-    board = Board()
+    board = StatusBoard()
     slot = board.take()
     assert slot is not None
     heard: list[Any] = []
-    shown = Witness(board, slot, lambda message, fds: heard.append(message))
+    shown = ProbeClient(board, slot, lambda message, fds: heard.append(message))
     process = _hooked(shown, "witnessed.py", folder, "-X", "dev", "-W", "error", stderr=subprocess.PIPE)
     try:
         await _until(lambda: (folder / "at told").exists() and shown.page.text.get("places", 0) > 0)
@@ -192,15 +193,15 @@ async def _ask_around(folder: Path) -> None:
 
 
 def test_nothing_that_a_script_does_is_taken_for_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(witnesses, "_GONE", 0.3)
+    monkeypatch.setattr(probes, "_GONE", 0.3)
     asyncio.run(_look_on(tmp_path))
 
 
 async def _look_on(folder: Path) -> None:
-    board = Board()
+    board = StatusBoard()
     slot = board.take()
     assert slot is not None
-    shown = Witness(board, slot, lambda message, fds: None)
+    shown = ProbeClient(board, slot, lambda message, fds: None)
     process = _hooked(shown, "odd.py", folder, stdin=subprocess.PIPE)
     assert process.stdin is not None
 
@@ -247,12 +248,19 @@ async def _look_on(folder: Path) -> None:
         board.close()
 
 
-def _hooked(shown: Witness, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
+def _hooked(shown: ProbeClient, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
     """An interpreter that begins a witness before its script."""
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
-    hooked = {**clean, "PYTHONPATH": zygotes._HOOK, "PHALANX_PROBE": ":".join(map(str, [shown.slot, *shown.fds, ""]))}
+    hooked = {
+        **clean,
+        "PYTHONPATH": fork_servers._HOOK,
+        "PHALANX_PROBE": ":".join(map(str, [shown.slot, *shown.fds, ""])),
+    }
     if "PYTHONPATH" in clean:
-        hooked |= {"PYTHONPATH": f"{zygotes._HOOK}:{clean['PYTHONPATH']}", "PHALANX_PYTHONPATH": clean["PYTHONPATH"]}
+        hooked |= {
+            "PYTHONPATH": f"{fork_servers._HOOK}:{clean['PYTHONPATH']}",
+            "PHALANX_PYTHONPATH": clean["PYTHONPATH"],
+        }
     command = [sys.executable, *options, str(SCRIPTS / script), str(folder)]
     process = subprocess.Popen(command, env=hooked, pass_fds=shown.fds, **more)
     shown.handed_over()

@@ -23,13 +23,13 @@ from torch import nn
 
 import phalanx
 from phalanx.join.vault import Vault
-from phalanx.launch import vault
+from phalanx.launch.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
 
 
 def serve(writing: int) -> None:
     async def wait() -> None:
-        held = vault.Vault(lambda pid: True, told=True)
+        held = snapshot_memory.SnapshotMemory(lambda pid: True, told=True)
         os.write(writing, held.name.encode())
         await asyncio.Event().wait()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs.run_folder import RunRecord
 
 START = 1.7e9
 
@@ -29,7 +29,7 @@ def left(
     files = {"events": [], "sights": []}
     end = START
     for event in happened:
-        kind = "sights" if isinstance(event, events.Sight | events.Measured) else "events"
+        kind = "sights" if isinstance(event, events.ClusterSample | events.Measured) else "events"
         files[kind].append(events.encode(event))
         end = max(end, event.time)
     for kind, lines in files.items():

@@ -90,7 +90,9 @@ def test_what_another_version_wrote_is_left_out(capsys: pytest.CaptureFixture[st
 
 
 def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    happened = [event for event in simulation.run(2, 20) if not isinstance(event, events.Measured | events.Sight)]
+    happened = [
+        event for event in simulation.run(2, 20) if not isinstance(event, events.Measured | events.ClusterSample)
+    ]
     old = left("old", happened)
     lines = [{"step": step, "epoch": 0, "time": START + step / 10, "loss": 10.0 / step} for step in range(1, 101)]
     lines.append({"step": 101, "epoch": 0, "time": START + 10.1, "loss": "nan"})

@@ -81,8 +81,8 @@ def test_every_step_is_in_the_histograms() -> None:
 def test_a_long_step_takes_as_long_as_it_takes() -> None:
     scene = Scene()
     for second in range(100):
-        glance = events.Glance(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
-        scene.see(events.Sight(time=100.0 + second, seconds=1.0, ranks=(glance,)))
+        glance = events.RankSample(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
+        scene.see(events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,)))
     assert scene.times["data"].total / scene.times["data"].count == pytest.approx(10, rel=0.05)
     assert scene.times["waiting"].count == 4
 
@@ -90,8 +90,8 @@ def test_a_long_step_takes_as_long_as_it_takes() -> None:
 def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -> None:
     whole, some = Scene(), Scene()
     for second in range(400):
-        glance = events.Glance(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
-        sight = events.Sight(time=100.0 + second, seconds=1.0, ranks=(glance,))
+        glance = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
+        sight = events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,))
         whole.see(sight)
         if second % 8 == 0:
             some.see(sight)
@@ -105,7 +105,7 @@ NASTY = 'a "b" \\ c\nd, e="f" } #'
 def test_nothing_that_a_user_writes_breaks_out() -> None:
     scene = Scene()
     scene.see(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
-    scene.see(events.Faces(time=1, ranks=(events.Face(rank=0, host=NASTY, device=NASTY),)))
+    scene.see(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
     scene.see(events.Measured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
     families = read(prometheus.text(scene))
     measured = {dict(labels)["name"]: value for (_, labels), value in families["phalanx_measured"].samples.items()}

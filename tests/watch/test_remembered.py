@@ -17,7 +17,7 @@ from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError
 from phalanx.forkserver import linux
-from phalanx.launch import memoir, recollection, runfolder
+from phalanx.launch.runs import history, run_folder, summary
 from phalanx.watch import simulation
 from tests.kit.cli import phalanx
 from tests.watch.remains import START, home, left, record_at, wrote
@@ -56,12 +56,14 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
 def test_of_long_files_only_the_end_is_read() -> None:
     record = left("long", [])
     fault = events.Fault(time=START, rank=1, reason="killed", recovery="regroup")
-    sight = events.Sight(time=START, seconds=1.0, ranks=tuple(events.Glance(rank=rank) for rank in range(512)))
+    sight = events.ClusterSample(
+        time=START, seconds=1.0, ranks=tuple(events.RankSample(rank=rank) for rank in range(512))
+    )
     loss = events.Measured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
     (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
     (Path(record.folder) / "sights.jsonl").write_bytes(events.encode(sight) * 500 + events.encode(loss))
     before = io_read()
-    told = memoir.of(record)
+    told = summary.of(record)
     assert io_read() - before < 2_000_000
     assert told.faults > 1000
     assert (told.step, str(told.loss)) == (7, "nan")
@@ -76,7 +78,7 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
         left("well-1115-101500-ab12", simulation.run(2, 60)),
         left("badly-1115-101501-cd34", failed_with("x" * 90), code=1),
     ]
-    told = [(run, memoir.of(run)) for run in runs]
+    told = [(run, summary.of(run)) for run in runs]
     narrow = ps.table(told, 100, now=START)
     assert max(map(len, narrow)) <= 100
     assert [line.split()[:2] for line in narrow] == [
@@ -93,7 +95,7 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
 
 def test_a_command_is_one_line_that_no_terminal_obeys() -> None:
     record = replace(left("lines", []), command=["bash", "-c", "echo a\necho \x1b[31mb"])
-    assert "bash -c 'echo a echo  [31mb'" in ps.table([(record, memoir.of(record))], None, now=START)[1]
+    assert "bash -c 'echo a echo  [31mb'" in ps.table([(record, summary.of(record))], None, now=START)[1]
 
 
 def test_forgetting_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,14 +140,14 @@ def test_one_that_cannot_be_forgotten_does_not_keep_the_others(capsys: pytest.Ca
 
 def test_one_of_the_same_name_elsewhere_is_listed_too(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        folder = runfolder.create("same", base=str(home()), log_dir=str(tmp_path / name))
+        folder = run_folder.create("same", base=str(home()), log_dir=str(tmp_path / name))
         folder.close()
         assert folder.link is not None
         assert os.path.realpath(folder.link) == folder.path
 
 
 def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -> None:
-    folder = runfolder.create("one", base=str(tmp_path), log_dir=None)
+    folder = run_folder.create("one", base=str(tmp_path), log_dir=None)
     folder.record(left("other", simulation.run(2, 5)))
     shutil.rmtree(folder.path)
     folder.ended(0)
@@ -163,7 +165,7 @@ def test_the_run_of_a_supervisor_whose_list_is_elsewhere(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])
 def test_a_line_that_is_none(line: bytes) -> None:
-    assert recollection.measured(line) is None
+    assert history.measured(line) is None
 
 
 def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_the_old_ones_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "forgot ancient\n"
     assert main(["ps", "--forget", "--older", "30d"]) == 0
     assert capsys.readouterr().out == "no run is older than 30d\n"
-    assert [run.id for run in runfolder.all_runs(str(home()))] == ["young"]
+    assert [run.id for run in run_folder.all_runs(str(home()))] == ["young"]
 
 
 @pytest.mark.warmed
@@ -210,8 +212,8 @@ def test_a_real_run_is_told_as_it_was(capsys: pytest.CaptureFixture[str], tmp_pa
     """One whose rank 1 was killed on its way."""
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
     assert done.code == 0, done.err
-    (run,) = runfolder.all_runs(str(home()))
-    told = memoir.of(run)
+    (run,) = run_folder.all_runs(str(home()))
+    told = summary.of(run)
     assert (told.step, told.faults, told.why) == (32, 1, "")
     assert told.loss is not None
     assert 0 <= told.loss < 10

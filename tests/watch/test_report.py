@@ -21,7 +21,7 @@ from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch import masking, simulation
 from phalanx.watch.ledger import Ledger
 from tests.watch.remains import START, left, record_at, wrote
@@ -196,7 +196,7 @@ def test_a_run_that_left_almost_nothing(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_told_so_far(tmp_path: Path) -> None:
     happened = [event for event in simulation.run(2, 30) if not isinstance(event, events.RunEnded)]
     started = events.ForkServerReady(time=START, pid=7, way="cold", seconds=2.0, imports={"torch": 1.5, "os": 0.1})
-    slow = events.Paces(time=START + 30, ranks=(), late=("rank 1 keeps the others waiting",))
+    slow = events.StepTimingReport(time=START + 30, ranks=(), late=("rank 1 keeps the others waiting",))
     record = left("going", [*happened, started, slow])
     record_at(record, pid=os.getpid(), pid_started=linux.start_time(os.getpid()), ended=None, code=None)
     outline = Outline(reported(tmp_path, record))

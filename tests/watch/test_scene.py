@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.contract import events
-from phalanx.contract.events import Face, Glance
+from phalanx.contract.events import RankInfo, RankSample
 from phalanx.watch import simulation
 from phalanx.watch.rank import HEALTH
 from phalanx.watch.scene import KINDS, Scene, State
@@ -27,12 +27,14 @@ def started(ranks: int = 2) -> list[Any]:
     ]
 
 
-def sight(when: float, *steps: int, phases: str = "ddffbbwwoO", generation: int = 0, **more: object) -> events.Sight:
+def sight(
+    when: float, *steps: int, phases: str = "ddffbbwwoO", generation: int = 0, **more: object
+) -> events.ClusterSample:
     glances = tuple(
-        Glance(rank=rank, step=step, phases=phases, compute=0.5, data=0.25, waiting=0.25, **more)  # type: ignore[arg-type]
+        RankSample(rank=rank, step=step, phases=phases, compute=0.5, data=0.25, waiting=0.25, **more)  # type: ignore[arg-type]
         for rank, step in enumerate(steps)
     )
-    return events.Sight(time=when, seconds=1.0, generation=generation, ranks=glances)
+    return events.ClusterSample(time=when, seconds=1.0, generation=generation, ranks=glances)
 
 
 def told(*happened: Any) -> Scene:
@@ -146,7 +148,7 @@ HEALTHS = {
     ),
     "died elsewhere, and is back": ([sight(2, 1, 1, state="X"), sight(3, 1, 1)], ["well", "well"]),
     "replaced elsewhere": (
-        [sight(2, 1, 1), events.Faces(time=3, ranks=(Face(rank=0, pid=10), Face(rank=1, pid=77)))],
+        [sight(2, 1, 1), events.RankInfos(time=3, ranks=(RankInfo(rank=0, pid=10), RankInfo(rank=1, pid=77)))],
         ["well", "coming"],
     ),
     "a spare ends": (
@@ -168,7 +170,7 @@ HEALTHS = {
     "not in the sight": ([sight(2, 1, 1), sight(9, 8)], ["well", "silent"]),
     "debugged": ([sight(2, 1, 1, debugged=True)], ["debugged", "debugged"]),
     "slow": (
-        [sight(2, 1, 1), events.Paces(time=3, ranks=(), late=("rank 1 (GPU 1) is 1.4 times slower",))],
+        [sight(2, 1, 1), events.StepTimingReport(time=3, ranks=(), late=("rank 1 (GPU 1) is 1.4 times slower",))],
         ["well", "slow"],
     ),
     "all is over": ([sight(2, 1, 1), events.RunEnded(time=3, code=0, seconds=3)], ["done", "done"]),
@@ -182,22 +184,22 @@ def test_the_health_of_ranks(name: str) -> None:
 
 
 def test_who_does_nothing_but_wait_is_waiting() -> None:
-    glance = Glance(rank=0, step=3, phases="wwwwwwwwww", waiting=1.0)
-    assert _health(events.Sight(time=1, seconds=1, ranks=(glance,))) == ["waiting"]
+    glance = RankSample(rank=0, step=3, phases="wwwwwwwwww", waiting=1.0)
+    assert _health(events.ClusterSample(time=1, seconds=1, ranks=(glance,))) == ["waiting"]
 
 
 def test_a_smaller_world_has_fewer_ranks_once_it_runs() -> None:
-    two = tuple(Face(rank=rank, node=rank, host=f"host{rank}", pid=10 + rank) for rank in range(2))
-    scene = told(*started(), events.Faces(time=2, ranks=two), sight(3, 1, 1), FAULT)
+    two = tuple(RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=10 + rank) for rank in range(2))
+    scene = told(*started(), events.RankInfos(time=2, ranks=two), sight(3, 1, 1), FAULT)
     assert (scene.world_size, scene.nodes, len(scene.ranks)) == (2, 2, 2)
-    scene.see(events.Faces(time=11, ranks=two[:1]))
+    scene.see(events.RankInfos(time=11, ranks=two[:1]))
     assert len(scene.ranks) == 2, "the others may still come"
     scene.see(events.Recovered(time=12, generation=1, seconds=1.5, step=8))
     scene.see(sight(13, 9, generation=1))
     assert len(scene.ranks) == 2, "they still may"
     scene.see(sight(14, 10, generation=1))
     assert (scene.world_size, scene.nodes, list(scene.ranks), scene.generation) == (1, 1, [0], 1)
-    scene.see(events.Faces(time=15, ranks=two))
+    scene.see(events.RankInfos(time=15, ranks=two))
     assert (scene.world_size, list(scene.ranks)) == (2, [0, 1])
 
 
@@ -389,9 +391,10 @@ def test_who_holds_the_others_up_is_told_now_and_then(slow: int, also: str) -> N
     scene = told(*started(8))
     for second in range(2, 700):
         glances = tuple(
-            Glance(rank=rank, step=second, phases="dddwwwfffO" if rank < slow else "wwwwwwfffO") for rank in range(8)
+            RankSample(rank=rank, step=second, phases="dddwwwfffO" if rank < slow else "wwwwwwfffO")
+            for rank in range(8)
         )
-        scene.see(events.Sight(time=second, seconds=1.0, ranks=glances))
+        scene.see(events.ClusterSample(time=second, seconds=1.0, ranks=glances))
     expected = "rank 0 kept the others waiting 30% of the last {}, mostly in data loading" + also
     assert [one.text for one in scene.happenings] == [expected.format("20 s"), expected.format("minute")]
     assert [scene.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["well"] * (4 - slow)
@@ -438,9 +441,9 @@ def test_the_rank_of_another_node_that_has_failed_was_not_stopped() -> None:
 
 def test_a_process_has_one_rank() -> None:
     """Node 1 of three is lost, and the run ends right after."""
-    faces = [Face(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
-    scene = told(*started(1), events.Faces(time=2, ranks=tuple(faces)), sight(2, 1, 1, 1), FAULT)
-    scene.see(events.Faces(time=11, ranks=(faces[0], Face(rank=1, node=2, host="host2", pid=7))))
+    faces = [RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
+    scene = told(*started(1), events.RankInfos(time=2, ranks=tuple(faces)), sight(2, 1, 1, 1), FAULT)
+    scene.see(events.RankInfos(time=11, ranks=(faces[0], RankInfo(rank=1, node=2, host="host2", pid=7))))
     assert (list(scene.ranks), scene.world_size) == ([0, 1], 2)
 
 
@@ -500,7 +503,7 @@ def test_a_sight_of_512_ranks_is_cheap() -> None:
     for event in simulation.run(512, 40):
         then = time.process_time()
         scene.see(event)
-        took += [time.process_time() - then] if isinstance(event, events.Sight) else []
+        took += [time.process_time() - then] if isinstance(event, events.ClusterSample) else []
     assert statistics.median(took) < 0.03, "2 ms on a machine that does nothing else"
 
 

@@ -112,9 +112,9 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     for event in (*simulation.begin(4, now=100.0), *simulation.second(1, 4, now=103.0)):
         scene.see(event)
     updates.whole()
-    faces = tuple(events.Face(rank=rank, pid=1000 + rank) for rank in range(2))
-    scene.see(events.Faces(time=104.0, ranks=faces))
-    scene.see(events.Sight(time=107.0, seconds=1.0))
+    faces = tuple(events.RankInfo(rank=rank, pid=1000 + rank) for rank in range(2))
+    scene.see(events.RankInfos(time=104.0, ranks=faces))
+    scene.see(events.ClusterSample(time=107.0, seconds=1.0))
     scene.see(events.Verdict(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
     update = updates.next()
     assert update is not None

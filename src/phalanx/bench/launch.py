@@ -23,7 +23,7 @@ from phalanx.bench.contenders import CONTENDERS, Contender
 from phalanx.bench.results import ENDS, Case, Results, Sample, Settings
 from phalanx.contract import events
 from phalanx.errors import OptionError
-from phalanx.launch import runfolder
+from phalanx.launch.runs import run_folder
 
 TIMEOUT = 120.0
 
@@ -167,7 +167,7 @@ def said(folder: str) -> str:
 
 def _way(contender: Contender, folder: str) -> str:
     """How the newest run of this contender made its workers: a fallback must not pass for the real thing."""
-    runs = list(runfolder.all_runs(contenders.home(contender, folder)))
+    runs = list(run_folder.all_runs(contenders.home(contender, folder)))
     if not runs:
         return "unknown"
     with open(os.path.join(runs[-1].folder, "events.jsonl"), "rb") as file:

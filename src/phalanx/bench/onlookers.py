@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from phalanx.bench import contenders, launch
 from phalanx.bench.contenders import CONTENDERS
-from phalanx.launch import runfolder
+from phalanx.launch.runs import run_folder
 
 LIMIT = 120.0  # seconds, for a start
 LINES, COLUMNS = 40, 120  # of the terminal
@@ -69,7 +69,7 @@ class Watched:
     @property
     def run(self) -> str:
         """Its name."""
-        return list(runfolder.all_runs(self.environ["PHALANX_HOME"]))[-1].id
+        return list(run_folder.all_runs(self.environ["PHALANX_HOME"]))[-1].id
 
     def until(self, steps: int) -> None:
         """Every rank has done so many."""

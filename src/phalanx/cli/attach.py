@@ -16,8 +16,8 @@ from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import wire
 from phalanx.forkserver.debug.terminal import LEAVE
-from phalanx.launch import desk
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.runs.run_folder import RunRecord
 
 _PORT = 5678  # what IDEs ask for by themselves
 _PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")
@@ -70,7 +70,7 @@ def _asked(
     run: RunRecord, rank: int, port: int | None
 ) -> Iterator[tuple[socket.socket, wire.Message, socket.socket | None]]:
     """The connection to the supervisor, what it says, and the debugger's terminal."""
-    with desk.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
+    with control_socket.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
         received = wire.receive(caller)
         if received is None:
             raise LaunchError(f"{run.id} has ended", fix="phalanx ps --all")

@@ -13,8 +13,8 @@ from phalanx.cli.gathering import look_around
 from phalanx.cli.options import HelpRequested, RunOptions, parse_chaos
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import OptionError, PhalanxError, UsageError
-from phalanx.launch import runfolder
 from phalanx.launch.chaos import Chaos
+from phalanx.launch.runs import run_folder
 
 _OURS = "--kill-every"
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.hosts is not None:
         raise UsageError("phalanx chaos disturbs the workers of one node, and --hosts starts several")
-    around = look_around(options, environ, runfolder.home(environ))
+    around = look_around(options, environ, run_folder.home(environ))
     if around.allocation is not None:
         raise UsageError("phalanx chaos disturbs the workers of one node", fix="srun phalanx chaos …")
     chaos = Chaos(

@@ -6,8 +6,8 @@ import os
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
-from phalanx.launch import runfolder
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import run_folder
+from phalanx.launch.runs.run_folder import RunRecord
 
 
 def running(name: str | None, *, verb: str) -> RunRecord:
@@ -43,7 +43,7 @@ def any_run(name: str | None, *, verb: str) -> RunRecord:
 def by_pid(pid: int, folder: str | None = None) -> RunRecord:
     """The run of a supervisor on this machine: nodes of one run have one name. A node that was started by ssh has been
     told where runs are kept, and its environment does not say so: then only the folder does."""
-    there = runfolder.read(folder) if folder is not None and os.sep in folder else None
+    there = run_folder.read(folder) if folder is not None and os.sep in folder else None
     for run in ([there] if there is not None else []) + _all():
         if run.pid == pid and run.alive:
             return run
@@ -51,11 +51,11 @@ def by_pid(pid: int, folder: str | None = None) -> RunRecord:
 
 
 def _all() -> list[RunRecord]:
-    return list(runfolder.all_runs(runfolder.home(environment())))
+    return list(run_folder.all_runs(run_folder.home(environment())))
 
 
 def _at(folder: str) -> RunRecord:
-    found = runfolder.read(folder)
+    found = run_folder.read(folder)
     if found is None:
         raise UsageError(f"{folder} is no folder of a run: it has no run.json", fix="phalanx ps --all")
     return found

@@ -14,8 +14,8 @@ from typing import Any
 from phalanx.cli import choice, document
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
-from phalanx.launch import recollection
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import history
+from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch import comparison, plot, svg
 from phalanx.watch.comparison import Cell, Course, Track
 
@@ -38,12 +38,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is not ours")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(argv)
-    records = [recollection.leading(choice.any_run(name, verb="compare")) for name in options.runs]
+    records = [history.leading(choice.any_run(name, verb="compare")) for name in options.runs]
     names = _names(records)
     courses = []
     for name, record in zip(names, records, strict=True):
         track = Track(name, metric=options.metric)
-        recollection.read(record, track.see)
+        history.read(record, track.see)
         courses.append(track.course(record.state))
     _check(courses, options.metric)
     if options.svg:

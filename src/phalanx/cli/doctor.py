@@ -28,7 +28,7 @@ from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.gpus import Gpus
 from phalanx.doctor.result import Result
 from phalanx.errors import OptionError
-from phalanx.launch import runfolder
+from phalanx.launch.runs import run_folder
 
 _SURVEY = "phalanx.doctor.survey"
 _LIMIT = 150.0
@@ -119,7 +119,7 @@ def _keep(found: Result, environ: Mapping[str, str]) -> None:
     pairs = [pair for pair in found.pairs if not pair.local]
     with contextlib.suppress(OSError):
         links.keep(
-            runfolder.home(environ),
+            run_folder.home(environ),
             (Link(one=p.one, other=p.other, latency=p.latency, there=p.there, back=p.back) for p in pairs),
             time.time(),
         )
@@ -129,7 +129,7 @@ def _keep(found: Result, environ: Mapping[str, str]) -> None:
 
 
 def _here(environ: Mapping[str, str], quick: bool) -> Result:
-    facts = machine.read(environ, runfolder.home(environ))
+    facts = machine.read(environ, run_folder.home(environ))
     alone = Result(nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
     if quick or not facts.versions.torch:
         return alone
@@ -175,7 +175,7 @@ def _or_here(tried: Result, environ: Mapping[str, str]) -> Result:
     """Where nobody answered, what is wrong here may be why."""
     if tried.nodes:
         return tried
-    facts = machine.read(environ, runfolder.home(environ))
+    facts = machine.read(environ, run_folder.home(environ))
     return replace(tried, nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
 
 

@@ -19,8 +19,8 @@ from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import topology
 from phalanx.contract.variables import INTERFACES
-from phalanx.launch import runfolder
 from phalanx.launch.plan import Plan
+from phalanx.launch.runs import run_folder
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    around = look_around(options, environ, runfolder.home(environ)) if options.hosts is None else Surroundings()
+    around = look_around(options, environ, run_folder.home(environ)) if options.hosts is None else Surroundings()
     plan = make_plan(options, environ, around)
     seen = outlook(options, around, len(plan.seats), os.uname().nodename)
     facts = describe(plan, environ, seen, cpu=options.cpu)

@@ -11,7 +11,7 @@ from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, Task
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
-from phalanx.launch.gathering import Gathering
+from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
 
 _PORTS = range(20000, 30000)  # below those that the kernel gives away
 
@@ -20,7 +20,7 @@ _PORTS = range(20000, 30000)  # below those that the kernel gives away
 class Surroundings:
     """What is known before a plan is made."""
 
-    gathering: Gathering | None = None  # None: one node, and nobody to meet
+    gathering: RendezvousConfig | None = None  # None: one node, and nobody to meet
     allocation: Allocation | None = None  # nodes that wait for somebody to start tasks on them
     node: int = 0  # which of the nodes this is, where it is known
 
@@ -57,7 +57,7 @@ def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> Task | Alloca
 # -- by hand
 
 
-def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gathering:
+def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> RendezvousConfig:
     nodes = f"{options.min_nodes}:{options.max_nodes}" if options.min_nodes < options.max_nodes else options.max_nodes
     if options.master_addr is None and options.node_id != 0:
         raise OptionError(
@@ -89,7 +89,7 @@ def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Gath
 # -- tasks of a scheduler
 
 
-def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: Task) -> Gathering:
+def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: Task) -> RendezvousConfig:
     from phalanx.control.meeting import Meeting
 
     if not task.job and options.master_addr is None:
@@ -154,13 +154,13 @@ def _said(task: Task | Allocation) -> str:
 # -- what all of them share
 
 
-def _shared(options: RunOptions, environ: Mapping[str, str], home: str, expected: int) -> Gathering:
+def _shared(options: RunOptions, environ: Mapping[str, str], home: str, expected: int) -> RendezvousConfig:
     """What does not depend on who said that there are several."""
     from phalanx.cluster.software import versions
     from phalanx.control import tokens
 
     promised = options.slots if options.slots is not None and len(options.slots) == expected else ()
-    return Gathering(
+    return RendezvousConfig(
         source="",
         expected=expected,
         member=None,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx.cli.stop import handle
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs.run_folder import RunRecord
 
 _MOMENT = 0.3  # seconds between two signals: two of a kind that wait are one
 

@@ -26,14 +26,15 @@ from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
 from phalanx.errors import UsageError
-from phalanx.launch import order, runfolder
-from phalanx.launch.gathering import Gathering
-from phalanx.launch.order import Fail, Go, Order, Ready, Signal
+from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launch.remote import node_spec
+from phalanx.launch.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
+from phalanx.launch.runs import run_folder
 
 if TYPE_CHECKING:  # only once the zygote has been started
     from phalanx.errors import JoinError
-    from phalanx.launch.ssh import Link, Starter
-    from phalanx.launch.supervisor import Supervisor
+    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launch.remote.ssh import SshLink, SshStarter
 
 _SOON = 3.0  # seconds that need no explanation
 _FOLLOWS = 0.75  # of the time to join
@@ -45,7 +46,7 @@ def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]
 
     # A scheduler that has started us as one of its tasks has its own idea of who runs where.
     alone = replace(options, nodes_told=False, min_nodes=1, max_nodes=1, slots=None)
-    look_around(alone, environ, runfolder.home(environ))
+    look_around(alone, environ, run_folder.home(environ))
     if options.kind == "stdin":
         raise UsageError("--hosts cannot run a script from standard input", fix="save it as a file on every host")
     near = [_is_near(host.name) for host in hosts]
@@ -70,15 +71,15 @@ def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]
 
 def _orders(
     options: RunOptions, hosts: Sequence[Host], near: Sequence[bool], environ: Mapping[str, str]
-) -> list[Order]:
+) -> list[NodeSpec]:
     token = tokens.new()  # ssh has let us in already, and keeps it: no file, and no run that another one could join
-    run_id = options.run_id or runfolder.make_run_id(options.script)
+    run_id = options.run_id or run_folder.make_run_id(options.script)
     promised = [host.workers for host in hosts]
     digest = ""
     if options.kind in ("script", "path") and os.path.isfile(options.script):
         digest = script_digest(options.script)
     return [
-        Order(
+        NodeSpec(
             node=node,
             nodes=len(hosts),
             token=token,
@@ -87,7 +88,7 @@ def _orders(
             ),
             digest=digest,
             versions=versions(),
-            env=order.chosen(environ),
+            env=node_spec.chosen(environ),
             home=environ.get(HOME, ""),
             names=tuple(host.name for host in hosts),
             promised=tuple(count for count in promised if count is not None) if None not in promised else (),
@@ -127,8 +128,8 @@ def _options_of(
     return own if host.slots is None else replace(own, workers=host.slots)
 
 
-def gathering_of(told: Order, options: RunOptions, go: Go | None) -> Gathering:
-    return Gathering(
+def gathering_of(told: NodeSpec, options: RunOptions, go: Go | None) -> RendezvousConfig:
+    return RendezvousConfig(
         source="ssh",
         expected=told.nodes,
         member=told.node,
@@ -181,16 +182,16 @@ class Hosts:
     """A child for every host that this process is not itself."""
 
     def __init__(
-        self, hosts: Sequence[Host], near: Sequence[bool], orders: Sequence[Order], environ: Mapping[str, str]
+        self, hosts: Sequence[Host], near: Sequence[bool], orders: Sequence[NodeSpec], environ: Mapping[str, str]
     ) -> None:
         self.orders = orders
         self._hosts = hosts
         self._near = near
         self._environ = environ
 
-    def start(self, nodes: Sequence[int], links: list[Link]) -> None:
+    def start(self, nodes: Sequence[int], links: list[SshLink]) -> None:
         """Into a list that the caller has, so that what was started is known even if the next one fails."""
-        from phalanx.launch import ssh
+        from phalanx.launch.remote import ssh
 
         cwd = _cwd(self._environ)
         for node in nodes:
@@ -218,24 +219,24 @@ class Here:
         self._hosts = hosts
         self._patience = patience
         self._linger = linger
-        self._links: list[Link] = []
-        self._starter: Starter | None = None
-        self._supervisor: Supervisor | None = None
+        self._links: list[SshLink] = []
+        self._starter: SshStarter | None = None
+        self._supervisor: NodeAgent | None = None
 
     @property
     def pids(self) -> frozenset[int]:
         return frozenset(link.process.pid for link in self._links)
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        from phalanx.launch.ssh import Starter
+        from phalanx.launch.remote.ssh import SshStarter
 
         go = _go(sockets)
-        self._starter = Starter(self._links, self, hosts=len(self._hosts.orders), patience=self._patience * 0.95)
+        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), patience=self._patience * 0.95)
         self._hosts.start(range(1, len(self._hosts.orders)), self._links)
         for link in self._links:
             link.tell(go)
 
-    def begin(self, supervisor: Supervisor) -> None:
+    def begin(self, supervisor: NodeAgent) -> None:
         self._supervisor = supervisor
         if self._starter is not None:
             self._starter.listen()
@@ -255,15 +256,15 @@ class Here:
 
     # -- what comes from the hosts
 
-    def ready(self, link: Link) -> None:
+    def ready(self, link: SshLink) -> None:
         pass
 
     def failed(self, error: JoinError) -> None:
         if self._supervisor is not None:
             self._supervisor.fail(error)
 
-    def ended(self, link: Link, code: int) -> None:
-        from phalanx.launch import ssh
+    def ended(self, link: SshLink, code: int) -> None:
+        from phalanx.launch.remote import ssh
 
         if self._supervisor is None:
             return
@@ -280,20 +281,20 @@ class Elsewhere:
     def __init__(self, hosts: Hosts, options: RunOptions) -> None:
         self._hosts = hosts
         self._options = options
-        self._links: list[Link] = []
+        self._links: list[SshLink] = []
         self._over: list[int | JoinError] = []
-        self._starter: Starter | None = None
+        self._starter: SshStarter | None = None
         self._interrupts = 0
         self._signals = 0  # that were to end the run
 
     async def run(self) -> int:
         import asyncio
 
-        from phalanx.launch.ssh import Starter
+        from phalanx.launch.remote.ssh import SshStarter
 
         self._done = asyncio.Event()
         patience = self._options.join_timeout * 0.95
-        starter = self._starter = Starter(self._links, self, hosts=len(self._hosts.orders), patience=patience)
+        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), patience=patience)
         together, linger = False, 0.0
         try:
             self._hosts.start(range(len(self._hosts.orders)), self._links)
@@ -352,7 +353,7 @@ class Elsewhere:
 
     # -- what comes from the hosts
 
-    def ready(self, link: Link) -> None:
+    def ready(self, link: SshLink) -> None:
         if link.node == 0 and isinstance(link.answer, Ready):
             for other in self._links[1:]:
                 other.tell(Go(addresses=link.answer.addresses, port=link.answer.port))
@@ -360,8 +361,8 @@ class Elsewhere:
     def failed(self, error: JoinError) -> None:
         self._conclude(error)
 
-    def ended(self, link: Link, code: int) -> None:
-        from phalanx.launch import ssh
+    def ended(self, link: SshLink, code: int) -> None:
+        from phalanx.launch.remote import ssh
 
         if link.node:
             if code:

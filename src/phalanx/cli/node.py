@@ -19,13 +19,14 @@ from phalanx.cluster.software import versions
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import HOME
 from phalanx.errors import LaunchError, PhalanxError, ScriptError, UsageError
-from phalanx.launch import order, runfolder
-from phalanx.launch.order import Fail, Go, Order, Ready, Refused, Signal
+from phalanx.launch.remote import node_spec
+from phalanx.launch.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, Ready, Signal
+from phalanx.launch.runs import run_folder
 
 if TYPE_CHECKING:
-    from phalanx.launch.supervisor import Supervisor
+    from phalanx.launch.agent.agent import NodeAgent
 
-W = TypeVar("W", Order, Go)
+W = TypeVar("W", NodeSpec, Go)
 _SAME = "install the same version of phalanx there as here"
 
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
             "phalanx node is what phalanx run --hosts starts on every host", fix="phalanx run --hosts a:8,b:2 train.py"
         )
     line = Line()
-    told = line.wait_for(Order)
+    told = line.wait_for(NodeSpec)
     if told is None:
         return 1
     line.leads = told.node == 0
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     return 0  # the run's own code is node 0's to tell
 
 
-def _environ(told: Order) -> dict[str, str]:
+def _environ(told: NodeSpec) -> dict[str, str]:
     environ = {**environment(), **told.env}
     if not environ.get(HOME) and told.home and _can_write(told.home):
         environ[HOME] = told.home  # where the disk is shared, a run has one folder
@@ -79,11 +80,11 @@ def _can_write(folder: str) -> bool:
 # -- what can be known before anything starts
 
 
-def _check(told: Order, options: RunOptions, environ: Mapping[str, str]) -> None:
+def _check(told: NodeSpec, options: RunOptions, environ: Mapping[str, str]) -> None:
     _check_versions(told.versions, versions())
     if told.digest:
         _check_script(options.script, told.digest)
-    home = runfolder.home(environ)
+    home = run_folder.home(environ)
     if not _can_write(home):
         raise LaunchError(
             f"runs cannot be kept in {home}: it cannot be written",
@@ -133,14 +134,14 @@ class Line:
         self._in = os.dup(0)
         self._out = os.dup(1)
         self._inbox = bytearray()
-        self._supervisor: Supervisor | None = None
+        self._supervisor: NodeAgent | None = None
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
 
-    def answer(self, word: Ready | Refused) -> None:
+    def answer(self, word: Ready | NodeRefused) -> None:
         self.answered = True
-        data = b"\n" + order.MARK + order.encode(word)
+        data = b"\n" + node_spec.MARK + node_spec.encode(word)
         try:
             while data:
                 data = data[os.write(self._out, data) :]
@@ -149,9 +150,9 @@ class Line:
 
     def refuse(self, error: Exception) -> None:
         if isinstance(error, PhalanxError):
-            self.answer(Refused(what=error.what, details=error.details, fix=error.fix))
+            self.answer(NodeRefused(what=error.what, details=error.details, fix=error.fix))
         else:
-            self.answer(Refused(what=f"it does not understand what is wanted: {error}", fix=_SAME))
+            self.answer(NodeRefused(what=f"it does not understand what is wanted: {error}", fix=_SAME))
 
     def wait_for(self, kind: type[W]) -> W | None:
         """Before there is a loop. None: nobody is there any more."""
@@ -164,14 +165,14 @@ class Line:
     def _receive(self) -> bool:
         data = os.read(self._in, 1 << 16)
         self._inbox += data
-        return bool(data) and len(self._inbox) <= order.LIMIT
+        return bool(data) and len(self._inbox) <= node_spec.LIMIT
 
-    def _next(self) -> order.ToNode | None:
+    def _next(self) -> node_spec.ToNode | None:
         end = self._inbox.index(b"\n")
         line = bytes(self._inbox[:end])
         del self._inbox[: end + 1]
         try:
-            return order.to_node(line)
+            return node_spec.to_node(line)
         except ValueError as error:
             self.refuse(error)
             return None
@@ -184,7 +185,7 @@ class Line:
             port = sockets[0].getsockname()[1]
             self.answer(Ready(host=os.uname().nodename, pid=os.getpid(), addresses=addresses, port=port))
 
-    def begin(self, supervisor: Supervisor) -> None:
+    def begin(self, supervisor: NodeAgent) -> None:
         import asyncio
 
         self._supervisor = supervisor

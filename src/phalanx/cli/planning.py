@@ -18,9 +18,9 @@ from phalanx.cluster.sources.surroundings import cores
 from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, ScriptError
 from phalanx.launch.command import Command
-from phalanx.launch.filters import Choice, Std
-from phalanx.launch.plan import Ending, Hanging, Plan, Showing, Start, Watching
-from phalanx.launch.runfolder import make_run_id
+from phalanx.launch.output.filters import Choice, Std
+from phalanx.launch.plan import HangOptions, OutputOptions, Plan, ShutdownOptions, StartOptions, ViewerOptions
+from phalanx.launch.runs.run_folder import make_run_id
 
 # Modules that run a script and fail if torch has been imported before them.
 _LOOK_AT_MODULES = ("coverage",)
@@ -76,13 +76,13 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         restarts_told=options.restarts_told,
         restart_window=options.restart_window,
         silence=options.silent_after,
-        hanging=Hanging(options.stall_after, options.on_hang),
-        watching=Watching(options.screen, options.page, options.page_at),
+        hanging=HangOptions(options.stall_after, options.on_hang),
+        watching=ViewerOptions(options.screen, options.page, options.page_at),
         stdin_rank=options.stdin,
         log_dir=log_dir,
         showing=_showing(options, quiet=gathering is not None and not gathering.echo and not gathering.leads),
         ending=_ending(options),
-        start=Start(
+        start=StartOptions(
             fresh=options.fresh or options.kind == "program" or wrapped or measured,
             preload=options.preload,
             warm=options.warm,
@@ -172,8 +172,8 @@ def _inherited(
     return inherited
 
 
-def _ending(options: RunOptions) -> Ending:
-    ending = Ending(
+def _ending(options: RunOptions) -> ShutdownOptions:
+    ending = ShutdownOptions(
         options.signals, preempt=options.preempt_signals, checkpoint_grace=options.grace, linger=options.linger
     )
     if options.shutdown_timeout is None:
@@ -181,8 +181,8 @@ def _ending(options: RunOptions) -> Ending:
     return replace(ending, grace=options.shutdown_timeout, failure_grace=options.shutdown_timeout)
 
 
-def _showing(options: RunOptions, *, quiet: bool) -> Showing:
-    return Showing(
+def _showing(options: RunOptions, *, quiet: bool) -> OutputOptions:
+    return OutputOptions(
         redirects=_choice(options.redirects),
         tee=_choice(options.tee),
         ranks=options.ranks,

@@ -15,9 +15,9 @@ from dataclasses import asdict
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import OptionError, UsageError
-from phalanx.launch import forgetting, memoir, runfolder
-from phalanx.launch.memoir import Memoir
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import deletion, run_folder, summary
+from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launch.runs.summary import RunSummary
 from phalanx.watch.figures import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -36,13 +36,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--older", metavar="AGE", help="with --forget: those that began longer ago than 12h, 30d …")
     options = parser.parse_args(argv)
-    base = runfolder.home(environment())
+    base = run_folder.home(environment())
     if options.forget is not None or options.older is not None:
         return _forget(base, options.forget, options.older)
-    runs = [run for run in runfolder.all_runs(base) if options.all or run.alive]
+    runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
     if options.json:
         for run in runs:
-            told = asdict(memoir.of(run))
+            told = asdict(summary.of(run))
             if told["loss"] is not None and not math.isfinite(told["loss"]):
                 told["loss"] = str(told["loss"])  # JSON has no word for it
             sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **told}) + "\n")
@@ -51,12 +51,12 @@ def main(argv: list[str]) -> int:
         sys.stdout.write("nothing is running\n" if not options.all else "no runs yet\n")
         return 0
     width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
-    for line in table([(run, memoir.of(run)) for run in runs], width or None, now=time.time()):
+    for line in table([(run, summary.of(run)) for run in runs], width or None, now=time.time()):
         sys.stdout.write(line + "\n")
     return 0
 
 
-def table(runs: Sequence[tuple[RunRecord, Memoir]], width: int | None, *, now: float) -> list[str]:
+def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, now: float) -> list[str]:
     """In a terminal no line is wider than it: folders are left out, what is long is cut, and why a run failed has a
     line of its own. Elsewhere a run is a line."""
     rows = [["RUN", "STATE", "RANKS", "FOR", "STEP", "LOSS", "FAULTS", "WHAT", "FOLDER"]]
@@ -87,7 +87,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _forget(base: str, names: list[str] | None, older: str | None) -> int:
-    runs = list(runfolder.all_runs(base))
+    runs = list(run_folder.all_runs(base))
     if names is None:
         raise OptionError("--older says which runs to forget", fix=f"phalanx ps --forget --older {older}")
     if not names and older is None:
@@ -102,7 +102,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     refused: UsageError | None = None  # one that cannot be does not keep the others
     for run in chosen:
         try:
-            forgetting.forget(base, run)
+            deletion.forget(base, run)
             sys.stdout.write(f"forgot {run.id}\n")
         except UsageError as error:
             refused = refused or error

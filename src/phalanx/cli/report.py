@@ -16,8 +16,8 @@ import msgspec
 
 from phalanx.cli import choice, document
 from phalanx.contract import encoding, events
-from phalanx.launch import postmortem, recollection, viewing
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs import history, postmortem, views
+from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch import masking, report
 from phalanx.watch.comparison import Track
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
     parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
     options = parser.parse_args(argv)
-    record = recollection.leading(choice.any_run(options.run, verb="report"))
+    record = history.leading(choice.any_run(options.run, verb="report"))
     text = made(record, with_logs=not options.no_logs)
     if options.output == "-":
         sys.stdout.write(text)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def made(record: RunRecord, *, with_logs: bool = True) -> str:
     track, ledger, blamed = Track(record.id), Ledger(), Blamed()
-    recollection.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
+    history.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
     scene, remains = track.scene, postmortem.read(record)
     ended_badly = not record.alive and record.code != 0
     ranks = list(blamed.ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
@@ -79,7 +79,7 @@ def made(record: RunRecord, *, with_logs: bool = True) -> str:
         started=record.started,
         first=postmortem.first(remains) if ended_badly else "",
         cause=postmortem.report(remains) if ended_badly else "",
-        stood=tuple(Stood(texts, stacks) for texts, stacks in recollection.stalls_of(record)),
+        stood=tuple(Stood(texts, stacks) for texts, stacks in history.stalls_of(record)),
         tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
         with_logs=with_logs,
     )
@@ -93,7 +93,7 @@ async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
     logs: dict[str, dict[str, str]] = {}
     for tail in account.tails:
         logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
-    why = await viewing.Ended(record).why()
+    why = await views.FinishedRun(record).why()
     stacks = {rank: text[:_STACK] for rank, text in itertools.islice(why.stacks.items(), _STACKS)}
     whole = Updates(scene, seconds=letters * TICK).whole()
     every = math.ceil(sum(map(len, whole.curves.values())) / _POINTS) or 1
@@ -133,7 +133,7 @@ class Blamed:
 
 
 async def _tails(record: RunRecord, ranks: Sequence[int]) -> tuple[Tail, ...]:
-    source, found = viewing.Ended(record), []
+    source, found = views.FinishedRun(record), []
     for rank in ranks:
         for stream in _STREAMS:
             part = await source.log(rank, stream, size=_TAIL)

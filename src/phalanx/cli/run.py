@@ -18,17 +18,19 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import linux
-from phalanx.launch import lessons, port, runfolder, warmth, zygotes
-from phalanx.launch.gathering import Gathering
-from phalanx.launch.lessons import Lesson
+from phalanx.launch.coordination import port
+from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launch.forking import fork_servers, preload_hints, warm_pool
+from phalanx.launch.forking.fork_servers import ForkServerClient
+from phalanx.launch.forking.preload_hints import PreloadHints
 from phalanx.launch.plan import Plan
-from phalanx.launch.runfolder import RunFolder, RunRecord
-from phalanx.launch.zygotes import Zygote
+from phalanx.launch.runs import run_folder
+from phalanx.launch.runs.run_folder import RunFolder, RunRecord
 
 if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
-    from phalanx.launch.company import Company
-    from phalanx.launch.console import Console
-    from phalanx.launch.supervisor import Outside
+    from phalanx.launch.agent.agent import RunHook
+    from phalanx.launch.coordination.coordinator import Coordinator
+    from phalanx.launch.output.console import Console
 
 
 def main(argv: list[str]) -> int:
@@ -42,9 +44,9 @@ def main(argv: list[str]) -> int:
         from phalanx.cli import hosts
 
         return hosts.start(options, options.hosts, environ)
-    around = look_around(options, environ, runfolder.home(environ))
+    around = look_around(options, environ, run_folder.home(environ))
     if around.allocation is not None:
-        from phalanx.launch.srun import hand_over
+        from phalanx.launch.remote.srun import hand_over
 
         hand_over(
             around.allocation, argv, environ, workers_told=options.workers is not None or options.slots is not None
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
     return begin(options, environ, around)
 
 
-def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings, outside: Outside | None = None) -> int:
+def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings, outside: RunHook | None = None) -> int:
     """Whoever told where the others are: the command line, ssh or a scheduler."""
     gathering = around.gathering
     if gathering is None:
@@ -63,7 +65,7 @@ def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings,
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
-    from phalanx.launch.hosting import open_door, open_side_door
+    from phalanx.launch.coordination.hosting import open_door, open_side_door
 
     leads, sockets = open_door(gathering)
     if gathering.elastic and not leads:
@@ -71,21 +73,21 @@ def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings,
     return _run(replace(plan, gathering=replace(gathering, leads=leads)), environ, sockets, outside)
 
 
-def _excuse(gathering: Gathering, why: str) -> None:
+def _excuse(gathering: RendezvousConfig, why: str) -> None:
     """Whoever waits at node 0 hears why this node does not come."""
     if gathering.leads is not False:
         return
     import asyncio
 
-    from phalanx.launch.following import excuse
+    from phalanx.launch.coordination.follower import excuse
 
     asyncio.run(excuse(gathering, why))
 
 
-def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], outside: Outside | None) -> int:
+def _run(plan: Plan, environ: Mapping[str, str], sockets: list[socket.socket], outside: RunHook | None) -> int:
     if plan.command.kind == "stdin":
         _keep_standard_input()
-    base = runfolder.home(environ)
+    base = run_folder.home(environ)
     with contextlib.ExitStack() as open_:
         for sock in sockets:
             open_.enter_context(sock)
@@ -111,8 +113,8 @@ def _folder(plan: Plan, base: str) -> RunFolder:
     try:
         # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
         follows = plan.gathering is not None and not plan.gathering.leads
-        name = runfolder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
-        return runfolder.create(name, base=base, log_dir=plan.log_dir)
+        name = run_folder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
+        return run_folder.create(name, base=base, log_dir=plan.log_dir)
     except OSError as error:
         where = str(error.filename or plan.log_dir or base)
         in_log_dir = plan.log_dir is not None and not where.startswith(base)
@@ -126,8 +128,8 @@ def _folder(plan: Plan, base: str) -> RunFolder:
 class Started:
     """What is under way by the time the supervisor is imported."""
 
-    zygote: Zygote
-    lesson: Lesson | None = None
+    zygote: ForkServerClient
+    lesson: PreloadHints | None = None
     words: tuple[str, ...] = ()  # to say, once there is a console
 
 
@@ -144,51 +146,51 @@ def _started(plan: Plan, base: str, folder: RunFolder) -> Started:
     log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
-            return Started(zygotes.make(plan, None, log=log))
-        lesson = lessons.recall(plan.command, base, plan.environ)
+            return Started(fork_servers.make(plan, None, log=log))
+        lesson = preload_hints.recall(plan.command, base, plan.environ)
         if lesson.varying:
-            return Started(zygotes.make(plan, None, log=log), words=(_varies(plan, lesson),))
+            return Started(fork_servers.make(plan, None, log=log), words=(_varies(plan, lesson),))
         words = [_assumes(plan, lesson)] if lesson.variables else []
         found, more = _warm(plan, base, lesson)
-        return Started(found or zygotes.make(plan, lesson, log=log), lesson, (*words, *more))
+        return Started(found or fork_servers.make(plan, lesson, log=log), lesson, (*words, *more))
     finally:
         os.close(log)
 
 
-def _assumes(plan: Plan, lesson: Lesson) -> str:
+def _assumes(plan: Plan, lesson: PreloadHints) -> str:
     values = ", ".join(name if value is None else f"{name}={value}" for name, value in lesson.variables.items())
     return f"{os.path.basename(plan.command.target)} sets {values} before it imports torch: imported with that"
 
 
-def _varies(plan: Plan, lesson: Lesson) -> str:
+def _varies(plan: Plan, lesson: PreloadHints) -> str:
     script, names = os.path.basename(plan.command.target), ", ".join(lesson.varying)
     return f"{script} sets {names} before it imports torch, to several values: one interpreter per rank (as --fresh)"
 
 
-def _warm(plan: Plan, base: str, lesson: Lesson) -> tuple[Zygote | None, list[str]]:
+def _warm(plan: Plan, base: str, lesson: PreloadHints) -> tuple[ForkServerClient | None, list[str]]:
     if not plan.start.warm and not plan.start.keep_warm:
         return None, []
     environ = lesson.applied(plan.environ)
-    place = warmth.place(base, plan.command.python, environ)
-    found = warmth.find(place, plan.start.preload, plan.start.keep_warm)
-    if isinstance(found, Zygote):
+    place = warm_pool.place(base, plan.command.python, environ)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    if isinstance(found, ForkServerClient):
         return found, []
     words = [f"the warm zygote is not used: {found}"] if found else []
     if not plan.start.keep_warm:
         return None, words
-    modules = [*warmth.MODULES, *plan.start.preload]
-    warmth.start(place, plan.command.python, environ, modules, plan.start.keep_warm)
-    found = warmth.find(place, plan.start.preload, plan.start.keep_warm)
-    if isinstance(found, Zygote):
+    modules = [*warm_pool.MODULES, *plan.start.preload]
+    warm_pool.start(place, plan.command.python, environ, modules, plan.start.keep_warm)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    if isinstance(found, ForkServerClient):
         return found, words
     return None, [*words, f"nothing could be kept warm ({found}); see {place.log}"]
 
 
 def _supervise(
-    plan: Plan, folder: RunFolder, started: Started, sockets: list[socket.socket], outside: Outside | None
+    plan: Plan, folder: RunFolder, started: Started, sockets: list[socket.socket], outside: RunHook | None
 ) -> int:
     from phalanx.contract import events
-    from phalanx.launch.console import Console
+    from phalanx.launch.output.console import Console
 
     now = time.time()
     command = plan.command.line(0)
@@ -250,12 +252,12 @@ async def _supervised(
     started: Started,
     sockets: list[socket.socket],
     *,
-    outside: Outside | None,
+    outside: RunHook | None,
 ) -> int:
-    from phalanx.launch.supervisor import Supervisor
+    from phalanx.launch.agent.agent import NodeAgent
 
     company = _company(plan, folder, console, sockets)
-    supervisor = Supervisor(
+    supervisor = NodeAgent(
         plan,
         folder=folder,
         console=console,
@@ -267,22 +269,22 @@ async def _supervised(
     return await supervisor.run()
 
 
-def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Company:
+def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
     if plan.gathering is None:
-        from phalanx.launch.company import Alone
+        from phalanx.launch.coordination.coordinator import SingleNodeCoordinator
 
-        return Alone(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
+        return SingleNodeCoordinator(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
     if plan.gathering.leads:
-        from phalanx.launch.leading import Leading
+        from phalanx.launch.coordination.leader import LeaderCoordinator
 
-        return Leading(plan, plan.gathering, folder, console, sockets)
+        return LeaderCoordinator(plan, plan.gathering, folder, console, sockets)
     if plan.gathering.elastic:
-        from phalanx.launch.succession import Succession
+        from phalanx.launch.coordination.failover import FailoverCoordinator
 
-        return Succession(plan, plan.gathering, folder, console, sockets)
-    from phalanx.launch.following import Following
+        return FailoverCoordinator(plan, plan.gathering, folder, console, sockets)
+    from phalanx.launch.coordination.follower import FollowerCoordinator
 
-    return Following(plan, plan.gathering, folder, console)
+    return FollowerCoordinator(plan, plan.gathering, folder, console)
 
 
 def _prefixes(plan: Plan) -> dict[int, str]:

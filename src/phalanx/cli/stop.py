@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.runs.run_folder import RunRecord
 
 
 def main(argv: list[str]) -> int:

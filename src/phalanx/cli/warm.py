@@ -11,7 +11,8 @@ from phalanx.cli.options.values import duration
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import THREADS
 from phalanx.errors import LaunchError, OptionError
-from phalanx.launch import runfolder, warmth
+from phalanx.launch.forking import warm_pool
+from phalanx.launch.runs import run_folder
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--stop", action="store_true", help="end what is warm; runs that use it go on")
     options = parser.parse_args(argv)
     environ = environment()
-    base = runfolder.home(environ)
+    base = run_folder.home(environ)
     if options.stop:
         return _stop(base)
     if options.list:
@@ -34,8 +35,8 @@ def main(argv: list[str]) -> int:
     # Runs of several workers have one thread each unless told otherwise, and threads are counted at import.
     environ.setdefault(THREADS, "1")
     python = environ.get("PYTHON_EXEC", sys.executable)
-    modules = [*warmth.MODULES, *filter(None, options.preload.split(","))]
-    return _start(warmth.place(base, python, environ), python, environ, modules, _seconds(options.idle))
+    modules = [*warm_pool.MODULES, *filter(None, options.preload.split(","))]
+    return _start(warm_pool.place(base, python, environ), python, environ, modules, _seconds(options.idle))
 
 
 def _seconds(text: str) -> float:
@@ -45,13 +46,13 @@ def _seconds(text: str) -> float:
         raise OptionError(f'--for is "{text}": {error}', fix="phalanx warm --for 15m") from None
 
 
-def _start(place: warmth.Warmth, python: str, environ: dict[str, str], modules: list[str], idle: float) -> int:
-    if warmth.status(place.socket) is not None:
+def _start(place: warm_pool.WarmPool, python: str, environ: dict[str, str], modules: list[str], idle: float) -> int:
+    if warm_pool.status(place.socket) is not None:
         sys.stdout.write("warm already\n")
         return 0
     start = time.monotonic()
-    warmth.start(place, python, environ, modules, idle)
-    answer = warmth.status(place.socket)
+    warm_pool.start(place, python, environ, modules, idle)
+    answer = warm_pool.status(place.socket)
     if answer is None:
         with open(place.log, errors="replace") as file:
             said = file.read().strip().splitlines()
@@ -62,7 +63,7 @@ def _start(place: warmth.Warmth, python: str, environ: dict[str, str], modules: 
 
 
 def _list(base: str) -> int:
-    found = [answer for path in warmth.sockets(base) if (answer := warmth.status(path)) is not None]
+    found = [answer for path in warm_pool.sockets(base) if (answer := warm_pool.status(path)) is not None]
     for answer in found:
         use = f"{answer['runs']} run{'s' if answer['runs'] != 1 else ''}" if answer["runs"] else "idle"
         sys.stdout.write(f"pid {answer['pid']}  {use}  ends when unused for {answer['idle'] / 60:.0f} min\n")
@@ -73,8 +74,8 @@ def _list(base: str) -> int:
 
 def _stop(base: str) -> int:
     stopped = 0
-    for path in warmth.sockets(base):
-        answer = warmth.stop(path)
+    for path in warm_pool.sockets(base):
+        answer = warm_pool.stop(path)
         if answer is None:
             os.unlink(path)  # left behind by one that was killed
             continue

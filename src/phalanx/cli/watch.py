@@ -9,7 +9,8 @@ from phalanx.cli import choice
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.forkserver import linux
-from phalanx.launch import onlookers, viewing
+from phalanx.launch.runs import views
+from phalanx.launch.viewers import dashboard
 from phalanx.watch.page import keys
 
 
@@ -29,11 +30,11 @@ def main(argv: list[str]) -> int:
     run = (
         choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held, options.run)
     )
-    source = viewing.of(run)
+    source = views.of(run)
     if options.page or options.page_at or options.page_fd is not None:
         from phalanx.watch.page import server
 
-        key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else onlookers.key_of(run.folder)
+        key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else dashboard.key_of(run.folder)
         return server.serve(source, at=options.page_at, fd=options.page_fd, key=key)
     from phalanx.watch.screen import terminal
 

@@ -14,8 +14,10 @@ from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import wire
-from phalanx.launch import desk, postmortem, stalls
-from phalanx.launch.runfolder import RunRecord
+from phalanx.launch.hangs import stall_dump
+from phalanx.launch.ipc import control_socket
+from phalanx.launch.runs import postmortem
+from phalanx.launch.runs.run_folder import RunRecord
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know
 
@@ -41,14 +43,14 @@ def main(argv: list[str]) -> int:
     if options.pid or options.slurm:
         if options.run:
             raise UsageError(f"{options.run} is a run, and --pid or --slurm another one", fix="leave one of them out")
-        from phalanx.launch import outsiders
+        from phalanx.launch.remote import foreign_job
 
         here = options.here or options.parcel
-        looked = outsiders.of_job(options.slurm, here=here) if options.slurm else outsiders.below(options.pid)
+        looked = foreign_job.of_job(options.slurm, here=here) if options.slurm else foreign_job.below(options.pid)
         if options.parcel:
-            sys.stdout.write(outsiders.parcel(looked))
+            sys.stdout.write(foreign_job.parcel(looked))
             return 0
-        answer = outsiders.answer(looked)
+        answer = foreign_job.answer(looked)
     else:
         run = choice.any_run(options.run, verb="why")
         if not run.alive:
@@ -62,12 +64,12 @@ def main(argv: list[str]) -> int:
     else:
         sys.stdout.write(answer["report"] + "\n")
         if options.stacks:
-            sys.stdout.write("\n" + stalls.text(msgspec.convert(answer["evidence"], Evidence)))
+            sys.stdout.write("\n" + stall_dump.text(msgspec.convert(answer["evidence"], Evidence)))
     return 1 if answer["verdicts"] else 0
 
 
 def _ask(run: RunRecord, what: str) -> dict[str, Any]:
-    with desk.call(run, {"ask": what}) as line:
+    with control_socket.call(run, {"ask": what}) as line:
         line.settimeout(_PATIENCE)
         try:
             received = wire.receive(line)

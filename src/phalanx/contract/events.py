@@ -132,7 +132,7 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
     seconds: float  # that it stood still
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds a step; without steps: parts of its time."""
 
     rank: int
@@ -144,10 +144,10 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     throttled: str = ""  # why its GPU was slowed down
 
 
-class Paces(Event, frozen=True, kw_only=True, tag="paces"):
+class StepTimingReport(Event, frozen=True, kw_only=True, tag="paces"):
     """What each rank has spent its time on, and who held the others up."""
 
-    ranks: tuple[Pace, ...]
+    ranks: tuple[StepTiming, ...]
     late: tuple[str, ...] = ()  # a sentence each
 
 
@@ -181,7 +181,7 @@ LETTERS = {
 UNSEEN = "."  # nobody has looked
 
 
-class Face(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Who sits where."""
 
     rank: int
@@ -191,13 +191,13 @@ class Face(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pid: int = 0
 
 
-class Faces(Event, frozen=True, kw_only=True, tag="faces"):
+class RankInfos(Event, frozen=True, kw_only=True, tag="faces"):
     """All ranks of all nodes, each time that one of them is another."""
 
-    ranks: tuple[Face, ...]
+    ranks: tuple[RankInfo, ...]
 
 
-class Glance(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class RankSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """At one rank. Shares and rates are of the time since the sight before."""
 
     rank: int
@@ -217,7 +217,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     place: str = ""  # of the script: train.py:41 step
 
 
-class Sight(Event, frozen=True, kw_only=True, tag="sight"):
+class ClusterSample(Event, frozen=True, kw_only=True, tag="sight"):
     """All ranks of all nodes, once a second. `time` is when the last letter of every rank ends, in whole tenths; a rank
     of whom nothing came in time has no letters.
 
@@ -226,7 +226,7 @@ class Sight(Event, frozen=True, kw_only=True, tag="sight"):
 
     seconds: float  # that it is about: letters, shares and rates
     generation: int = 0
-    ranks: tuple[Glance, ...] = ()
+    ranks: tuple[RankSample, ...] = ()
 
 
 class Measured(Event, frozen=True, kw_only=True, tag="measured"):
@@ -281,11 +281,11 @@ AnyEvent = (
     | Stalled
     | Verdict
     | Resumed
-    | Paces
+    | StepTimingReport
     | StoreLost
     | Note
-    | Faces
-    | Sight
+    | RankInfos
+    | ClusterSample
     | Measured
     | RollCall
     | Links

@@ -269,7 +269,7 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
 
 
 class Casualty(Message, frozen=True, kw_only=True, tag="casualty"):
-    """A worker that ended badly (launch/cause.py's Death), and how its own node tells about it."""
+    """A worker that ended badly (launch/runs/root_cause.py's Death), and how its own node tells about it."""
 
     rank: Count
     code: Annotated[int, Meta(ge=-64, le=255)]
@@ -299,7 +299,7 @@ class Note(Message, frozen=True, kw_only=True, tag="note"):
 
 
 class Letter(Message, frozen=True, kw_only=True, tag="letter"):
-    """What nodes have to say to each other beside the run itself: launch/post.py. `more`: another part follows."""
+    """A call between nodes: launch/ipc/node_rpc.py. `more`: another part follows."""
 
     kind: Name
     number: Annotated[int, Meta(ge=0)]

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.launch.attempt import Attempt
-from phalanx.launch.supervisor import Supervisor
+from phalanx.launch.agent.agent import NodeAgent
+from phalanx.launch.agent.worker_group import WorkerGroup
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -36,7 +36,7 @@ _FIRST = 60.0  # seconds for a script that may use phalanx.main to come to it
 
 
 @dataclass(frozen=True)
-class Blow:
+class InjectedFault:
     """One fault of the plan."""
 
     delay: float  # seconds after the one before
@@ -44,12 +44,12 @@ class Blow:
     kind: str
 
 
-def blows(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[Blow]:
+def blows(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
     """The plan: without an end, and the same for the same seed. Pauses are half of `every` to one and a half."""
     chance = random.Random(seed)  # noqa: S311
     while True:
         delay = every * chance.uniform(0.5, 1.5)
-        yield Blow(delay, chance.choice(ranks), chance.choice(kinds))
+        yield InjectedFault(delay, chance.choice(ranks), chance.choice(kinds))
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Chaos:
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         pass
 
-    def begin(self, supervisor: Supervisor) -> None:
+    def begin(self, supervisor: NodeAgent) -> None:
         self._task = asyncio.get_running_loop().create_task(self._disturb(supervisor))
 
     def hurry(self) -> None:
@@ -86,7 +86,7 @@ class Chaos:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _disturb(self, supervisor: Supervisor) -> None:
+    async def _disturb(self, supervisor: NodeAgent) -> None:
         attempt = await self._until_well(supervisor)
         last = began = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
@@ -111,7 +111,7 @@ class Chaos:
         finally:
             self.well = time.monotonic() - began
 
-    def _strike(self, supervisor: Supervisor, attempt: Attempt, blow: Blow) -> None:
+    def _strike(self, supervisor: NodeAgent, attempt: WorkerGroup, blow: InjectedFault) -> None:
         self.struck[blow.kind] += 1
         whom = f"the {blow.kind}" if blow.kind in OTHERS else f"rank {blow.rank}"
         number = SIGNALS.get(blow.kind, signal.SIGKILL)
@@ -125,7 +125,7 @@ class Chaos:
             if name is not None:
                 attempt.tell(name, number, alone=True)
 
-    async def _felt(self, supervisor: Supervisor, before: tuple[int, int], silence: float) -> bool:
+    async def _felt(self, supervisor: NodeAgent, before: tuple[int, int], silence: float) -> bool:
         """Until somebody does something about it. False: a script may well ignore SIGTERM."""
         limit = time.monotonic() + silence + _PATIENCE
         while time.monotonic() < limit:
@@ -135,12 +135,12 @@ class Chaos:
             await asyncio.sleep(_LOOK)
         return False
 
-    async def _until_well(self, supervisor: Supervisor) -> Attempt:
+    async def _until_well(self, supervisor: NodeAgent) -> WorkerGroup:
         while (attempt := supervisor.attempt) is None or not self._is_well(attempt):
             await asyncio.sleep(_LOOK)
         return attempt
 
-    def _is_well(self, attempt: Attempt) -> bool:
+    def _is_well(self, attempt: WorkerGroup) -> bool:
         workers = attempt.workers.values()
         if attempt.stopping or not attempt.full or any(worker.done or not worker.pid for worker in workers):
             return False

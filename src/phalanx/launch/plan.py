@@ -12,17 +12,17 @@ from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Placement, Seat
 from phalanx.contract.variables import INTERFACES, Membership, worker_environment
-from phalanx.launch import filters
 from phalanx.launch.command import Command
-from phalanx.launch.filters import Choice, Std
-from phalanx.launch.gathering import Gathering
+from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launch.output import filters
+from phalanx.launch.output.filters import Choice, Std
 from phalanx.recover.decision import Budget
 
 TEE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 
 
 @dataclass(frozen=True)
-class Showing:
+class OutputOptions:
     """What of the workers' output is shown, and how."""
 
     redirects: Choice = field(default_factory=Choice)
@@ -70,7 +70,7 @@ class Showing:
 
 
 @dataclass(frozen=True)
-class Ending:
+class ShutdownOptions:
     """How workers are brought to an end."""
 
     signals: tuple[signal.Signals, ...]
@@ -84,7 +84,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartOptions:
     """How processes are made."""
 
     fresh: bool
@@ -94,7 +94,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Hanging:
+class HangOptions:
     """When a run that stands still is looked into, and what is done about whom that names."""
 
     after: float | None = 30.0  # seconds; None: never
@@ -102,7 +102,7 @@ class Hanging:
 
 
 @dataclass(frozen=True)
-class Watching:
+class ViewerOptions:
     """How the run is shown beside its output."""
 
     screen: bool = False  # on this terminal
@@ -129,15 +129,15 @@ class Plan:
     silence: float  # of a worker that can regroup: after so many seconds it is lost
     stdin_rank: int | None
     log_dir: str | None
-    showing: Showing
-    ending: Ending
-    start: Start
+    showing: OutputOptions
+    ending: ShutdownOptions
+    start: StartOptions
     notes: tuple[str, ...] = ()
     topology: str = ""
-    gathering: Gathering | None = None  # None: one node, and nobody to meet
+    gathering: RendezvousConfig | None = None  # None: one node, and nobody to meet
     check_collectives: bool = False  # before they are started
-    hanging: Hanging = Hanging()
-    watching: Watching = Watching()
+    hanging: HangOptions = HangOptions()
+    watching: ViewerOptions = ViewerOptions()
     spares: int = 0  # workers of this node that wait for one to die
     spare: bool = False  # the whole node waits
     unused: tuple[Slot, ...] = ()  # devices of this node that no rank has

@@ -78,7 +78,7 @@ class Track:
         self._first = event.time if self._first is None else self._first
         self.scene.see(event)
         match event:
-            case events.Sight():
+            case events.ClusterSample():
                 self._looked = True
             case events.Measured():
                 self._looked = True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.contract.events import LETTERS, UNSEEN, Face, Glance
+from phalanx.contract.events import LETTERS, UNSEEN, RankInfo, RankSample
 from phalanx.watch.histogram import Histogram
 from phalanx.watch.rate import Rate
 from phalanx.watch.strip import Strip
@@ -64,7 +64,7 @@ class RankView:
             self.phase, self.silent, self.rate, self.seen = "import", 0.0, 0.0, 0.0
             self._pace, self._spent, self._blind = Rate(), (0.0, 0.0, 0.0), 0.0
 
-    def sits(self, face: Face) -> None:
+    def sits(self, face: RankInfo) -> None:
         self.node, self.host, self.device = face.node, face.host, face.device
         if face.pid and face.pid != self.pid:
             self.born(face.pid)
@@ -82,7 +82,7 @@ class RankView:
         """The run is over: how fast it was says more than that it stands still."""
         self.rate = 1 / self._pace.each if self._pace.each else 0.0
 
-    def glance(self, now: float, seconds: float, glance: Glance, times: Mapping[str, Histogram]) -> None:
+    def glance(self, now: float, seconds: float, glance: RankSample, times: Mapping[str, Histogram]) -> None:
         self.data, self.compute, self.waiting = glance.data, glance.compute, glance.waiting
         if glance.state not in ("X", "E"):  # of what is gone nothing can be measured
             if glance.phases.strip(UNSEEN):
@@ -109,7 +109,7 @@ class RankView:
         # Of a long run only some sights are kept: what each of them has seen stands for the time since the one before.
         self._count(now, now - since if since and now > since else seconds, glance, times)
 
-    def _count(self, now: float, seconds: float, glance: Glance, times: Mapping[str, Histogram]) -> None:
+    def _count(self, now: float, seconds: float, glance: RankSample, times: Mapping[str, Histogram]) -> None:
         """How long its steps take, and what for."""
         data, compute, waiting = self._spent
         data += glance.data * seconds

@@ -116,11 +116,11 @@ class Scene:
         return self.tally.held()
 
     def see(self, event: events.AnyEvent) -> None:
-        if isinstance(event, events.Sight) and event.time < self.now - _BACK:
+        if isinstance(event, events.ClusterSample) and event.time < self.now - _BACK:
             self.now, self._troubled = event.time, -math.inf
         self.now = max(self.now, event.time)
         match event:
-            case events.Sight():
+            case events.ClusterSample():
                 self._sight(event)
             case events.Measured():
                 self._measure(event)
@@ -129,7 +129,7 @@ class Scene:
 
     def _seldom(self, event: events.AnyEvent, told: Happening | None) -> None:
         match event:
-            case events.Faces():
+            case events.RankInfos():
                 self._faces(event)
             case events.WorkerBorn() | events.WorkerSeated() | events.WorkerExited():
                 self._worker(event)
@@ -152,7 +152,7 @@ class Scene:
             case events.Preempted():
                 self._become("stopping")
                 self._stop(event.time)
-            case events.Paces():
+            case events.StepTimingReport():
                 self._paces(event)
             case events.ForkServerReady():
                 self.imports = event
@@ -161,7 +161,7 @@ class Scene:
 
     # -- all ranks, once a second
 
-    def _sight(self, event: events.Sight) -> None:
+    def _sight(self, event: events.ClusterSample) -> None:
         self.generation = event.generation
         now, ranks, times = event.time, self.ranks, self.times
         furthest, samples, tells, coming, at_work = -1, 0.0, False, True, False
@@ -188,7 +188,7 @@ class Scene:
             self._missed(event)
         self._judge()
 
-    def _missed(self, event: events.Sight) -> None:
+    def _missed(self, event: events.ClusterSample) -> None:
         """Whoever is not in the sight is silent."""
         for view in self.ranks.values():
             if view.seen and view.seen != event.time and not view.gone:
@@ -271,7 +271,7 @@ class Scene:
     def _view(self, rank: int) -> RankView:
         return self.ranks.setdefault(rank, RankView(rank))
 
-    def _faces(self, event: events.Faces) -> None:
+    def _faces(self, event: events.RankInfos) -> None:
         if not event.ranks:  # between two attempts: they will be back
             return
         self._present = {face.rank for face in event.ranks}
@@ -393,7 +393,7 @@ class Scene:
         self._furthest, self._troubled = None, when
         self.tally.clear()
 
-    def _paces(self, event: events.Paces) -> None:
+    def _paces(self, event: events.StepTimingReport) -> None:
         self._late.clear()
         for text in event.late:
             named = re.match(r"rank (\d{1,9})\b", text)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from phalanx.contract import events
-from phalanx.contract.events import LETTERS, Face, Glance, Link
+from phalanx.contract.events import LETTERS, Link, RankInfo, RankSample
 
 _STEP = "ddffffbbbwwo"  # what a step of 1.2 s looks like, a tenth of a second a letter
 
@@ -17,7 +17,9 @@ def begin(ranks: int, *, now: float, a_node: int = 8) -> list[events.AnyEvent]:
     nodes = math.ceil(ranks / a_node)
     hosts = tuple(f"node{number}" for number in range(nodes))
     faces = tuple(
-        Face(rank=rank, node=rank // a_node, host=hosts[rank // a_node], device=f"gpu {rank % a_node}", pid=1000 + rank)
+        RankInfo(
+            rank=rank, node=rank // a_node, host=hosts[rank // a_node], device=f"gpu {rank % a_node}", pid=1000 + rank
+        )
         for rank in range(ranks)
     )
     links = tuple(
@@ -31,7 +33,7 @@ def begin(ranks: int, *, now: float, a_node: int = 8) -> list[events.AnyEvent]:
         events.RollCall(time=now + 1, expected=nodes, here=hosts),
         events.Links(time=now + 1, measured=now - 3600, pairs=links),
         events.AttemptStarted(time=now + 1, attempt=0),
-        events.Faces(time=now + 1, ranks=faces),
+        events.RankInfos(time=now + 1, ranks=faces),
     ]
 
 
@@ -54,7 +56,7 @@ def second(number: int, ranks: int, *, now: float, seed: int = 1) -> list[events
         told.append(events.Resumed(time=now, seconds=10.0))
     generation = 1 if number > 20 else 0
     glances = tuple(_glance(rank, steps, number, stuck, chance) for rank in range(ranks))
-    told.append(events.Sight(time=now, seconds=1.0, generation=generation, ranks=glances))
+    told.append(events.ClusterSample(time=now, seconds=1.0, generation=generation, ranks=glances))
     if stuck is None:
         loss = 2.3 * math.exp(-number / 60) + 0.1 + chance.gauss(0, 0.02)
         values: dict[str, float | None] = {"loss": loss, "accuracy": 1 - loss / 3}
@@ -72,9 +74,9 @@ def run(ranks: int, seconds: int, *, now: float = 1.7e9, code: int = 0) -> Itera
     yield events.RunEnded(time=now + 2 + seconds, code=code, seconds=seconds + 2.0)
 
 
-def _glance(rank: int, steps: int, number: int, stuck: int | None, chance: random.Random) -> Glance:
+def _glance(rank: int, steps: int, number: int, stuck: int | None, chance: random.Random) -> RankSample:
     if rank == 1 and number == 20:
-        return Glance(rank=rank, step=steps, phases=events.UNSEEN * 10, state="X")
+        return RankSample(rank=rank, step=steps, phases=events.UNSEEN * 10, state="X")
     if stuck is not None:
         phases = LETTERS["data" if rank == stuck else "collective"] * 10
     else:
@@ -83,7 +85,7 @@ def _glance(rank: int, steps: int, number: int, stuck: int | None, chance: rando
         phases = phases.replace("o", "O")
     waiting = phases.lower().count("w") / 10
     data = phases.lower().count("d") / 10
-    return Glance(
+    return RankSample(
         rank=rank,
         step=steps,
         phases=phases,

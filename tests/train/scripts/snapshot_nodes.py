@@ -21,7 +21,7 @@ from torch import nn
 import phalanx
 from phalanx.join.topology import Topology
 from phalanx.join.vault import Vault
-from phalanx.launch import vault
+from phalanx.launch.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -37,7 +37,10 @@ def vaults(*rooms: int) -> Iterator[list[str]]:
     if pid == 0:
 
         async def serve() -> None:
-            made = [vault.Vault(lambda pid: True, told=True, room=lambda room=room: room) for room in rooms]  # type: ignore[misc]
+            made = [
+                snapshot_memory.SnapshotMemory(lambda pid: True, told=True, room=lambda room=room: room)
+                for room in rooms
+            ]  # type: ignore[misc]
             os.write(writing, " ".join(one.name for one in made).encode())
             os.close(writing)
             await asyncio.Event().wait()

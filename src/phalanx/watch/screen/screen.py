@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from phalanx.contract.events import Measured, Sight
+from phalanx.contract.events import ClusterSample, Measured
 from phalanx.errors import PhalanxError
 from phalanx.watch.scene import Scene
 from phalanx.watch.screen import frame
@@ -115,7 +115,7 @@ class Screen:
             async for event in self._source.events():
                 self._scene.see(event)
                 self._news.set()
-                if not isinstance(event, Sight | Measured):  # something has happened
+                if not isinstance(event, ClusterSample | Measured):  # something has happened
                     self._hurry.set()
                 seen += 1
                 if seen % _HEED == 0:

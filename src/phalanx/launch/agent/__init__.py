@@ -1,0 +1,1 @@
+"""The agent of one node: starts the workers, hears them, stops them."""

@@ -1,0 +1,1 @@
+"""How the agents of a run act together: single node, leader, follower, failover."""

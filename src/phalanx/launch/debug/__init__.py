@@ -1,0 +1,1 @@
+"""Debuggers in ranks, and the terminal that they borrow."""

@@ -1,0 +1,144 @@
+"""The supervisor's side of a zygote: start one, give orders, hear what became of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.cluster.placement import Seat
+from phalanx.forkserver import wire
+from phalanx.launch.command import Command
+from phalanx.launch.forking.preload_hints import PreloadHints
+from phalanx.launch.plan import Plan
+
+_FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
+_HOOK = os.path.join(_FOLDER, "hook")
+_TORCH = ("torch", "torch.distributed")
+
+
+@dataclass
+class ForkServerClient:
+    """A process that makes workers. `way`: cold (imports, then forks), warm (imported already), fresh (executes)."""
+
+    sock: socket.socket
+    way: str
+    process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
+    ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else int((self.ready or {})["pid"])
+
+    @property
+    def forks(self) -> bool:
+        return self.way != "fresh"
+
+    def order(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        wire.send(self.sock, message, list(fds))
+
+    def hear(self) -> wire.Message | None:
+        received = wire.receive(self.sock)
+        return None if received is None else received[0]
+
+    def gone(self) -> int | None:
+        """Its exit code, once it has ended."""
+        self.sock.close()
+        return None if self.process is None else self.process.wait()
+
+
+def make(plan: Plan, lesson: PreloadHints | None, *, log: int) -> ForkServerClient:
+    """At the start of a run, and in the place of one that was killed. No lesson: fresh interpreters."""
+    if lesson is None:
+        return fresh(plan.environ, log=log)
+    required = [*_TORCH, *plan.start.preload]
+    return cold(plan.command, lesson.applied(plan.environ), required=required, welcome=lesson.modules, log=log)
+
+
+def cold(
+    command: Command,
+    environ: Mapping[str, str],
+    *,
+    required: Sequence[str],
+    welcome: Sequence[str],
+    log: int,
+) -> ForkServerClient:
+    """The script's own interpreter, paused before its main module."""
+    ours, theirs = socket.socketpair()
+    hooked = {
+        **environ,
+        "PYTHONPATH": os.pathsep.join([_HOOK, *filter(None, [environ.get("PYTHONPATH")])]),
+        "PHALANX_FORKSERVER": f"{theirs.fileno()}:{os.getpid()}",
+    }
+    if "PYTHONPATH" in environ:
+        hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
+    process = _spawn(command.line(0), hooked, theirs, log)
+    zygote = ForkServerClient(ours, "cold", process)
+    zygote.order({"do": "import", "required": list(required), "welcome": list(welcome), "path0": command.path0})
+    return zygote
+
+
+def fresh(environ: Mapping[str, str], *, log: int) -> ForkServerClient:
+    """A nursery without imports: every worker is an interpreter, or a program, of its own."""
+    ours, theirs = socket.socketpair()
+    line = [sys.executable, "-I", "-S", _FOLDER, str(theirs.fileno()), str(os.getpid())]
+    process = _spawn(line, dict(environ), theirs, log)
+    zygote = ForkServerClient(ours, "fresh", process)
+    zygote.order({"do": "import", "required": [], "welcome": [], "path0": None})
+    return zygote
+
+
+def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C in the terminal is for the supervisor, which then decides."""
+    with theirs:
+        return subprocess.Popen(
+            line,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+
+
+def store_order(zygote: ForkServerClient, plan: Plan, port: int) -> wire.Message:
+    """Fork the store from a zygote that has torch; execute it where there is none."""
+    order: wire.Message = {"do": "store", "name": "store", "address": plan.master_addr, "port": port}
+    order["environ"] = dict(plan.environ)
+    if not zygote.forks:
+        order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]
+    return order
+
+
+def worker_order(
+    zygote: ForkServerClient, name: str, command: Command, seat: Seat, environ: Mapping[str, str]
+) -> wire.Message:
+    """Fork a worker that goes on as this command, or execute the command."""
+    line = command.line(seat.local_rank)
+    order: wire.Message = {
+        "do": "start",
+        "name": name,
+        "environ": dict(environ),
+        "cores": list(seat.slot.cores),
+        "command": line,
+        "path0": command.path0,
+    }
+    if not zygote.forks:
+        return {**order, "exec": line, "hook": "" if command.kind == "program" else _HOOK}
+    order["args"] = command.arguments(seat.local_rank)
+    if command.kind == "path":
+        order["args"].insert(0, command.target)
+    if zygote.way == "warm":
+        order |= {"cwd": os.getcwd(), "umask": _umask(), "main": [command.kind, command.target]}
+    return order
+
+
+def _umask() -> int:
+    """The only way to read it is to set it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

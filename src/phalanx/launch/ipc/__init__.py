@@ -1,0 +1,1 @@
+"""Requests between processes: the control socket of a run, and calls between nodes."""

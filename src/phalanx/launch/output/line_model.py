@@ -1,0 +1,272 @@
+"""A model of what a stream shows: finished lines, and the rows that may still change. Never loses its place."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+LINE_LIMIT = 1 << 26  # a line is broken here: memory is bounded even without newlines
+LIVE_LIMIT = 1 << 20  # the same of a row that is painted again and again
+REACH = 60  # rows that a cursor can move up
+
+_CSI = re.compile(rb"\x1b\[([0-?]{0,32})[ -/]{0,4}([@-~])")
+_TOKEN = re.compile(rb"[\n\r]|" + _CSI.pattern)
+CUT = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4})?")  # the beginning of a sequence
+_MOVES = re.compile(rb"\x1b(?!\[[0-9;:]*m)")  # anything but colours
+_ESCAPE = re.compile(_CSI.pattern + rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_HALF = re.compile(rb"(?:[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf7][\x80-\xbf]{0,2})\Z")  # of a character
+
+
+def plain(text: bytes) -> str:
+    """As text, without colours, links and cursor movement."""
+    return _ESCAPE.sub(b"", text).decode(errors="replace")
+
+
+def columns(text: bytes) -> int:
+    """How wide a terminal shows it."""
+    shown = plain(text)
+    if shown.isascii():
+        return len(shown.expandtabs())
+    import unicodedata
+
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in shown)
+    return len(shown) + wide - sum(unicodedata.combining(c) != 0 for c in shown)
+
+
+def overwrite(old: bytes, new: bytes) -> bytes:
+    """What a row shows when `new` is written from its first column on."""
+    if not old or not new:
+        return new or old
+    rest = old.decode(errors="surrogateescape")
+    if b"\x1b" in old or b"\x1b" in new:
+        rest = _beyond(rest, len(plain(new)))
+    else:
+        rest = rest[len(new.decode(errors="surrogateescape")) :]
+    return (new + rest.encode(errors="surrogateescape")).rstrip(b" ")  # bars are wiped with spaces
+
+
+def _beyond(text: str, count: int) -> str:
+    """What is left of it behind so many characters, in its colours."""
+    escapes = ""
+    for token in re.finditer(r"\x1b\[[0-9;:]*m|.", text, re.DOTALL):
+        if token[0][0] == "\x1b" and len(token[0]) > 1:
+            escapes += token[0]
+        elif count == 0:
+            return escapes + text[token.start() :]
+        else:
+            count -= 1
+    return ""
+
+
+class ConsoleRow:
+    """A line in the making."""
+
+    __slots__ = ("base", "phantom", "returned", "text")
+
+    def __init__(self, base: bytes = b"", *, phantom: bool = False) -> None:
+        self.base = base  # before the last carriage return
+        self.text = bytearray()  # since
+        self.returned = bool(base)
+        self.phantom = phantom  # stands for one that was finished long ago
+
+    @property
+    def state(self) -> bytes:
+        return overwrite(self.base, bytes(self.text))
+
+    def rewind(self) -> None:
+        self.base, self.text, self.returned = self.state, bytearray(), True
+
+
+class LineModel:
+    """Bytes of one stream in, finished lines out; `rows` are what may still change.
+
+    Mostly that is one row, the line being written. A program that moves up (tqdm with a position, rich.Live)
+    keeps as many rows unfinished as it reaches up to, until it rests below them.
+    """
+
+    def __init__(self, *, live: bool = False, limit: int | None = None) -> None:
+        self.rows = [ConsoleRow()]
+        self.past: deque[bytes] = deque(maxlen=REACH if live else 0)  # finished, and still within reach
+        self.reclaimed: list[bytes] = []  # from the past, to be taken off the screen
+        self.modes: list[bytes] = []
+        self._limit = limit or (LIVE_LIMIT if live else LINE_LIMIT)
+        self._at = 0
+        self._reach = 0
+        self._cut = b""  # an escape sequence of which the end is still to come
+        self._hidden = False  # the cursor, as rich does while it repaints
+
+    @property
+    def pending(self) -> bool:
+        return len(self.rows) > 1 or bool(self.rows[0].text or self.rows[0].base)
+
+    @property
+    def bar(self) -> bool:
+        return len(self.rows) > 1 or self.rows[0].returned
+
+    @property
+    def rest(self) -> int:
+        """After how many short silences the rows above the cursor are finished. 0: they may still change."""
+        if len(self.rows) == 1 or self._at < len(self.rows) - 1 or self._hidden:
+            return 0
+        last = self.rows[-1]
+        return 1 if not last.returned or not (last.text or last.base) else 10
+
+    def states(self) -> list[bytes]:
+        """What the rows show now; of a character only when it is whole."""
+        return [overwrite(row.base, _HALF.sub(b"", row.text)) for row in self.rows]
+
+    def feed(self, data: bytes) -> bytes:
+        data = self._cut + data
+        self._cut = b""
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        one = len(self.rows) == 1 and not self._reach and b"\r" not in data
+        if one and (b"\x1b" not in data or not _MOVES.search(data)):
+            return self._straight(data)
+        return self._moving(data)
+
+    def settle(self) -> bytes:
+        """Nothing came for a while, and the cursor is at rest on the lowest row: those above are finished."""
+        done: list[bytes] = []
+        for row in self.rows[:-1]:
+            self._finish(row, done)
+        self.rows, self._at, self._reach = self.rows[-1:], 0, 0
+        self.rows[0].returned = bool(self.rows[0].base)
+        return _joined(done)
+
+    def let_go(self) -> None:
+        """The one row there is was shown, and is no longer ours."""
+        self.rows = [ConsoleRow()]
+
+    def end(self) -> bytes:
+        done: list[bytes] = []
+        self._write(self._cut, done)
+        rows = self.rows
+        while rows and not rows[-1].state.strip(b" "):
+            rows.pop()
+        for row in rows:
+            self._finish(row, done)
+        self.rows, self._at, self._reach, self._cut = [ConsoleRow()], 0, 0, b""
+        return _joined(done)
+
+    def _straight(self, data: bytes) -> bytes:
+        """No cursor moves: everything up to the last newline at once."""
+        done: list[bytes] = []
+        last = data.rfind(b"\n")
+        if last >= 0:
+            first = data.find(b"\n")
+            self._write(data[:first], done)
+            self._finish(self.rows[0], done)
+            self.rows = [ConsoleRow()]
+            if last > first:
+                self._finish_all(data[first + 1 : last], done)
+        self._write(data[last + 1 :], done)
+        return _joined(done)
+
+    def _moving(self, data: bytes) -> bytes:
+        done: list[bytes] = []
+        escape = data.rfind(b"\x1b", max(len(data) - 40, 0))
+        if escape >= 0 and CUT.fullmatch(data, escape):
+            data, self._cut = data[:escape], data[escape:]
+        end = 0
+        for token in _TOKEN.finditer(data):
+            self._write(data[end : token.start()], done)
+            end = token.end()
+            if token[0] == b"\n":
+                self._newline(done)
+            elif token[0] == b"\r":
+                self.rows[self._at].rewind()
+            else:
+                self._control(token, done)
+        self._write(data[end:], done)
+        return _joined(done)
+
+    def _control(self, token: re.Match[bytes], done: list[bytes]) -> None:
+        row = self.rows[self._at]
+        number = int(token[1]) if token[1].isdigit() else 0
+        match token[2]:
+            case b"m":
+                self._write(token[0], done)
+            case b"A":
+                self._up(number or 1, done)
+            case b"F":
+                self._up(number or 1, done)
+                self.rows[self._at].rewind()
+            case b"B":
+                self._at = min(self._at + (number or 1), len(self.rows) - 1)
+            case b"K" | b"J" if number >= 2:  # all of it; of the screen we own no more than this row
+                row.base, row.text = b"", bytearray()
+            case b"K" if number == 0:
+                row.base = b""
+            case b"J" if number == 0:
+                row.base = b""
+                del self.rows[self._at + 1 :]
+            case b"G" if number <= 1:
+                row.rewind()
+            case b"h" | b"l" if token[1].startswith(b"?"):
+                self.modes.append(token[0])
+                if token[1] == b"?25":
+                    self._hidden = token[2] == b"l"
+
+    def _write(self, text: bytes, done: list[bytes]) -> None:
+        if not text:
+            return
+        row = self.rows[self._at]
+        row.text += text
+        while len(row.text) > self._limit:
+            self._done(bytes(row.text[: self._limit]), done)
+            del row.text[: self._limit]
+            row.base = b""
+
+    def _newline(self, done: list[bytes]) -> None:
+        self._at += 1
+        if self._at < len(self.rows):
+            self.rows[self._at].rewind()
+            return
+        self.rows.append(ConsoleRow())
+        while len(self.rows) > self._reach + 1:
+            self._finish(self.rows.pop(0), done)
+            self._at -= 1
+
+    def _up(self, number: int, done: list[bytes]) -> None:
+        first = not self.rows[self._at].text  # its column, which a move up keeps
+        self._at -= number
+        while self._at < 0 and len(self.rows) <= REACH:
+            self.rows.insert(0, self._reclaim(done))
+            self._at += 1
+        self._at = max(self._at, 0)
+        if first:
+            self.rows[self._at].rewind()
+        self._reach = max(self._reach, len(self.rows) - 1 - self._at)
+
+    def _reclaim(self, done: list[bytes]) -> ConsoleRow:
+        if not self.past:
+            return ConsoleRow(phantom=True)
+        line = self.past.pop()
+        if done:
+            done.pop()
+        else:
+            self.reclaimed.insert(0, line)
+        return ConsoleRow(line)
+
+    def _finish(self, row: ConsoleRow, done: list[bytes]) -> None:
+        state = row.state
+        if state or not row.phantom:
+            self._done(state, done)
+
+    def _done(self, line: bytes, done: list[bytes]) -> None:
+        done.append(line)
+        self.past.append(line)
+
+    def _finish_all(self, lines: bytes, done: list[bytes]) -> None:
+        if len(lines) > self._limit:
+            step = self._limit
+            pieces = ((line, at) for line in lines.split(b"\n") for at in range(0, len(line) or 1, step))
+            lines = b"\n".join(line[at : at + step] for line, at in pieces)
+        done.append(lines)
+        if self.past.maxlen:
+            self.past.extend(lines.rsplit(b"\n", REACH)[-REACH:])
+
+
+def _joined(done: list[bytes]) -> bytes:
+    return b"\n".join(done) + b"\n" if done else b""

@@ -1,0 +1,1 @@
+"""Nodes that are started from here: ssh and srun; and jobs that phalanx did not start."""

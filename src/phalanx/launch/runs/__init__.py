@@ -1,0 +1,1 @@
+"""Runs as files: folder, events, history, summary, root cause."""

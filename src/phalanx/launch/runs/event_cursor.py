@@ -1,0 +1,108 @@
+"""What has happened in a run so far, from its files: events and sights in the order of time, a part after the other.
+
+Whoever reads holds a cursor, and nobody else has to remember anything of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import BinaryIO
+
+import msgspec
+
+PART = 1 << 18  # bytes that are given at a time
+_READ = 1 << 22  # bytes that are read for it, at most; what is longer is no line of ours
+FILES = ("events.jsonl", "sights.jsonl")
+SLACK = 1.0  # seconds by which an event may be older than one before it
+
+
+class EventCursor(msgspec.Struct, frozen=True, kw_only=True):
+    at: tuple[int, int]  # in each of the files
+    end: tuple[int, int]  # what comes after it is heard as it happens
+    since: float = 0.0  # nothing that is older
+
+
+class _Timed(msgspec.Struct):
+    time: float = 0.0
+
+
+_times: msgspec.json.Decoder[_Timed] = msgspec.json.Decoder(_Timed)
+
+
+def begin(folder: str, since: float | None = None) -> EventCursor:
+    """For all that is there now."""
+    sizes = []
+    for name in FILES:
+        try:
+            sizes.append(os.stat(os.path.join(folder, name)).st_size)
+        except OSError:
+            sizes.append(0)
+    return EventCursor(at=(0, 0), end=(sizes[0], sizes[1]), since=since - SLACK if since is not None else 0.0)
+
+
+def further(folder: str, before: tuple[int, int]) -> EventCursor:
+    """For what has come since, in whole lines: whoever writes may be another machine."""
+    ends = [_line_end(os.path.join(folder, name), at) for name, at in zip(FILES, before, strict=True)]
+    return EventCursor(at=before, end=(ends[0], ends[1]))
+
+
+def _line_end(path: str, at: int) -> int:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while size > at:
+            start = max(at, size - _READ)
+            file.seek(start)
+            last = file.read(size - start).rfind(b"\n")
+            if last >= 0:
+                return start + last + 1
+            size = start
+    return at
+
+
+def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
+    """The next lines, and where to go on; None: that was all."""
+    with contextlib.ExitStack() as open_:
+        spans = zip(FILES, cursor.at, cursor.end, strict=True)
+        files = [_File(open_, os.path.join(folder, name), at, end) for name, at, end in spans]
+        lines: list[bytes] = []
+        size = read = 0
+        while size < PART and read < _READ:
+            there = [file for file in files if file.line]
+            if not there:
+                return b"".join(lines), None
+            # How it began stands before everything, even if a first sight is of the whole second in which it did.
+            first = there[0] if there[0] is files[0] and not files[0].at else min(there, key=lambda file: file.time)
+            if first.time >= cursor.since and first.line.endswith(b"\n"):
+                lines.append(first.line)
+                size += len(first.line)
+            read += len(first.line)
+            first.step()
+        return b"".join(lines), msgspec.structs.replace(cursor, at=(files[0].at, files[1].at))
+
+
+class _File:
+    """One of them, at a line."""
+
+    def __init__(self, open_: contextlib.ExitStack, path: str, at: int, end: int) -> None:
+        self.at = at  # where the line begins
+        self.line = b""  # empty: there is none
+        self.time = 0.0
+        self._end = end
+        self._file: BinaryIO | None = None
+        with contextlib.suppress(OSError):
+            self._file = open_.enter_context(open(path, "rb"))  # noqa: SIM115
+            self._file.seek(at)
+        self._next()
+
+    def step(self) -> None:
+        self.at += len(self.line)
+        self._next()
+
+    def _next(self) -> None:
+        room = min(self._end - self.at, _READ)
+        self.line = self._file.readline(room) if self._file is not None and room > 0 else b""
+        if len(self.line) < _READ and not self.line.endswith(b"\n"):  # cut off by a full disk
+            self.line = b""
+        with contextlib.suppress(ValueError, RecursionError):
+            self.time = _times.decode(self.line).time if self.line else 0.0
