@@ -9,10 +9,10 @@ from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from phalanx.errors import RankError
-    from phalanx.join.spawn import spawn
-    from phalanx.join.topology import Topology
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
+    from phalanx.worker.rendezvous.topology import Topology
+    from phalanx.worker.spawn.spawn import spawn
 
 __all__ = ["RankError", "Run", "__version__", "init", "main", "spawn", "topology"]
 
@@ -22,7 +22,7 @@ _WHERE = {
     "Run": "phalanx.train.run",
     "init": "phalanx.train.main",
     "main": "phalanx.train.main",
-    "spawn": "phalanx.join.spawn",
+    "spawn": "phalanx.worker.spawn.spawn",
 }
 
 
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
 
 def topology() -> Topology:
     """Where this rank stands: its node, the ranks beside it, the first rank of every node."""
-    from phalanx.join.topology import here
+    from phalanx.worker.rendezvous.topology import here
 
     return here()

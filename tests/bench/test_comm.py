@@ -21,7 +21,7 @@ from phalanx.bench.comm.rounds import Pace, Rounds
 from phalanx.bench.comm.settings import Settings
 from phalanx.bench.comm.traffic import KIB, MIB, OPERATIONS
 from phalanx.errors import OptionError
-from phalanx.join.spawn import spawn
+from phalanx.worker.spawn.spawn import spawn
 from tests.kit.cli import Result, phalanx
 
 CPU = torch.device("cpu")

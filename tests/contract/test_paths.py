@@ -13,6 +13,7 @@ from phalanx.forkserver import paths
 PACKAGE = Path(phalanx.__file__).parent
 BELOW = (
     *paths.USER_CODE,
+    *paths.ENTRY,
     *(start for start, _ in paths.PHASES),
     *(paths.FORK_SERVER, paths.PROBE, paths.COLLECTIVES, paths.WORK, paths.THREADED),
 )

@@ -25,7 +25,7 @@ from tests.diagnose.scene import C10D, LIB, STD, WORK, backward, collective, fra
         ("<frozen importlib._bootstrap>", False),
         ("<eval_with_key>.3", False),
         ("/repo/src/phalanx/train/loop.py", False),
-        ("/opt/x/site-packages/phalanx/join/group.py", False),
+        ("/opt/x/site-packages/phalanx/worker/process_group/group.py", False),
     ],
 )
 def test_whose(file: str, mine: bool) -> None:

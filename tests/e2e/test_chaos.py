@@ -218,7 +218,7 @@ def test_a_killed_supervisor_takes_everything_along_and_the_next_run_goes_on(tmp
 
 JUMPY = """
 import itertools, os, time
-if "PHALANX_LINE" in os.environ or "CLOCK" in os.environ:
+if "PHALANX_AGENT" in os.environ or "CLOCK" in os.environ:
     true, jumps = time.time, itertools.cycle((0.0, 90000.0, -90000.0))
     time.time = lambda: true() + next(jumps)
 """

@@ -166,12 +166,12 @@ def say(data):
             return sock.recv(1 << 16)
         except OSError:
             return b""
-upgrade = (b"GET /phalanx/join HTTP/1.1\\r\\nHost: x\\r\\nConnection: Upgrade\\r\\nUpgrade: websocket\\r\\n"
+upgrade = (b"GET /phalanx/worker HTTP/1.1\\r\\nHost: x\\r\\nConnection: Upgrade\\r\\nUpgrade: websocket\\r\\n"
     b"Sec-WebSocket-Version: 13\\r\\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\\r\\n\\r\\n")
 say(os.urandom(5000))
 say(b"\\0" * 100000)
 say(b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
-say(b"POST /phalanx/join HTTP/1.1\\r\\nContent-Length: 99999999999\\r\\n\\r\\nxxxx")
+say(b"POST /phalanx/worker HTTP/1.1\\r\\nContent-Length: 99999999999\\r\\n\\r\\nxxxx")
 say(b"X-A: " + b"a" * 200000)
 say(upgrade + os.urandom(2000))
 say(upgrade + b"\\x82\\x7f\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\xff" + b"a" * 1000)

@@ -292,7 +292,7 @@ def test_explain_says_what_run_does(tmp_path: Path) -> None:
     result = phalanx("run", *asked, cwd=str(tmp_path))
     real = {rank: json.loads(line) for rank, line in re.findall(r"\[(\d)\] (\{.*)", result.out)}
     assert explained["world_size"] == len(real) == 2
-    ours = {"PHALANX_RUN_FOLDER", "PHALANX_RUN", "PHALANX_LINE", "PHALANX_MEMORY"}
+    ours = {"PHALANX_RUN_FOLDER", "PHALANX_RUN", "PHALANX_AGENT", "PHALANX_MEMORY"}
     unknown_yet = {"TORCHELASTIC_ERROR_FILE", *ours}
     for rank in explained["ranks"]:
         foreseen = {**explained["environment"], **rank["environment"]}

@@ -50,7 +50,7 @@ ALLOWED_ENV = {
     "PHALANX_RUN": "ours: the id of the run",
     "PHALANX_RUN_FOLDER": "ours: where its files lie",
     "PHALANX_TOPOLOGY": "ours: which ranks share a node",
-    "PHALANX_LINE": "ours: where a worker that can regroup reaches its supervisor",
+    "PHALANX_AGENT": "ours: where a worker that can regroup reaches its supervisor",
     "PHALANX_MEMORY": "ours: where a worker asks for memory that outlives it",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.launch.agent.worker_group import WorkerFailure
 from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
 from phalanx.launch.runs.root_cause import ProcessFailure
@@ -59,10 +59,10 @@ def among(
 def test_all_have_to_say_where_they_stand() -> None:
     async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
-        alone.halting(0, words.Standing(7, 0))
-        alone.halting(0, words.Standing(7, 0))
+        alone.halting(0, words.HaltAck(7, 0))
+        alone.halting(0, words.HaltAck(7, 0))
         assert supervisor.told == [("halt", None)]
-        alone.halting(1, words.Standing(8, 0))
+        alone.halting(1, words.HaltAck(8, 0))
         assert supervisor.told == [("halt", None), ("halt", 9)]
 
     among(play)

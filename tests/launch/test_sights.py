@@ -16,7 +16,7 @@ import pytest
 from phalanx.cluster import links
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract import encoding, events, line
+from phalanx.contract import encoding, events, worker_messages
 from phalanx.contract.events import UNSEEN, Link, RankInfo, RankSample
 from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
@@ -348,7 +348,7 @@ async def _follow(scene: Scene) -> None:
     assert letter.kind == "sight"
     assert seen.faces == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
-    scene.sights.measured(line.Measured(step=3, values={"loss": 0.5}))
+    scene.sights.measured(worker_messages.Measured(step=3, values={"loss": 0.5}))
     assert [sent.kind for sent in scene.company.sent] == ["sight", "measured"]
     scene.company.leads, scene.company.skew, scene.company.ranks = True, 0.0, {}
     scene.second()
@@ -401,14 +401,14 @@ async def _printed(scene: Scene) -> None:
     assert (scene.of(events.Measured)[-1].step, scene.of(events.Measured)[-1].values) == (70, {"loss": None})
     await _read(scene)
     assert len(scene.of(events.Measured)) == 2
-    scene.attempt.measured = line.Measured(step=1)
+    scene.attempt.measured = worker_messages.Measured(step=1)
     with log.open("a") as file:
         file.write("loss 7\n")
     await _read(scene)
     assert len(scene.of(events.Measured)) == 2
     # Of all that comes at once the last is kept.
     for step in range(20):
-        scene.sights.measured(line.Measured(step=step, values={"loss": 1.0}))
+        scene.sights.measured(worker_messages.Measured(step=step, values={"loss": 1.0}))
     scene.sights.concluded()
     scene.second()  # nothing more of this attempt
     kept = [events.decode(text) for text in Path(scene.folder.path, "sights.jsonl").read_bytes().splitlines()]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.contract import vault as words
+from phalanx.contract import snapshot_messages as words
 from phalanx.errors import LaunchError
-from phalanx.join import vault as worker
 from phalanx.launch.agent import out_of_memory
 from phalanx.launch.agent.snapshot_memory import SnapshotMemory
+from phalanx.worker import snapshot_memory as worker
 from tests.launch.test_memory import tree
 
 PLENTY = 1 << 20
@@ -32,7 +32,7 @@ def visit(call: Callable[[str], None], room: Callable[[], int] = lambda: PLENTY,
     asyncio.run(main())
 
 
-def borrowed(vault: worker.Vault, name: str, size: int, text: bytes = b"") -> int:
+def borrowed(vault: worker.SnapshotMemoryClient, name: str, size: int, text: bytes = b"") -> int:
     """How large it is; with this text at its beginning."""
     fd = vault.lend(name, size)
     try:
@@ -42,7 +42,7 @@ def borrowed(vault: worker.Vault, name: str, size: int, text: bytes = b"") -> in
         os.close(fd)
 
 
-def seen(vault: worker.Vault, name: str) -> bytes:
+def seen(vault: worker.SnapshotMemoryClient, name: str) -> bytes:
     fd = vault.show(name)
     try:
         return os.pread(fd, 100, 0).rstrip(b"\0")
@@ -52,11 +52,11 @@ def seen(vault: worker.Vault, name: str) -> bytes:
 
 def test_what_one_has_written_the_next_reads() -> None:
     def call(name: str) -> None:
-        first, other = worker.Vault(name, "0"), worker.Vault(name, "1")
+        first, other = worker.SnapshotMemoryClient(name, "0"), worker.SnapshotMemoryClient(name, "1")
         assert borrowed(first, "a", 10, b"one") == 10
         assert borrowed(other, "a", 20, b"two") == 20
         first.close()
-        again = worker.Vault(name, "0")
+        again = worker.SnapshotMemoryClient(name, "0")
         assert again.names() == ["a"]
         assert seen(again, "a") == b"one"
         assert borrowed(again, "a", 30) == 30  # larger, and with what was there
@@ -79,7 +79,7 @@ def test_no_more_is_lent_than_there_is_room_for() -> None:
     """What is lent and not written yet counts as used."""
 
     def call(name: str) -> None:
-        vault = worker.Vault(name)
+        vault = worker.SnapshotMemoryClient(name)
         borrowed(vault, "a", 600_000)
         with pytest.raises(LaunchError, match=r"0\.4 MiB more are needed, and 0\.3 MiB may be used"):
             vault.lend("b", 400_000)
@@ -94,7 +94,7 @@ def test_no_more_is_lent_than_there_is_room_for() -> None:
 def test_a_stranger_gets_nothing() -> None:
     def call(name: str) -> None:
         with pytest.raises(LaunchError, match="cannot be reached"):
-            worker.Vault(name).names()
+            worker.SnapshotMemoryClient(name).names()
 
     visit(call, known=False)
 
@@ -105,7 +105,7 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        vault = worker.Vault(name)
+        vault = worker.SnapshotMemoryClient(name)
         slow, _ = listener.accept()
         with slow:
             with pytest.raises(LaunchError, match="timed out"):

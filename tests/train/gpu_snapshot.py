@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.join.vault import Vault
 from phalanx.launch.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 
 def serve(writing: int) -> None:
@@ -54,7 +54,7 @@ def check(name: str) -> None:
         net = run.wrap(model, how)
         opt = torch.optim.AdamW(model.parameters())
         kept = {"model": model, "opt": opt}
-        snapshots = Snapshots(run, Vault(name, how))
+        snapshots = Snapshots(run, SnapshotMemoryClient(name, how))
         x = torch.randn(64, 2048, device=run.device)
 
         def step(net: nn.Module = net, opt: torch.optim.Optimizer = opt, x: torch.Tensor = x) -> None:

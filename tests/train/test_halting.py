@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from phalanx.contract import line as words
-from phalanx.join import nccl
+from phalanx.contract import worker_messages as words
 from phalanx.train.generations import Generations
 from phalanx.train.halting import Halting
+from phalanx.worker.process_group import nccl
 from tests.kit.cli import until
 
 RANKS = 4
@@ -89,9 +89,9 @@ def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch
             line.settimeout(10)
             line.send(words.encode(words.Wait()))
             line.send(words.encode(words.Halt()))
-            while not isinstance(said := words.from_worker(line.recv(words.LARGEST)), words.Standing):
+            while not isinstance(said := words.from_worker(line.recv(words.LARGEST)), words.HaltAck):
                 pass
-            assert said == words.Standing(0, -1)
+            assert said == words.HaltAck(0, -1)
             worker.join(10)
             made[0].close()
             for thread in threading.enumerate():

@@ -6,9 +6,9 @@ import socket
 
 import torch
 
-from phalanx.contract import line as words
-from phalanx.join.line import Line
+from phalanx.contract import worker_messages as words
 from phalanx.train.measuring import Measuring
+from phalanx.worker.agent_channel import AgentChannel
 
 
 def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
@@ -49,7 +49,7 @@ def test_no_packet_is_too_long_to_be_heard() -> None:
 
 def test_a_supervisor_that_does_not_listen_holds_nobody_up() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line = Line.__new__(Line)
+    line = AgentChannel.__new__(AgentChannel)
     line._sock = ours
     with ours, theirs:
         for step in range(10_000):

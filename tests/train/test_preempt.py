@@ -203,7 +203,7 @@ def test_whichever_node_is_told(tmp_path: Path, play: Play) -> None:
 
 HANDLERS = """
 import os, signal, time
-from phalanx.join.ignoring import Ignoring
+from phalanx.worker.ignored_signals import IgnoredSignals as Ignoring
 
 signal.signal(signal.SIGUSR2, lambda *_: print("mine", flush=True))
 ignoring = Ignoring([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])

@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.join.topology import Topology
-from phalanx.join.vault import Vault
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.past import Past
 from phalanx.train.snapshot import part
@@ -29,6 +27,8 @@ from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.worker.rendezvous.topology import Topology
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
 from tests.kit.imported import python
 from tests.launch.test_vault import visit
@@ -194,7 +194,7 @@ def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
     """Were each group to begin anew, with a death every few seconds there would never be one."""
 
     def call(name: str) -> None:
-        vault = Vault(name)
+        vault = SnapshotMemoryClient(name)
         first = Counter(vault, 0)
         first.set(7)
         first.close()

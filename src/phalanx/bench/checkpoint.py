@@ -36,7 +36,7 @@ from phalanx.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.join.group import Group
+    from phalanx.worker.process_group.group import WorkerProcessGroup
 
 LIMIT = 1.5  # copies
 COPY, OURS, SAVE, ASYNC = "one copy in memory", "phalanx", "torch.save", "dcp.async_save"
@@ -138,7 +138,7 @@ def measure(ranks: int, mebibytes: int, rounds: int, threads: int, folder: str) 
     import torch
     import torch._dynamo  # noqa: F401
 
-    from phalanx.join.spawn import spawn
+    from phalanx.worker.spawn.spawn import spawn
 
     told: list[list[Stall]] = spawn(
         _rank, ranks, (mebibytes, rounds, threads, folder), backend="gloo", timeout=60.0 * (rounds + 1)
@@ -150,10 +150,10 @@ def _rank(mebibytes: int, rounds: int, threads: int, folder: str) -> list[Stall]
     """What rank 0 returns is of the slowest. Round 0 is the first save."""
     import torch
 
-    from phalanx.join.group import Group
+    from phalanx.worker.process_group.group import WorkerProcessGroup
 
     torch.set_num_threads(threads)
-    group = Group.join(device="cpu")
+    group = WorkerProcessGroup.join(device="cpu")
     model, optimizer = _training(mebibytes)
     step = _step(model)
     found = []
@@ -178,7 +178,7 @@ def _rank(mebibytes: int, rounds: int, threads: int, folder: str) -> list[Stall]
     return found
 
 
-def _saved(way: Way, step: Callable[[], None], group: Group) -> tuple[float, float, float | None]:
+def _saved(way: Way, step: Callable[[], None], group: WorkerProcessGroup) -> tuple[float, float, float | None]:
     os.sync()
     group.barrier()
     began = time.perf_counter()
@@ -251,7 +251,9 @@ def _copy(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Way:
 
 
 @contextmanager
-def _ours(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str, group: Group) -> Iterator[Way]:
+def _ours(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str, group: WorkerProcessGroup
+) -> Iterator[Way]:
     from phalanx.train.checkpoint import Checkpoints
 
     steps = iter(range(1, 1 << 30))
@@ -266,7 +268,7 @@ def _ours(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str,
         yield save
 
 
-def _torch_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str, group: Group) -> Way:
+def _torch_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str, group: WorkerProcessGroup) -> Way:
     """Rank 0 writes, the others wait for it. Neither staged nor checksummed nor fsynced, as everybody does it."""
     import torch
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.contract.line import World
+    from phalanx.contract.worker_messages import Assignment
 
 # Ours. Everything else that a worker reads is torchrun's.
 HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
-LINE = "PHALANX_LINE"  # where a worker that can regroup reaches its supervisor: contract/line.py
-MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/vault.py
+LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its supervisor: contract/worker_messages.py
+MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/snapshot_messages.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks at many runs; no worker has it
@@ -81,7 +81,7 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
     }
 
 
-def place(member: Membership | World) -> dict[str, str]:
+def place(member: Membership | Assignment) -> dict[str, str]:
     """Where a worker stands: what changes when the group forms anew with others."""
     return {
         "RANK": str(member.rank),

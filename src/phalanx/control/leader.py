@@ -30,7 +30,7 @@ from phalanx.control.roster import Roster
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
-PATH = "/phalanx/join"
+PATH = "/phalanx/worker"
 SERVER = "phalanx"  # in the Server header: how a member knows that it has reached one
 QUIET = 3.0  # seconds without a word from a member, after which it is said
 _BACKLOG = 4096  # connections that the kernel holds for us

@@ -180,7 +180,7 @@ class Roll(Message, frozen=True, kw_only=True, tag="roll"):
 
 
 class Halt(Message, frozen=True, kw_only=True, tag="halt"):
-    """contract/line.py's, for your workers."""
+    """contract/worker_messages.py's, for your workers."""
 
     step: Annotated[int, Meta(ge=0)] | None = None
 
@@ -246,7 +246,7 @@ class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
 
 
 class Standing(Message, frozen=True, kw_only=True, tag="standing"):
-    """contract/line.py's, of one rank."""
+    """contract/worker_messages.py's, of one rank."""
 
     rank: Count
     step: Annotated[int, Meta(ge=0)]

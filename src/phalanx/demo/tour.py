@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from phalanx.demo.scenes import SCENES
 from phalanx.errors import PhalanxError
-from phalanx.join import kernel
-from phalanx.join.spawn import spawn
+from phalanx.worker.spawn import linux
+from phalanx.worker.spawn.spawn import spawn
 
 _TIMEOUT = 60.0
 
@@ -189,7 +189,7 @@ def perform(names: list[str]) -> list[dict[str, Any]]:
 
 def main() -> int:
     """tour.py RANKS NAME…"""
-    kernel.die_with_parent(os.getppid())
+    linux.die_with_parent(os.getppid())
     ranks, names = int(sys.argv[1]), sys.argv[2:]
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone

@@ -13,16 +13,16 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Folders below ROOT.
 USER_CODE = ("demo/", "bench/scripts/")  # ours, but written as users write: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, say nothing
+ENTRY = ("worker/", "train/")  # what stands between the command and the user's function
 PROBE = "forkserver/probe/"  # its thread is no evidence
 
 # The beginning of a path below ROOT -> the phase of a training; the first that fits counts.
 PHASES = (
     ("train/loader.py", "data"),
-    ("train/order.py", "data"),
     ("train/checkpoint/", "checkpoint"),
     ("train/snapshot/", "checkpoint"),
-    ("join/group.py", "collective"),
-    ("join/", "join"),
+    ("worker/process_group/group.py", "collective"),
+    ("worker/", "join"),
     ("collectives/group.py", "collective"),
     ("collectives/work.py", "collective"),
 )

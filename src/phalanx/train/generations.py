@@ -14,20 +14,20 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
-from phalanx.join.device import cuda_device, warm_up
-from phalanx.join.ignoring import Ignoring
-from phalanx.join.line import Line
-from phalanx.join.membership import Membership
-from phalanx.join.severing import Severing
 from phalanx.train import placement
 from phalanx.train.halting import Halted, Halting
 from phalanx.train.handover import Handover
 from phalanx.train.once import Once
 from phalanx.train.past import Past
 from phalanx.train.run import Run, trainings
+from phalanx.worker.agent_channel import AgentChannel
+from phalanx.worker.ignored_signals import IgnoredSignals
+from phalanx.worker.process_group.aborter import GroupAborter
+from phalanx.worker.rendezvous.device import cuda_device, warm_up
+from phalanx.worker.rendezvous.membership import Membership
 
 Result = TypeVar("Result")
 _OF_PEERS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
@@ -39,7 +39,7 @@ class Generations:
         self._options = options
         self._excepthook = sys.excepthook
         self._training = next(trainings)
-        self._severing = Severing()
+        self._severing = GroupAborter()
         self._run: Run | None = None
         self._past: Past | None = None
         self._handover: Handover | None = None  # of the group that is being formed
@@ -48,12 +48,12 @@ class Generations:
         self._unwatched = self._severing.watch_groups()
         self._halting = Halting(self._steps)
         self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
-        self._forming: words.World | None = None  # or formed: where this process is
+        self._forming: words.Assignment | None = None  # or formed: where this process is
         self._remembers = False  # there were snapshots in memory, in the last group that it has left
         self._rescuing = threading.Lock()  # one at a time
-        here = words.Here(cuda_device(options.get("device")), for_cuda(environment()))
-        self._line = Line(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here=here)
-        self._ignoring = Ignoring(self._line.preempt)
+        here = words.Hello(cuda_device(options.get("device")), for_cuda(environment()))
+        self._line = AgentChannel(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here=here)
+        self._ignoring = IgnoredSignals(self._line.preempt)
         self._line.listen()
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
@@ -86,7 +86,7 @@ class Generations:
             self._leave()
             sys.excepthook = self._excepthook  # torch puts one of its own around it for every group
 
-    def _begin(self, world: words.World) -> Run:
+    def _begin(self, world: words.Assignment) -> Run:
         self._line.tell(words.Entering(world.generation, self._holds()))
         with self._severing.watching():
             word = self._past.word if self._past is not None else ""
@@ -102,7 +102,7 @@ class Generations:
         run.measured = self._line.mention
         run.training, run.regroups = self._training, True
         run.waited = self._waited
-        run.committed = lambda step: self._line.tell(words.Going(world.generation, step))
+        run.committed = lambda step: self._line.tell(words.FirstStep(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
         if run.device.type == "cuda":
@@ -111,7 +111,7 @@ class Generations:
             self._inherit(run, world)
         return run
 
-    def _vouch(self, run: Run, world: words.World) -> None:
+    def _vouch(self, run: Run, world: words.Assignment) -> None:
         """Before gradients are used, that they are what the others have sent: of an operation of NCCL that was aborted
         nobody hears, and what follows it on the device would take whatever it has left for numbers."""
         import torch
@@ -125,14 +125,14 @@ class Generations:
         self._handover = Handover(membership, self._past)
         self._handover.prepare()
 
-    def _inherit(self, run: Run, world: words.World) -> None:
+    def _inherit(self, run: Run, world: words.Assignment) -> None:
         run.past, self._past = self._past, None
         handover, self._handover = self._handover, None
         assert handover is not None  # noqa: S101
         run.handover = handover
 
         def committed(step: int) -> None:
-            self._line.tell(words.Going(world.generation, step, run.before))
+            self._line.tell(words.FirstStep(world.generation, step, run.before))
             handover.conclude()
 
         run.committed = committed
@@ -187,7 +187,7 @@ class Generations:
             self._stand(self._line.generation)
 
     def _stand(self, generation: int) -> None:
-        self._line.tell(words.Standing(self._halting.ask(), generation, self._stuck))
+        self._line.tell(words.HaltAck(self._halting.ask(), generation, self._stuck))
 
     def _rescue(self) -> None:
         if self._rescuing.acquire(blocking=False):
@@ -201,8 +201,8 @@ class Generations:
     def _rescued(self) -> words.Rescued:
         """The main thread sleeps in an operation of a group that is lost. Should it wake, it commits nothing: a step
         that begins now is refused (`_reached`)."""
-        from phalanx.join.vault import Vault
         from phalanx.train.snapshot.rescue import rescue, stillness
+        from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
         still, run, memory = stillness(), self._run, environment().get(MEMORY)
         if still is None:
@@ -216,7 +216,7 @@ class Generations:
         past = self._past if run is None else run.standing(asleep=True)
         if past is None:
             return words.Rescued(why="it has nothing that could be gone on from")
-        vault = Vault(memory, str(self._training))
+        vault = SnapshotMemoryClient(memory, str(self._training))
         try:
             why = rescue(past, vault, still)
         finally:
@@ -229,7 +229,7 @@ class Generations:
 
     def _reached(self, step: int) -> bool:
         if self._halting.reached(step, self._elsewhere):
-            self._line.tell(words.Standing(step, self._line.generation))
+            self._line.tell(words.HaltAck(step, self._line.generation))
             return True
         if self._elsewhere():
             raise RuntimeError("the group forms anew")
@@ -239,14 +239,14 @@ class Generations:
         run = self._run
         return 0 if run is None else run.steps
 
-    def _pulse(self) -> words.Beat:
+    def _pulse(self) -> words.Heartbeat:
         """Called by the line's thread now and then: how far it is."""
         run = self._run
         if run is not None:
-            return words.Beat(run.steps, run.samples)
+            return words.Heartbeat(run.steps, run.samples)
         if self._forming is not None and self._line.has_moved(self._forming):
             self._severing.cut()  # again: what it waits for now may not have been there the first time
-        return words.Beat(0)
+        return words.Heartbeat(0)
 
     @property
     def run(self) -> Run | None:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from phalanx.cluster.sharing import HOST
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.join.membership import Membership
-from phalanx.join.store import Store
 from phalanx.train import pieces
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape
 from phalanx.train.parcel import Opened, Packing, Parcel
 from phalanx.train.past import Past, Received, label, offers, shapes
 from phalanx.train.shard_handover import ShardDeal, ShardHandover, receive_label, send_label
+from phalanx.worker.rendezvous.membership import Membership
+from phalanx.worker.rendezvous.store import Store
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.join import errorfile
-from phalanx.join.ending import is_failure
 from phalanx.train.halting import Halted
 from phalanx.train.run import Run, trainings
+from phalanx.worker import error_file
+from phalanx.worker.process_group.ending import is_failure
 
 Result = TypeVar("Result")
 
@@ -60,12 +60,12 @@ def main(train: Callable[[Run], Result], **options: Any) -> Result:
         line = environment().get(LINE)
         return _survive(train, line, options) if line else _run(train, options)
     except PhalanxError as error:
-        errorfile.write(error)
+        error_file.write(error)
         notes: list[str] = getattr(error, "__notes__", [])
         sys.stderr.write("\n  ".join([f"phalanx: {error}", *notes]) + "\n")
         raise SystemExit(error.exit_code) from error
     except Exception as error:
-        errorfile.write(error)
+        error_file.write(error)
         raise
 
 
@@ -105,7 +105,7 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any])
 def _close_after(error: BaseException, run: Run) -> None:
     """Whatever goes wrong here comes second: it is noted, and the first cause goes on."""
     if isinstance(error, Exception):
-        errorfile.write(error)
+        error_file.write(error)
     failed = is_failure(error)  # sys.exit(0) is an end like any other
     try:
         run.close(failed=failed)

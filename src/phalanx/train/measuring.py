@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phalanx.contract.line import Measured
+from phalanx.contract.worker_messages import Measured
 from phalanx.train.metrics import read
 
 EVERY = 0.2  # seconds

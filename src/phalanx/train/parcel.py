@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import torch
 
 from phalanx.errors import JoinError
-from phalanx.join import objects
+from phalanx.worker.process_group import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page by page, to get memory takes longer than to fill it

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from phalanx.join.membership import Membership
+from phalanx.worker.rendezvous.membership import Membership
 
 SMALL = 1 << 20  # bytes: below this, tensors go together
 LARGE = 1 << 29  # above this, in several pieces

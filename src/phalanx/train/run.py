@@ -33,8 +33,6 @@ import torch
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import CheckpointError, LaunchError, UsageError
-from phalanx.join import ending
-from phalanx.join.group import Group
 from phalanx.train import chance
 from phalanx.train.halting import Halted
 from phalanx.train.interval import Interval
@@ -47,9 +45,11 @@ from phalanx.train.settings import Settings
 from phalanx.train.stepping import Stepper, Update
 from phalanx.train.wrap import wrap
 from phalanx.train.wrapped import Wrapped
+from phalanx.worker.process_group import ending
+from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
-    from phalanx.contract.line import Measured
+    from phalanx.contract.worker_messages import Measured
     from phalanx.train.handover import Handover
     from phalanx.train.once import Once
     from phalanx.train.past import Past
@@ -78,7 +78,7 @@ class Reading:
     stepped: Any = None  # the optimizer that has committed the batch in hand
 
 
-class Run(Group):
+class Run(WorkerProcessGroup):
     steps = 0  # committed, since the very first start of this training
     epoch = 0
     resumed: Info | None = None  # the checkpoint that it goes on from
@@ -577,11 +577,13 @@ class Run(Group):
         again = self.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         snapshots = None
         if environ.get(MEMORY) and told not in OFF and (told or again):
-            from phalanx.join.vault import Vault
             from phalanx.train.snapshot.snapshots import Snapshots
+            from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
             with contextlib.suppress(LaunchError):
-                snapshots = Snapshots(self, Vault(environ[MEMORY], str(self.training)), generators=[self.generator])
+                snapshots = Snapshots(
+                    self, SnapshotMemoryClient(environ[MEMORY], str(self.training)), generators=[self.generator]
+                )
         waited = snapshots.waited() if snapshots is not None else 0.0
         # Nodes may have been told different things.
         mine = [snapshots is not None, told, waited, self.waited, environ.get(MEMORY, "")]

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phalanx.join import objects
-from phalanx.join.membership import Membership
-from phalanx.join.store import Store
 from phalanx.train import pieces, placement
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.plain import Tensors
 from phalanx.train.past import Offer, Past, Received, label, shapes
+from phalanx.worker.process_group import objects
+from phalanx.worker.rendezvous.membership import Membership
+from phalanx.worker.rendezvous.store import Store
 
 
 @dataclass(frozen=True)

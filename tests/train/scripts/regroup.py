@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.contract.line import World
+from phalanx.contract.worker_messages import Assignment
 from phalanx.train.handover import Handover
 from phalanx.train.past import Past
 from phalanx.train.run import Run
@@ -24,7 +24,7 @@ from phalanx.train.run import Run
 def join(generation: int, past: Past | None) -> Run:
     environ = os.environ
     size = int(environ["WORLD_SIZE"])
-    world = World(
+    world = Assignment(
         generation=generation,
         rank=int(environ["RANK"]),
         world_size=size,

@@ -19,10 +19,10 @@ import torch.distributed.fsdp
 from torch import nn
 
 import phalanx
-from phalanx.join.topology import Topology
-from phalanx.join.vault import Vault
 from phalanx.launch.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.worker.rendezvous.topology import Topology
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 Nodes = tuple[tuple[int, ...], ...]
 State = dict[str, list[float]]
@@ -62,7 +62,7 @@ class Rank:
         self.run.node_rank = self.run.topology.node_rank
         self.said: list[str] = []
         each = len(names) > len(nodes)  # a vault for each rank, and not for each node
-        self.vault = Vault(names[self.run.rank if each else self.run.node_rank])
+        self.vault = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])
         self.snapshots = Snapshots(self.run, self.vault, say=self.said.append)
         if each:
             self.snapshots.held_in(names)
@@ -97,7 +97,9 @@ class Rank:
         return found.step, extra["epoch"], self.state()
 
     def close(self) -> None:
-        with mock.patch("phalanx.join.nccl.abort", side_effect=AssertionError):  # the training's own groups stay
+        with mock.patch(
+            "phalanx.worker.process_group.nccl.abort", side_effect=AssertionError
+        ):  # the training's own groups stay
             self.snapshots.close()
         self.run.close()
 

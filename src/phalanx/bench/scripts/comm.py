@@ -24,7 +24,7 @@ from phalanx.bench.comm.cells import Hello, Note, Results, Word, device_of, spok
 from phalanx.bench.comm.rounds import Pace, Rounds
 from phalanx.bench.comm.settings import Settings
 from phalanx.errors import PhalanxError
-from phalanx.join.group import Group
+from phalanx.worker.process_group.group import WorkerProcessGroup
 
 _LIMIT = 120.0  # seconds after which an operation is given up
 _ROOM = 0.6  # of the memory that is free
@@ -32,7 +32,7 @@ _ROOM = 0.6  # of the memory that is free
 Say = Callable[[Word], None]
 
 
-def measure(wanted: Settings, group: Group, say: Say) -> None:
+def measure(wanted: Settings, group: WorkerProcessGroup, say: Say) -> None:
     """Every rank; what it says is the same in all of them."""
     parties, refused = calls.parties(wanted.backends, group.device, _LIMIT)
     ranks, nodes = group.world_size, group.topology.nodes
@@ -70,7 +70,7 @@ def measure(wanted: Settings, group: Group, say: Say) -> None:
                 say(steps)
 
 
-def _calls(wanted: Settings, parties: list[Party], group: Group, say: Say) -> set[str]:
+def _calls(wanted: Settings, parties: list[Party], group: WorkerProcessGroup, say: Say) -> set[str]:
     """Backends that are of no use any more."""
     rank, ranks = group.rank, group.world_size
     rounds = Rounds(parties, Pace(wanted.rounds, wanted.seconds))
@@ -127,7 +127,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     wanted = settings.read(options, ["nccl" if torch.cuda.is_available() else "gloo"])
     on_gpu = any(device_of(name) == "cuda" for name in wanted.backends)
-    group = Group.join("gloo", device=None if on_gpu else "cpu", timeout=_LIMIT)
+    group = WorkerProcessGroup.join("gloo", device=None if on_gpu else "cpu", timeout=_LIMIT)
     results = Results()
     first = group.rank == 0
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.diagnose.timeouts import Timeout

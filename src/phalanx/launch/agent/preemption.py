@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import CHECKPOINTS
 from phalanx.launch.plan import Plan
 from phalanx.launch.runs.run_folder import RunFolder
@@ -86,11 +86,11 @@ class Preemption:
         self.able(*self._able)
         return True
 
-    def heard(self, rank: int, message: words.Keeping | words.Standing | words.Halted, generation: int) -> None:
+    def heard(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted, generation: int) -> None:
         match message:
             case words.Keeping():
                 self._checkpoints = message.folder
-            case words.Standing() if self.begun:
+            case words.HaltAck() if self.begun:
                 self._standing[rank] = message.step
                 if message.stuck and message.generation == generation:
                     self._form_anew(f"rank {rank} cannot go on")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from phalanx.contract import vault as words
+from phalanx.contract import snapshot_messages as words
 from phalanx.launch.agent import out_of_memory
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

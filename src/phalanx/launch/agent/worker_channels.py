@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 

@@ -15,7 +15,7 @@ from itertools import count
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import linux, wire
 from phalanx.launch.agent import spares
@@ -110,8 +110,8 @@ class WorkerGroupContext:
     note: Callable[[str], None]
     failing: Callable[[WorkerFailure], None]  # a worker has failed here: somebody decides what comes of it
     able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
-    going: Callable[[words.Going], None]  # the first step of a group that has formed anew is committed
-    halting: Callable[[int, words.Keeping | words.Standing | words.Halted], None]  # what a rank says about a halt
+    going: Callable[[words.FirstStep], None]  # the first step of a group that has formed anew is committed
+    halting: Callable[[int, words.Keeping | words.HaltAck | words.Halted], None]  # what a rank says about a halt
     relay: LogForwarder | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
@@ -141,7 +141,7 @@ class WorkerGroup:
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
         self._spares_lost = 0
-        self._called: dict[int, words.Here] = {}  # by local rank, what the last worker said of itself
+        self._called: dict[int, words.Hello] = {}  # by local rank, what the last worker said of itself
         self._halts = False  # it saves what there is, and ends
         self._halt: words.Halt | None = None  # what was said of halting last
         self._line = WorkerChannels(self)
@@ -691,7 +691,7 @@ class WorkerGroup:
         if worker.spare or self._held:
             return words.Wait(self._held, preempt)
         gathering = plan.gathering
-        return words.World(
+        return words.Assignment(
             generation=self.generation,
             rank=seat.rank,
             world_size=plan.placement.world_size,
@@ -718,7 +718,7 @@ class WorkerGroup:
             return
         worker.heard = time.monotonic()
         match message:
-            case words.Here():
+            case words.Hello():
                 worker.called = True
                 self._called[worker.seat.local_rank] = message
                 self.output.regroups(worker.seat.rank)
@@ -729,7 +729,7 @@ class WorkerGroup:
                 self._keep_spares()
                 if self._listening is None:
                     self._listening = asyncio.get_running_loop().create_task(self._listen())
-            case words.Beat():
+            case words.Heartbeat():
                 self._reached(worker, message.step)
                 worker.samples, worker.sampled = message.samples, worker.heard
             case words.Measured() if worker.seat.rank == 0 and not worker.spare:
@@ -738,14 +738,14 @@ class WorkerGroup:
                     self._stage.measured(message)
             case words.Entering():
                 worker.entered, worker.holds = message.generation, message.holds
-            case words.Going():
+            case words.FirstStep():
                 self._reached(worker, message.step)
                 worker.formed = message.generation
                 self._stage.going(message)
             case words.Done():
                 worker.done = True
                 self._tell_able()
-            case words.Standing():
+            case words.HaltAck():
                 self._reached(worker, message.step)
                 self._stage.halting(worker.seat.rank, message)
             case words.Rescued():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.control import messages
 from phalanx.launch.agent.preemption import Preemption
 from phalanx.launch.agent.worker_group import RegroupPlan, WorkerFailure
@@ -124,10 +124,10 @@ class Coordinator(Protocol):
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
 
-    def going(self, message: words.Going) -> None:
+    def going(self, message: words.FirstStep) -> None:
         """A group that has formed anew has committed its first step."""
 
-    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
         """What a rank here says about halting."""
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -235,7 +235,7 @@ class SingleNodeCoordinator:
 
     # -- preemption
 
-    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
         self._preemption.heard(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -262,7 +262,7 @@ class SingleNodeCoordinator:
         if self._supervised is not None:
             self._supervised.end(number, reason)
 
-    def going(self, message: words.Going) -> None:
+    def going(self, message: words.FirstStep) -> None:
         text = self._recoveries.going(message.generation, message.step, message.before)
         if text and self._supervised is not None:
             self._supervised.note(text)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
 from phalanx.control.messages import Letter, Roll
 from phalanx.errors import JoinError, PhalanxError
@@ -179,10 +179,10 @@ class FailoverCoordinator:
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self._role.able(called, ended, ready)
 
-    def going(self, message: words.Going) -> None:
+    def going(self, message: words.FirstStep) -> None:
         self._role.going(message)
 
-    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
         self._role.halting(rank, message)
 
     def preempt(self, number: signal.Signals) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
@@ -283,12 +283,12 @@ class FollowerCoordinator:
         self.ability = (called, ended, ready)
         self._member.send(messages.Able(called=called, ended=ended, ready=ready))
 
-    def going(self, message: words.Going) -> None:
+    def going(self, message: words.FirstStep) -> None:
         self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
 
-    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
         match message:
-            case words.Standing():
+            case words.HaltAck():
                 self._member.send(
                     messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
                 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
 from phalanx.control.member import STEADILY, Endpoint, answers
@@ -298,7 +298,7 @@ class LeaderCoordinator:
             case messages.Able():
                 self._heard_able(member, message)
             case messages.Standing():
-                told = words.Standing(message.step, message.generation, message.stuck)
+                told = words.HaltAck(message.step, message.generation, message.stuck)
                 self.halting(message.rank, told)
             case messages.Halted():
                 self.halting(0, words.Halted(message.step))
@@ -686,7 +686,7 @@ class LeaderCoordinator:
 
     # -- preemption
 
-    def halting(self, rank: int, message: words.Keeping | words.Standing | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
         self._preemption.heard(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -719,7 +719,7 @@ class LeaderCoordinator:
 
     # -- signals
 
-    def going(self, message: words.Going) -> None:
+    def going(self, message: words.FirstStep) -> None:
         self._going(message.generation, message.step, message.before)
 
     def _going(self, generation: int, step: int, before: int) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from phalanx.cluster import links
 from phalanx.contract import encoding, events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.contract.events import RankInfo, RankSample
 from phalanx.launch.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launch.runs import run_folder

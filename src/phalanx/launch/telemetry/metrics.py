@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phalanx.contract import events
-from phalanx.contract import line as words
+from phalanx.contract import worker_messages as words
 from phalanx.launch.ipc.node_rpc import NodeRpc
 from phalanx.launch.runs.run_folder import RunFolder
 from phalanx.launch.telemetry.downsampling import Downsampler

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.join import seeds
+from phalanx.worker.process_group import seeds
 
 
 def taken(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:

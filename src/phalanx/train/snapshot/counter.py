@@ -7,7 +7,7 @@ import os
 import struct
 import time
 
-from phalanx.join.vault import Vault
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 _STEP = struct.Struct("<q")
 _BOTH = struct.Struct("<qd")  # the second by a clock that all processes of a machine share
@@ -15,7 +15,7 @@ _PREFIX = "steps."
 
 
 class Counter:
-    def __init__(self, vault: Vault, rank: int) -> None:
+    def __init__(self, vault: SnapshotMemoryClient, rank: int) -> None:
         fd = vault.lend(counter_name(rank), mmap.PAGESIZE)
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         os.close(fd)
@@ -42,17 +42,17 @@ def is_counter(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def reached(vault: Vault) -> int:
+def reached(vault: SnapshotMemoryClient) -> int:
     """The newest step that any rank of this node had committed."""
     return max((step for step, _ in _told(vault)), default=0)
 
 
-def waited(vault: Vault) -> float:
+def waited(vault: SnapshotMemoryClient) -> float:
     """Seconds since the ranks of this node have last begun a snapshot, or since they came."""
     return max((time.monotonic() - since for _, since in _told(vault)), default=0.0)
 
 
-def _told(vault: Vault) -> list[tuple[int, float]]:
+def _told(vault: SnapshotMemoryClient) -> list[tuple[int, float]]:
     found = []
     for name in filter(is_counter, vault.names()):
         fd = vault.show(name)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
-from phalanx.join.severing import Severing
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.part import Seal
+from phalanx.worker.process_group.aborter import GroupAborter
 
 _CHUNK = 64 << 20  # bytes a message
 
@@ -36,7 +36,7 @@ class Exchange:
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
-        self._severing = Severing()
+        self._severing = GroupAborter()
         with self._severing.watching():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 

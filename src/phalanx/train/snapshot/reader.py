@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from phalanx.errors import CheckpointError, LaunchError
-from phalanx.join.group import Group
-from phalanx.join.vault import Vault
 from phalanx.train.checkpoint import loading, randomness, state
 from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import Values
@@ -20,6 +18,8 @@ from phalanx.train.snapshot.counter import is_counter
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import Found, Held, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, differences, read
+from phalanx.worker.process_group.group import WorkerProcessGroup
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,11 @@ class Reader:
     """Every rank makes the same calls in the same order."""
 
     def __init__(
-        self, group: Group, vault: Vault, generators: Sequence[torch.Generator], say: Callable[[str], None]
+        self,
+        group: WorkerProcessGroup,
+        vault: SnapshotMemoryClient,
+        generators: Sequence[torch.Generator],
+        say: Callable[[str], None],
     ) -> None:
         self._group = group
         self._vault = vault
@@ -152,7 +156,7 @@ class Reader:
             self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
 
 
-def carry(exchange: Exchange, planned: Sequence[Transfer], vault: Vault, *, check: bool = False) -> None:
+def carry(exchange: Exchange, planned: Sequence[Transfer], vault: SnapshotMemoryClient, *, check: bool = False) -> None:
     """Parts from vault to vault. `check`: raises CheckpointError where one is not what was written."""
     for fd in exchange.carry(planned, vault.show, vault.lend):
         problems = differences(fd) if check else []

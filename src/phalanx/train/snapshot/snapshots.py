@@ -27,8 +27,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import LaunchError
-from phalanx.join.group import Group
-from phalanx.join.vault import Vault
 from phalanx.train import placement
 from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
@@ -41,6 +39,8 @@ from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import RESCUE, Division, Found, division, newest
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.reader import Reader, carry
+from phalanx.worker.process_group.group import WorkerProcessGroup
+from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 _SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a thread, and to wait for Python's lock
 
@@ -48,8 +48,8 @@ _SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a threa
 class Snapshots:
     def __init__(
         self,
-        group: Group,
-        vault: Vault,
+        group: WorkerProcessGroup,
+        vault: SnapshotMemoryClient,
         *,
         generators: Sequence[torch.Generator] = (),
         say: Callable[[str], None] | None = None,

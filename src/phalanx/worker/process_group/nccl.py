@@ -1,0 +1,93 @@
+"""Leave NCCL groups that have lost a rank, without waiting for NCCL.
+
+    abort()            in threads: kernels that wait for a peer end at once, the call itself may take long
+    forget_groups()    torch has no groups any more, and the next one can be formed
+
+`ncclCommAbort` frees a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
+runs beside everything else, and the groups it works on are never destructed: their destructors would wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from typing import Any
+
+from phalanx.worker.process_group.ending import keep
+
+_aborting: set[int] = set()  # by `id`, backends that are aborted already; they are kept, so that no other has this id
+_starting = threading.Lock()
+
+
+VARIABLES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+)
+
+
+def prepare() -> None:
+    """Before the first group of a process forms. The watchdog ends the process when a peer is gone, and the monitor
+    when the watchdog does not answer: both before anybody could form a new group."""
+    handling, *others = VARIABLES
+    os.environ[handling] = "0"  # torchrun, and so our launcher, sets 1
+    for variable in others:
+        os.environ.setdefault(variable, "0")
+
+
+def abort() -> None:
+    """All communicators of this process, each in a thread. From any thread, also more than once."""
+    with _starting:
+        backends = [backend for backend in _backends() if id(backend) not in _aborting]
+        for backend in backends:
+            keep(backend)
+            _aborting.add(id(backend))
+    for backend in backends:
+        threading.Thread(target=_abort, args=(backend,), name="phalanx-abort", daemon=True).start()
+
+
+def forget_groups() -> None:
+    """As torch's `_abort_process_group` does after its abort; what the groups consist of stays."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world = c10d._world
+    for group in [*world.pg_map]:
+        keep(group)
+    c10d._update_default_pg(None)
+    for table in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ):
+        table.clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def _backends() -> list[Any]:
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_nccl_available():
+        return []
+    import torch
+
+    found = []
+    for group in [*c10d._world.pg_map]:
+        with contextlib.suppress(RuntimeError):  # it has none for the GPU
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, c10d.ProcessGroupNCCL):
+                found.append(backend)
+    return found
+
+
+def _abort(backend: Any) -> None:
+    """Each in a thread of its own: an abort may wait until all kernels on the device have ended, also those of other
+    communicators, which only their own aborts end."""
+    with contextlib.suppress(RuntimeError):
+        backend.abort()

@@ -1,0 +1,1 @@
+"""How this process finds the others: identity, meeting point, roll call, device."""

@@ -1,0 +1,365 @@
+"""One formation of the group: from whoever started this process to a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from phalanx.contract.variables import place as place_of
+from phalanx.contract.worker_messages import Assignment
+from phalanx.errors import JoinError, UsageError
+from phalanx.worker.process_group import ending
+from phalanx.worker.rendezvous import addresses, device, methods, roll_call, tcp_store
+from phalanx.worker.rendezvous.device import check_backend, kind
+from phalanx.worker.rendezvous.identity import PHALANX, Identity, identify
+from phalanx.worker.rendezvous.methods import MeetingPoint
+from phalanx.worker.rendezvous.roll_call import Participant
+from phalanx.worker.rendezvous.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+LONGEST = 1e9  # seconds: what torch can count
+
+_files: dict[str, Any] = {}  # stores, by their paths
+_formed = 0  # so that a second formation in the same process does not read what the first has left in the store
+_generations: Counter[int] = Counter()  # the same: one training may follow another with nobody lost in between
+
+
+@dataclass(frozen=True)
+class Membership:
+    identity: Identity
+    people: tuple[Participant, ...]  # everybody, by rank
+    topology: Topology
+    local_rank: int
+    device: torch.device
+    backend: str  # "": no process group was made, for there is nobody else
+    store: Any  # torch's, under the prefix of this formation
+    keeper: bool  # whether the store lives in this process, and ends with it
+    place: MeetingPoint
+    owned: bool  # whether the process group was made here, and is to be destroyed here
+    timeout: float
+
+    @property
+    def kept_by_a_rank(self) -> bool:
+        """Whether the store ends with one of the ranks."""
+        return self.place.kind == "tcp" and not _hosted(self.identity, self.place)
+
+
+def form(
+    backend: str | None,
+    *,
+    method: str | None,
+    rank: int | None,
+    world_size: int | None,
+    store: Any,
+    timeout: float | timedelta,
+    device: str | torch.device | None,
+    world: Assignment | None = None,
+    word: str = "",
+    met: Callable[[Membership], None] | None = None,
+) -> Membership:
+    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all.
+
+    `met` is called when all are here, and the group is about to form.
+    """
+    import torch.distributed as dist
+
+    timeout = _seconds(timeout)
+    if method is not None and store is not None:
+        raise UsageError("method and store both say where to meet", fix="leave one of them out")
+    if store is not None and not isinstance(store, dist.Store):
+        raise UsageError(
+            f"store={store!r} is no store of torch.distributed",
+            details=["expected a TCPStore, a FileStore, or another that all ranks share"],
+            fix="leave store out: phalanx.init()",
+        )
+    check_backend(backend)
+    if dist.is_initialized():
+        _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
+        return _adopt(device, timeout)
+    environ = os.environ
+    if world is not None:
+        environ.update(place_of(world))
+        if world.devices is not None:  # a spare has touched no device yet
+            environ["CUDA_VISIBLE_DEVICES"] = world.devices
+    told = methods.parse(method)
+    identity = identify(
+        environ,
+        rank=told.rank if rank is None else rank,
+        world_size=told.world_size if world_size is None else world_size,
+    )
+    if world is not None:
+        identity = replace(identity, generation=world.generation)
+    if identity.nobody and (told.place is not None or store is not None):
+        raise UsageError(
+            "nobody says which rank this is, or of how many",
+            details=[f"{'the store that was given' if store is not None else method} says where to meet, and no more"],
+            fix=f"phalanx.init({'store=store' if store is not None else f'method={method!r}'}, rank=0, world_size=2)",
+        )
+    for note in identity.notes:
+        tcp_store.notice(note)
+    place = methods.choose(identity, told, environ, given=store is not None)
+    keeper = place.kind == "tcp" and _keeps(identity, place)
+    bare = store if store is not None else _open(place, identity, keeper, timeout)
+    where, people = _meet(bare, identity, place, environ, timeout, word=word, kind=kind(device))
+    asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
+    return _found(
+        backend,
+        device,
+        identity,
+        people,
+        store=where,
+        place=place,
+        keeper=keeper,
+        timeout=timeout,
+        group=asked,
+        met=met,
+    )
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < LONGEST:
+        raise UsageError(
+            f"timeout={timeout!r} leaves no time to meet", details=["expected seconds"], fix="phalanx.init(timeout=300)"
+        )
+    return seconds
+
+
+def _keeps(identity: Identity, place: MeetingPoint) -> bool:
+    """A launcher's store is at its own address; for any other, rank 0 keeps one."""
+    if (place.host, place.port) == (identity.address, identity.port):
+        return identity.keeper
+    return identity.rank == 0
+
+
+def _hosted(identity: Identity, place: MeetingPoint) -> bool:
+    return identity.hosted and (place.host, place.port) == (identity.address, identity.port)
+
+
+def _open(place: MeetingPoint, identity: Identity, keeper: bool, timeout: float) -> Any:
+    from torch.distributed import HashStore
+
+    if place.kind == "alone":
+        return HashStore()
+    if place.kind == "tcp":
+        return tcp_store.open_store(place, replace(identity, keeper=keeper, hosted=_hosted(identity, place)), timeout)
+    return _open_file(place, identity, timeout)
+
+
+def _open_file(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
+    from torch.distributed import FileStore
+
+    if place.path in _files:
+        return _files[place.path]
+    folder = os.path.dirname(place.path)
+    try:
+        if os.path.basename(folder) == "meetings":
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        # torch says nothing about a file that it cannot open: it tries until its time is up.
+        with open(place.path, "ab"):
+            pass
+    except OSError as error:
+        raise JoinError(
+            f"the ranks are to meet in {place}, which cannot be written on {socket.gethostname()}: {error.strerror}",
+            fix='a file that every rank sees: phalanx.init(method="file:///SHARED/PATH"); or set MASTER_ADDR',
+        ) from None
+    made = FileStore(place.path, identity.world_size)
+    made.set_timeout(timedelta(seconds=timeout))
+    # torch would write to the file once more when the store goes, after the last rank has removed it.
+    ending.keep(made)
+    _files[place.path] = made
+    atexit.register(_leave, place.path, identity.world_size, os.getpid())
+    return made
+
+
+def _leave(path: str, world_size: int, pid: int) -> None:
+    """The last of all removes the file: with what is in it, nobody could meet there again."""
+    with contextlib.suppress(Exception):
+        if os.getpid() == pid and _files[path].add("phalanx/left", 1) == world_size:
+            os.unlink(path)
+
+
+def _meet(
+    bare: Any,
+    identity: Identity,
+    place: MeetingPoint,
+    environ: Mapping[str, str],
+    timeout: float,
+    *,
+    word: str = "",
+    kind: str = "",
+) -> tuple[Any, tuple[Participant, ...]]:
+    """The roll call, and the store under a prefix of this formation's own."""
+    global _formed
+    from torch.distributed import PrefixStore
+
+    _formed += 1
+    which = str(_formed)
+    # One that has taken the place of another has formed fewer groups than those that it meets.
+    if identity.generation is not None:
+        _generations[identity.generation] += 1
+        which = f"generation {identity.generation}.{_generations[identity.generation]}"
+    store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    me = roll_call.here(identity, address=_address(place), devices=devices, word=word, kind=kind)
+    words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
+    return store, roll_call.call(store, me, timeout, place=words, say=tcp_store.notice)
+
+
+def _confined(place: MeetingPoint) -> bool:
+    return place.kind == "tcp" and (place.host == "localhost" or addresses.is_loopback(place.host))
+
+
+def _address(place: MeetingPoint) -> str:
+    """By which this machine is known to the others, as far as can be told."""
+    if place.kind == "alone":
+        return ""
+    if place.kind == "tcp":
+        try:
+            found = addresses.resolve(place.host, place.port)
+        except OSError:
+            found = []
+        if found and (local := addresses.route_to(found[0])) and not addresses.is_loopback(local):
+            return local
+    return next((address for _, address in addresses.own()), "")
+
+
+def _found(
+    backend: str | None,
+    asked: str | torch.device | None,
+    identity: Identity,
+    people: tuple[Participant, ...],
+    *,
+    store: Any,
+    place: MeetingPoint,
+    keeper: bool,
+    timeout: float,
+    group: bool,
+    met: Callable[[Membership], None] | None,
+) -> Membership:
+    import torch.distributed as dist
+
+    where = roll_call.topology(people, identity.rank, identity.topology)
+    local_rank = roll_call.local_rank(people, where)
+    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
+    name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
+    if group:
+        device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
+    device.use(own)
+    membership = Membership(
+        identity,
+        people,
+        where,
+        local_rank,
+        own,
+        name if group else "",
+        store,
+        keeper,
+        place,
+        owned=group,
+        timeout=timeout,
+    )
+    if met is not None:
+        met(membership)
+    if group:
+        choose_interface(identity, people, place)
+        eager = own if own.type == "cuda" and "nccl" in name else None
+        dist.init_process_group(
+            name,
+            store=dist.PrefixStore("group", store),
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=eager,
+        )
+        _tell_ranks(dist.group.WORLD)
+    return membership
+
+
+def _tell_ranks(group: Any) -> None:
+    """Tells the backends of the default group the ranks of its members.
+
+    torch knows them only for the first group of a process. In a later default group (after a recovery, say), a split,
+    as a device mesh makes it, reads ranks from an empty list and crashes.
+    """
+    for device_type in group._device_types:
+        backend = group._get_backend(device_type)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        options: Any = getattr(backend, "options", None)
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group = list(range(group.size()))
+
+
+def _refuse_another(
+    backend: str | None, *, method: str | None, rank: int | None, world_size: int | None, store: Any
+) -> None:
+    """There is a process group: what was asked for beside must be what it is."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend_config()}
+    asked: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if backend is not None:
+        asked["backend"] = str(BackendConfig(dist.Backend(backend)))
+    wrong = [
+        f"{name}={value!r} was given" for name, value in (("method", method), ("store", store)) if value is not None
+    ]
+    wrong += [
+        f"{name}={value} was given, where it is {there[name]}"
+        for name, value in asked.items()
+        if value is not None and value != there[name]
+    ]
+    if wrong:
+        raise UsageError(
+            f"this process is in a process group already: rank {there['rank']} of {there['world_size']}",
+            details=wrong,
+            fix="phalanx.init() takes that group; for another, first run.close() or dist.destroy_process_group()",
+        )
+
+
+def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
+    """A process group that the script, or a library, has made already. It stays theirs."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    identity = identify(os.environ, rank=dist.get_rank(), world_size=dist.get_world_size())
+    place = MeetingPoint("given", said_by="the store of the process group")
+    store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
+    where = roll_call.topology(people, identity.rank, identity.topology)
+    local_rank = roll_call.local_rank(people, where)
+    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
+    device.use(own)
+    backend = str(dist.get_backend_config())
+    return Membership(
+        identity, people, where, local_rank, own, backend, store, False, place, owned=False, timeout=timeout
+    )
+
+
+def choose_interface(identity: Identity, people: tuple[Participant, ...], place: MeetingPoint) -> None:
+    """gloo tells the others what this machine's name resolves to. Where that is the loopback, give it an interface."""
+    if identity.launcher == PHALANX or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    me = people[identity.rank]
+    others = [person for person in people if person.machine != me.machine]
+    if not others or not addresses.name_misleads():
+        return
+    targets = [person.address for person in others if person.address]
+    if place.kind == "tcp":
+        with contextlib.suppress(OSError):
+            found = addresses.resolve(place.host, place.port)
+            targets = [one for one in found if not addresses.is_loopback(one)] + targets
+    for target in targets:
+        local = target if addresses.is_own(target) else addresses.route_to(target)
+        if local and (name := addresses.interface_of(local)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.setdefault("TP_SOCKET_IFNAME", name)
+            return

@@ -1,0 +1,271 @@
+"""Is everybody here? Through the store, before the group forms, so that a timeout can say who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from phalanx.contract.topology import decode
+from phalanx.errors import JoinError
+from phalanx.worker.rendezvous.identity import Identity
+from phalanx.worker.rendezvous.topology import Topology
+
+NOTICE = 3.0
+SHOWN = 16  # ranks that a message names one by one
+HEARD = 3.0  # for all that are here to read why it came to nothing, before the store ends with one of them
+
+
+class Participant(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says about itself."""
+
+    rank: int
+    world_size: int
+    host: str
+    machine: str  # the same for all processes of a machine, whatever its name is
+    pid: int
+    address: str = ""
+    node: int | None = None
+    local_rank: int | None = None
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
+    word: str = ""  # what it wants all others to know before they begin
+    kind: str = ""  # of device that it computes on: "cpu", "cuda"
+
+    def __str__(self) -> str:
+        where = f" ({self.address})" if self.address else ""
+        return f"rank {self.rank} on {self.host}{where}, pid {self.pid}"
+
+
+_people: msgspec.msgpack.Decoder[tuple[Participant, ...]] = msgspec.msgpack.Decoder(tuple[Participant, ...])
+_person: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Participant)
+
+
+def here(
+    identity: Identity, *, address: str = "", devices: str | None = None, word: str = "", kind: str = ""
+) -> Participant:
+    return Participant(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        host=socket.gethostname(),
+        machine=f"{socket.gethostname()} {_boot()}",
+        pid=os.getpid(),
+        address=address,
+        node=identity.node_rank,
+        local_rank=identity.local_rank,
+        devices=devices,
+        word=word,
+        kind=kind,
+    )
+
+
+def _boot() -> str:
+    """Two machines may have one name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def call(
+    store: Any, me: Participant, timeout: float, *, place: str, say: Callable[[str], None] = lambda _: None
+) -> tuple[Participant, ...]:
+    """Everybody, in order of rank. `place`: where the store is, in words."""
+    try:
+        _come_in(store, me, place)
+        if me.world_size == 1:
+            return (me,)
+        return _count(store, me, timeout, place, say) if me.rank == 0 else _listen(store, me, timeout, place, say)
+    except RuntimeError as error:  # torch's
+        raise JoinError(
+            f"the store is gone: whoever kept it has ended while rank {me.rank} waited for the others",
+            details=[f"it was at {place}", f"torch says: {str(error).partition(chr(10))[0]}"],
+            fix="see what rank 0 says, which keeps the store where no launcher does",
+        ) from None
+
+
+def _come_in(store: Any, me: Participant, place: str) -> None:
+    first = store.add(f"door/{me.rank}", 1) == 1
+    if first:
+        store.set(_key(me.rank), msgspec.msgpack.encode(me))
+        return
+    # Whoever came first may be between the two calls.
+    _await(store, [_key(me.rank)], 1.0)
+    other = _person.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
+    raise JoinError(
+        f"rank {me.rank} is already there{f': {other}' if other else ''}",
+        details=[f"this is pid {me.pid} on {me.host}; they meet at {place}"],
+        fix="give every process a RANK of its own"
+        + (
+            ", and remove the file if it is left from an earlier run"
+            if place.startswith("the file")
+            else "; a process that a rank has started must not join again (unset RANK); two jobs need two MASTER_PORTs"
+        ),
+    )
+
+
+def _count(
+    store: Any, me: Participant, timeout: float, place: str, say: Callable[[str], None]
+) -> tuple[Participant, ...]:
+    """Rank 0 looks who is here, and tells the others."""
+    keys = [_key(rank) for rank in range(me.world_size)]
+
+    def waiting() -> None:
+        say(f"rank 0 waits for {_ranks(_missing(store, me.world_size))} at {place}")
+
+    # Whoever comes at the last moment is here.
+    if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
+        raise _refused(store, me, _absent(store, me, missing, timeout, place))
+    people = tuple(_person.decode(value) for value in _values(store, keys))
+    if odd := [person for person in people if person.world_size != me.world_size]:
+        error = JoinError(
+            "the ranks do not agree on how many they are",
+            details=[f"rank 0: WORLD_SIZE={me.world_size}", *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd)],
+            fix="the same WORLD_SIZE for every rank",
+        )
+        raise _refused(store, me, error)
+    store.set("everybody", msgspec.msgpack.encode(people))
+    store.set("verdict", msgspec.msgpack.encode(None))
+    return people
+
+
+def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
+    """Rank 0's verdict, told to all that are here."""
+    here = me.world_size - len(_missing(store, me.world_size))
+    store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix, here]))
+    _hear(store, here)
+    return error
+
+
+def _hear(store: Any, here: int) -> None:
+    """Whoever keeps the store must not be gone before the others have read."""
+    end = time.monotonic() + HEARD
+    with contextlib.suppress(Exception):
+        heard = store.add("heard", 1)
+        while heard < here and time.monotonic() < end:
+            time.sleep(0.01)
+            heard = store.add("heard", 0)
+
+
+def _listen(
+    store: Any, me: Participant, timeout: float, place: str, say: Callable[[str], None]
+) -> tuple[Participant, ...]:
+    def waiting() -> None:
+        if not store.check([_key(0)]):
+            say(f"rank {me.rank} waits for rank 0 at {place}")
+
+    # A little longer than rank 0, whose word on who is missing is the same for all.
+    if not _await(store, ["verdict"], timeout + 2, waiting):
+        # Rank 0 may have come, and ended before it had counted.
+        raise _absent(store, me, _missing(store, me.world_size) or [0], timeout, place)
+    verdict = msgspec.msgpack.decode(store.get("verdict"))
+    if verdict is not None:
+        what, details, fix, here = verdict
+        _hear(store, here)
+        raise JoinError(what, details=details, fix=fix)
+    people = _people.decode(store.get("everybody"))
+    if len(people) != me.world_size:
+        raise JoinError(
+            "the ranks do not agree on how many they are",
+            details=[f"rank 0: WORLD_SIZE={len(people)}", f"{me}: WORLD_SIZE={me.world_size}"],
+            fix="the same WORLD_SIZE for every rank",
+        )
+    return people
+
+
+def together(store: Any, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
+    """Before what all ranks have to do: who does not come is named, while torch would wait in silence."""
+    store.set(f"{name}/{me.rank}", "")
+    keys = [f"{name}/{rank}" for rank in range(me.world_size)]
+
+    def missing() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+    def waiting() -> None:
+        say(f"rank {me.rank} waits for {_ranks(missing())} in {name}, which all ranks make together")
+
+    if not _await(store, keys, timeout, waiting) and (absent := missing()):
+        raise JoinError(
+            f"{name} was asked for by rank {me.rank}, and in {timeout:g} s not by {_ranks(absent)}",
+            details=["all ranks of the world make it together, whether they will be in it or not"],
+            fix=f"group = {name}   on every rank, outside of any condition",
+        )
+
+
+def _absent(store: Any, me: Participant, missing: list[int], timeout: float, place: str) -> JoinError:
+    present = [rank for rank in range(me.world_size) if rank not in set(missing)]
+    people = [_person.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
+    more = f"here: {len(present) - SHOWN} more" if len(present) > SHOWN else ""
+    return JoinError(
+        f"{len(missing)} of {me.world_size} ranks did not come in {timeout:g} s: {_ranks(missing)}",
+        details=[*(f"here: {person}" for person in people), *([more] if more else []), f"they meet at {place}"],
+        fix="see why the missing ones did not start or stopped before phalanx.init; "
+        "they need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+    )
+
+
+def _missing(store: Any, world_size: int) -> list[int]:
+    return [rank for rank in range(world_size) if not store.check([_key(rank)])]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1, 4-7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(words)}"
+
+
+def _key(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _values(store: Any, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
+
+
+def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
+    """Until all are set. By looking, for a `wait` that times out writes warnings, and holds up signals."""
+    start, told = time.monotonic(), False
+    while not store.check(keys):
+        passed = time.monotonic() - start
+        if passed > timeout:
+            return False
+        if not told and passed > NOTICE:
+            told = True
+            waiting()
+        # Often at first, for whoever is about to come; later, as long as it has taken already counts for more.
+        time.sleep(min(max(passed / 8, 0.0005), 0.05))
+    return True
+
+
+def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
+    """By what `phalanx run` says, else by the launcher's nodes, else by machine."""
+    if spelled:
+        return Topology(decode(spelled), rank)
+    by_node = all(person.node is not None for person in people)
+    nodes: dict[object, list[int]] = {}
+    for person in people:
+        nodes.setdefault(person.node if by_node else person.machine, []).append(person.rank)
+    order = sorted(nodes, key=lambda node: node) if by_node else list(nodes)  # type: ignore[arg-type, return-value]
+    return Topology(tuple(tuple(nodes[node]) for node in order), rank)
+
+
+def local_rank(people: Sequence[Participant], where: Topology) -> int:
+    """The launcher's where it tells the ranks of this node apart, which --virtual-local-rank does not."""
+    said = [people[rank].local_rank for rank in where.local_ranks]
+    mine = people[where.rank].local_rank
+    return (
+        mine if mine is not None and sorted(map(str, said)) == sorted(map(str, range(len(said)))) else where.local_rank
+    )

@@ -1,0 +1,1 @@
+"""Ranks from Python: phalanx.spawn."""

@@ -1,0 +1,45 @@
+"""A port that something else has, one whose owner is just ending, and one that rank 0 opens late."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import psutil
+import pytest
+
+from phalanx.errors import JoinError
+from phalanx.worker.rendezvous import tcp_store
+from phalanx.worker.rendezvous.identity import Identity
+from phalanx.worker.rendezvous.methods import MeetingPoint
+
+tcp_store.ANSWER = 2.0
+caller = Identity("hand-set variables", rank=1, world_size=2, keeper=False)
+with socket.create_server(("127.0.0.1", 0)) as stranger:
+    port = stranger.getsockname()[1]
+    with pytest.raises(JoinError, match=f"what listens on 127.0.0.1 port {port} is not the store of this job"):
+        tcp_store.open_store(MeetingPoint("tcp", "127.0.0.1", port), caller, 60)
+    print("a stranger is named")
+
+tcp_store.ANSWER = tcp_store.PATIENCE = 20.0
+found: list[Any] = []
+with socket.create_server(("127.0.0.1", 0)) as ending:
+    place = MeetingPoint("tcp", "127.0.0.1", ending.getsockname()[1])
+    calling = threading.Thread(target=lambda: found.append(tcp_store.open_store(place, caller, 30)))
+    calling.start()
+    for _ in range(2):  # it looks whether somebody is there, and calls
+        ending.accept()[0].close()
+kept = tcp_store.open_store(place, Identity("hand-set variables", rank=0, world_size=2), 30)
+calling.join(30)
+kept.set("key", "value")
+assert found[0].get("key") == b"value"
+print("rank 0 came later")
+
+listening = [
+    entry.laddr.ip
+    for entry in psutil.Process().net_connections("tcp")
+    if entry.status == psutil.CONN_LISTEN and entry.laddr.port == place.port
+]
+assert listening == ["127.0.0.1"], listening
+print("on the loopback alone")

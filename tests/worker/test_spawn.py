@@ -1,0 +1,455 @@
+"""phalanx.spawn: results, first causes, and that nothing stays behind. The kit's fixture searches after each test.
+
+torch is imported here once, and not by the keeper of every test; scripts that are about something else have none.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import LaunchError, RankError, UsageError
+from phalanx.worker.spawn import spawn as module
+from phalanx.worker.spawn import waiting
+from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
+
+# Most are about processes, and need no group.
+spawn = partial(module.spawn, join=False)
+NO_TORCH = "import sys; sys.modules['torch'] = None\n"
+
+SLEEPERS = """
+import os, signal, subprocess, sys, time
+sys.modules["torch"] = None
+from phalanx.worker.spawn.spawn import spawn
+
+def wait():
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if {stubborn!r}:
+        signal.signal(signal.SIGTERM, lambda *_: open({stubborn!r}, "w").close())
+    print("ready", os.getpid(), child.pid)
+    while True:
+        time.sleep(1000)
+
+if __name__ == "__main__":
+    spawn(wait, 2, fresh={fresh}, join=False)
+"""
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    def place() -> tuple[str, ...]:
+        time.sleep(0.05 * (2 - rank()))  # the last is the first to end
+        return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+    assert spawn(place, 3) == [("0", "3", "0", "3"), ("1", "3", "1", "3"), ("2", "3", "2", "3")]
+    assert "RANK" not in os.environ
+
+
+def test_a_lambda_and_what_it_closes_over() -> None:
+    offset = {"by": 5}
+    assert spawn(lambda a, *, b: a + b + offset["by"] + rank(), 2, args=(1,), kwargs={"b": 10}) == [16, 17]
+
+
+def test_what_the_user_has_set_is_set_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not what says of this process that it is a rank of something else."""
+    for name in ("PHALANX_CHECKPOINTS", "PHALANX_RUN", "PHALANX_TOPOLOGY", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.setenv(name, "x")
+    found = spawn(lambda: {name for name, value in os.environ.items() if value == "x"}, 1)
+    assert found == [{"PHALANX_CHECKPOINTS"}]
+
+
+def test_the_group_forms_inside() -> None:
+    def total() -> float:
+        dist.init_process_group("gloo")
+        tensor = torch.tensor([rank() + 1.0])
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return float(tensor)
+
+    assert spawn(total, 3) == [6.0] * 3
+
+
+def test_the_group_is_made_for_those_who_ask() -> None:
+    def gathered() -> list[int]:
+        found: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(found, rank() * 10)
+        return found
+
+    assert spawn(gathered, 2, backend="gloo") == [[0, 10]] * 2
+    assert module.spawn(gathered, 2) == [[0, 10]] * 2  # joined without a word
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_ranks_are_joined_unless_told_otherwise(fresh: bool) -> None:
+    assert module.spawn(adopted, 2, fresh=fresh) == [(0, 2, 1.0), (1, 2, 1.0)]
+    assert module.spawn(dist.is_initialized, 1, fresh=fresh, join=False) == [False]
+
+
+def adopted() -> tuple[int, int, float]:
+    """`phalanx.init` takes the group that is there."""
+    import phalanx
+
+    run = phalanx.init()
+    return run.rank, run.world_size, run.sum(run.rank)
+
+
+def test_after_torch_has_used_threads() -> None:
+    """A fork from the thread that has used torch's pool would hang in the first parallel loop."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(4_000_000).exp().sum()
+
+        def work() -> int:
+            torch.set_num_threads(2)
+            torch.ones(4_000_000).exp().sum()
+            return torch.get_num_threads()
+
+        assert spawn(work, 2, timeout=60, fresh=False) == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_tensor_larger_than_a_pipe() -> None:
+    found = spawn(lambda: torch.full((1_000_000,), float(rank())), 2)
+    assert [float(tensor.sum()) for tensor in found] == [0.0, 1_000_000.0]
+
+
+def test_ranks_draw_different_numbers() -> None:
+    torch.manual_seed(0)
+    one, other = spawn(lambda: float(torch.rand(1)), 2)
+    assert one != other
+
+
+def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
+    def fail() -> None:
+        if rank() == 2:
+            raise ValueError("a broken sample")
+        time.sleep(1000)
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 2 of 4: ValueError: a broken sample") as caught:
+        spawn(fail, 4)
+    assert time.monotonic() - begin < 30
+    assert caught.value.rank == 2
+    assert 'raise ValueError("a broken sample")' in caught.value.traceback
+    assert "keeper.py" not in caught.value.traceback
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_who_lost_a_peer_is_not_the_first_cause() -> None:
+    def lose() -> None:
+        dist.all_reduce(torch.ones(1))
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankError, match="rank 1 of 3: killed by SIGKILL"):
+        spawn(lose, 3, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"), [(lambda: sys.exit(3), "SystemExit: 3"), (lambda: os._exit(4), "ended with exit code 4")]
+)
+def test_an_early_exit(leave: object, words: str) -> None:
+    with pytest.raises(RankError, match=f"rank [01] of 2: {words}"):
+        spawn(leave, 2)  # type: ignore[arg-type]
+
+
+def test_who_goes_without_a_word_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_LINGER", 0.2)
+    with pytest.raises(RankError, match="rank 1 of 2: ended with exit code 0 and no result"):
+        spawn(lambda: os._exit(0) if rank() else time.sleep(1000), 2)
+
+
+def test_what_main_has_told_in_words_is_the_cause() -> None:
+    import phalanx
+
+    def train(run: phalanx.Run) -> None:
+        raise UsageError("a learning rate of zero", fix="lr=0.1")
+
+    with pytest.raises(RankError, match="rank 0 of 1: UsageError: a learning rate of zero"):
+        spawn(phalanx.main, 1, args=(train,))
+
+
+def test_a_polite_exit_is_no_failure() -> None:
+    assert spawn(lambda: sys.exit(0), 2) == [None, None]
+
+
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(RankError, match=r"its result, a builtins\.generator, cannot be sent back") as caught:
+        spawn(lambda: (number for number in range(3)), 2)
+    assert "return what pickle can take" in str(caught.value)
+
+
+def test_output_comes_with_the_rank_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def talk() -> None:
+        print(f"one\ntwo of {rank()}", flush=True)
+        print("no newline", end="")
+        os.system("echo from below")
+        print("aside", file=sys.stderr)
+
+    spawn(talk, 2)
+    shown = capsys.readouterr()
+    for number in (0, 1):
+        said = [line for line in shown.out.splitlines() if line.startswith(f"[{number}] ")]
+        assert said[:2] == [f"[{number}] one", f"[{number}] two of {number}"]
+        assert "from below" in "".join(said)
+        assert "no newline" in "".join(said)
+    assert sorted(shown.err.splitlines()) == ["[0] aside", "[1] aside"]
+
+
+def test_more_output_than_a_pipe_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    spawn(lambda: [print("x" * 99) for _ in range(5000)] and None, 2)
+    assert capsys.readouterr().out.count("x" * 99 + "\n") == 10_000
+
+
+def test_a_timeout_names_who_was_late() -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 had not ended after 3 s"):
+        spawn(lambda: time.sleep(1000 * rank()), 2, timeout=3)
+
+
+def test_a_rank_may_spawn() -> None:
+    assert spawn(lambda: spawn(lambda: os.environ["WORLD_SIZE"], 3), 2) == [["3"] * 3] * 2
+
+
+def test_what_a_rank_has_started_ends_with_it() -> None:
+    pids = spawn(lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, 2)
+    assert not any(map(alive, pids))
+
+
+def test_shared_memory_of_a_killed_rank_is_removed() -> None:
+    def die() -> None:
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        held = torch.ones(1000).share_memory_()
+        assert any(name.startswith(f"torch_{os.getpid()}_") for name in os.listdir("/dev/shm"))
+        if held.is_shared():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        spawn(die, 1)
+    # and the fixture finds no file
+
+
+def test_exit_functions_are_the_ranks_own(tmp_path: Path) -> None:
+    def note() -> None:
+        import atexit
+
+        atexit.register((tmp_path / f"{rank()}").touch)
+
+    spawn(note, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_init_inside() -> None:
+    def total() -> tuple[int, int, float]:
+        import phalanx
+
+        run = phalanx.init()
+        return run.rank, run.world_size, run.sum(run.rank + 1)
+
+    assert spawn(total, 3, timeout=60) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+def test_beside_a_running_event_loop() -> None:
+    """As in a notebook, whose cells run inside one: ranks have nothing of it."""
+    import asyncio
+
+    async def inner() -> int:
+        await asyncio.sleep(0)
+        return rank()
+
+    async def cell() -> list[int]:
+        return spawn(lambda: asyncio.run(inner()), 2)
+
+    assert asyncio.run(cell()) == [0, 1]
+
+
+def test_workers_of_a_data_loader() -> None:
+    def total() -> float:
+        data = torch.utils.data.TensorDataset(torch.arange(8.0))
+        return sum(float(batch.sum()) for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1))
+
+    assert spawn(total, 2, timeout=60) == [28.0, 28.0]
+
+
+def test_a_process_in_a_group_is_not_forked() -> None:
+    def reason() -> str:
+        before = module.must_not_fork()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with pytest.raises(UsageError, match="cannot be forked: it is in a process group itself"):
+            spawn(rank, 1, fresh=False)
+        return before + module.must_not_fork()
+
+    assert spawn(reason, 1) == ["it is in a process group itself"]
+
+
+def test_more_ranks_than_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 60, hard))
+    try:
+        with pytest.raises(LaunchError, match="100 ranks need more open files") as caught:
+            spawn(rank, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "fix: ulimit -n 6" in str(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize(("fn", "ranks"), [("train", 2), (rank, 0), (rank, "2")])
+def test_what_cannot_be_spawned(fn: object, ranks: object) -> None:
+    with pytest.raises(UsageError):
+        spawn(fn, ranks)  # type: ignore[arg-type]
+
+
+# -- fresh ranks
+
+
+def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        f"{NO_TORCH}import os, sys\n"
+        "from phalanx.worker.spawn.spawn import spawn\n"
+        "class Answer:\n"
+        "    def __init__(self, rank): self.rank = rank\n"
+        "def fn(x): return Answer(x * int(os.environ['RANK'])), 'mark' in os.environ, os.getppid()\n"
+        "if __name__ == '__main__':\n"
+        "    found = spawn(fn, 2, args=(3,), fresh=True, join=False)\n"
+        "    print([answer.rank for answer, _, _ in found], found[0][2] != os.getpid())\n"
+    )
+    result = python(str(path))
+    assert (result.code, result.out) == (0, "[0, 3] True\n"), result.err
+
+
+def forked() -> bool:
+    return _forked
+
+
+_forked = False
+
+
+def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it can be seen without a GPU; with one: gpu_check.py."""
+    monkeypatch.setattr(sys.modules[__name__], "_forked", True)
+    assert spawn(forked, 1) == [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert module.must_not_fork() == "CUDA is already up in it"
+    assert spawn(forked, 2) == [False, False]
+    monkeypatch.undo()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert module.must_not_fork().startswith("it is a daemon of multiprocessing")
+    local = 5
+    with pytest.raises(UsageError, match="cannot be sent to fresh ranks") as caught:
+        spawn(lambda: local, 2)
+    assert "they cannot be forks of this process: it is a daemon of multiprocessing" in str(caught.value)
+
+
+def test_fresh_ranks_cannot_import_what_was_typed() -> None:
+    text = f"{NO_TORCH}from phalanx.worker.spawn.spawn import spawn\ndef fn(): return 7\n"
+    forked = python("-", input=f"{text}print(spawn(fn, 2, join=False))")
+    assert forked.out == "[7, 7]\n", forked.err
+    fresh = python(
+        "-", input=f"import sys; sys.modules['cloudpickle'] = None\n{text}spawn(fn, 2, fresh=True, join=False)"
+    )
+    assert fresh.code == 1
+    assert "which is no file here" in fresh.err
+    assert "pip install cloudpickle" in fresh.err
+
+
+def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("from phalanx.worker.spawn.spawn import spawn\ndef fn(): pass\nspawn(fn, 2, fresh=True)\n")
+    result = python(str(path))
+    assert result.code == 1
+    assert 'put the call under `if __name__ == "__main__":`' in result.err
+
+
+def test_an_error_in_a_fresh_rank(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        f"{NO_TORCH}from phalanx.worker.spawn.spawn import spawn\n"
+        "def fn(): raise KeyError('nothing there')\n"
+        "if __name__ == '__main__': spawn(fn, 1, fresh=True, join=False)\n"
+    )
+    result = python(str(path))
+    assert result.code == 1
+    assert re.search(r"rank 0 of 1: KeyError: 'nothing there'", result.err)
+
+
+# -- the end of the caller
+
+
+def ready(job: Handle) -> list[int]:
+    found = job.wait_for(re.compile(r"ready (\d+) (\d+)"), 2)
+    return [int(number) for match in found for number in match.groups()]
+
+
+@pytest.fixture(params=[False, True], ids=["forked", "fresh"])
+def sleepers(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    path = tmp_path / "sleepers.py"
+    path.write_text(SLEEPERS.format(fresh=request.param, stubborn=None))
+    return str(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_caller_that_is_killed_leaves_nothing(sleepers: str, number: signal.Signals) -> None:
+    job = start(words=(*PYTHON, sleepers))
+    pids = ready(job)
+    assert len(pids) == 4
+    job.signal(number)
+    assert job.wait() == -number
+    until(lambda: not any(map(alive, pids)), 10, "the end of ranks and what they had started")
+
+
+def test_a_keeper_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        f"{NO_TORCH}import os, time\nfrom phalanx.worker.spawn.spawn import spawn\n"
+        "def fn():\n    print('ready', os.getpid(), os.getppid())\n    time.sleep(1000)\n"
+        "spawn(fn, 2, join=False)\n"
+    )
+    job = start(words=(*PYTHON, str(path)))
+    one, keeper, other, _ = ready(job)
+    os.kill(keeper, signal.SIGKILL)
+    assert job.wait() == 1
+    assert "its keeper was killed" in job.err
+    until(lambda: not any(map(alive, (one, other))), 10, "the end of the ranks")
+
+
+def test_ctrl_c(sleepers: str) -> None:
+    job = terminal(words=(*PYTHON, sleepers))
+    pids = ready(job)
+    job.send(b"\x03")
+    assert job.wait(20) == -signal.SIGINT
+    assert "KeyboardInterrupt" in job.out
+    assert not any(map(alive, pids))
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """Whoever does not end when asked is not waited for."""
+    path = tmp_path / "script.py"
+    heard = tmp_path / "heard"
+    path.write_text(SLEEPERS.format(fresh=False, stubborn=str(heard)))
+    job = terminal(words=(*PYTHON, str(path)))
+    pids = ready(job)
+    job.send(b"\x03")
+    until(heard.exists, 20, "the first one to be heard")
+    job.send(b"\x03")
+    assert job.wait(20) == -signal.SIGINT
+    until(lambda: not any(map(alive, pids)), 10, "the end of ranks and what they had started")
