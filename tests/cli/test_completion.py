@@ -52,7 +52,7 @@ def complete(words: list[str], folder: Path) -> list[str]:
         (["phalanx", "run", "-g", ""], set()),
         (["phalanx", "run", "-g", "4", "-"], DASHED),
         (["phalanx", "run", "--json"], set()),
-        (["phalanx", "explain", "--js"], {"--json"}),
+        (["phalanx", "plan", "--js"], {"--json"}),
         (["phalanx", "chaos", "--kill"], {"--kill-every"}),
         (["phalanx", "chaos", "--kill-every", "5s", "t"], {"train.py"}),
         (["phalanx", "run", "--snap"], {"--snapshot-every"}),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.gathering import Surroundings, look_around
 from phalanx.cli.options import parse_run
 from phalanx.cli.outlook import Outlook, outlook
 from phalanx.cli.planning import make_plan
+from phalanx.cli.surroundings import Surroundings, look_around
 from phalanx.errors import UsageError
 
 STEP = {

@@ -13,7 +13,7 @@ import torch.distributed.run
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli.options import HelpRequested, RunOptions, parse_explain, parse_run
+from phalanx.cli.options import HelpRequested, RunOptions, parse_plan, parse_run
 from phalanx.cli.options.table import OPTIONS, SECTIONS
 from phalanx.cli.options.text import markdown
 from phalanx.errors import OptionError
@@ -349,8 +349,8 @@ def test_the_environment_names_the_python() -> None:
 
 
 def test_json_is_for_explain() -> None:
-    assert parse_explain(["--json", "-g", "2", "t.py", "--json"], {})[1]
-    options, as_json = parse_explain(["t.py", "--json"], {})
+    assert parse_plan(["--json", "-g", "2", "t.py", "--json"], {})[1]
+    options, as_json = parse_plan(["t.py", "--json"], {})
     assert not as_json
     assert options.args == ("--json",)
 
@@ -481,7 +481,7 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("--print-completion fish", '--print-completion is "fish"', "--print-completion bash"),
         ("--standalone=yes t.py", "--standalone takes no value", "--standalone …"),
         ("--pass-local-rank=plus t.py", "--pass-local-rank has a value", "=underscore"),
-        ("--json t.py", "not an option of phalanx run, but of phalanx explain", "phalanx explain --json"),
+        ("--json t.py", "not an option of phalanx run, but of phalanx plan", "phalanx plan --json"),
         ("--nproc-per-nodes 2 t.py", "did you mean --nproc-per-node?", "--nproc-per-node"),
         ("--nporc_per_node=2", "did you mean --nproc_per_node?", "--nproc_per_node"),
         ("--num_processes 2 t.py", "did you mean -g?", "-g"),
@@ -548,8 +548,8 @@ def test_help(line: str) -> None:
 
 def test_help_of_explain() -> None:
     with pytest.raises(HelpRequested) as caught:
-        parse_explain(["--help"], {})
-    assert caught.value.text.startswith("usage: phalanx explain ")
+        parse_plan(["--help"], {})
+    assert caught.value.text.startswith("usage: phalanx plan ")
     assert "--json" in caught.value.text
 
 

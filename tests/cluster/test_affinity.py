@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cluster.affinity import MODES, Topology, bind, parse, read, spell
+from phalanx.cluster.affinity import MODES, CpuTopology, bind, parse, read, spell
 from phalanx.cluster.cluster import Device, Slot
 from phalanx.errors import DeviceError
 
@@ -220,7 +220,7 @@ def test_workers_without_a_gpu_are_spread(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 12))
 def test_exclusive_cpu_workers_fit_whenever_there_is_a_core_each(nodes: list[int], workers: int) -> None:
     starts = [sum(nodes[:n]) for n in range(len(nodes) + 1)]
-    topology = Topology(
+    topology = CpuTopology(
         nodes={n: frozenset(range(starts[n], starts[n + 1])) for n in range(len(nodes))},
         allowed=frozenset(range(starts[-1])),
     )
@@ -235,7 +235,7 @@ def test_exclusive_cpu_workers_fit_whenever_there_is_a_core_each(nodes: list[int
 
 
 def test_too_few_cores_for_a_share_each() -> None:
-    topology = Topology(nodes={0: frozenset({0, 1, 2})}, allowed=frozenset({0, 2}))
+    topology = CpuTopology(nodes={0: frozenset({0, 1, 2})}, allowed=frozenset({0, 2}))
     with pytest.raises(DeviceError) as caught:
         bind([Slot()] * 3, "exclusive", topology)
     assert str(caught.value) == (
@@ -260,7 +260,7 @@ def test_a_gpu_of_unknown_place(tmp_path: Path) -> None:
 
 def test_an_unknown_mode() -> None:
     with pytest.raises(DeviceError, match="--numa-binding core is not known"):
-        bind([Slot()], "core", Topology(nodes={0: frozenset({0})}, allowed=frozenset({0})))
+        bind([Slot()], "core", CpuTopology(nodes={0: frozenset({0})}, allowed=frozenset({0})))
 
 
 def test_a_kernel_that_tells_nothing_is_one_node(tmp_path: Path) -> None:

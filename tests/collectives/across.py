@@ -20,9 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import neighbours, nodes, sums
+from phalanx.collectives import hierarchical_engine, neighbours, sums
 from phalanx.collectives.engine import ANYONE, Call, Engine, Kind, Op, Reduction
-from phalanx.collectives.plain import Plain, reduced
+from phalanx.collectives.gloo_engine import GlooEngine, reduced
 from tests.collectives.ranks import fork
 
 LIMIT = 60.0
@@ -38,17 +38,19 @@ HOWS = [
 ]
 
 
-def group(places: str, rank: int, path: str) -> nodes.Nodes:
+def group(places: str, rank: int, path: str) -> hierarchical_engine.HierarchicalEngine:
     store = dist.FileStore(path, len(places))
     known = neighbours.sort([*places], rank)
     try:
-        from phalanx.collectives.shared import join
+        from phalanx.collectives.shm_engine import join
     except ImportError:
         inside = dist.PrefixStore(places[rank], store)
-        inner: Engine = Plain(inside, known.here.index(rank), len(known.here), timedelta(seconds=LIMIT), known.here)
+        inner: Engine = GlooEngine(
+            inside, known.here.index(rank), len(known.here), timedelta(seconds=LIMIT), known.here
+        )
     else:
         inner = join(store, rank, known.here, known.here, LIMIT)
-    return nodes.Nodes(store, known, inner, LIMIT)
+    return hierarchical_engine.HierarchicalEngine(store, known, inner, LIMIT)
 
 
 def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,7 +77,7 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise AssertionError(f"{what}: {got} instead of {want}")
 
 
-def reductions(engine: nodes.Nodes, places: str, count: int) -> None:
+def reductions(engine: hierarchical_engine.HierarchicalEngine, places: str, count: int) -> None:
     rank, size = engine.rank, engine.size
     for number, (dtype, how) in enumerate(HOWS):
         parts = [values(of, count, dtype) for of in range(size)]
@@ -95,7 +97,7 @@ def reductions(engine: nodes.Nodes, places: str, count: int) -> None:
         same("what went in", whole[rank], values(rank, count, dtype)[: each * size])
 
 
-def moves(engine: nodes.Nodes, count: int) -> None:
+def moves(engine: hierarchical_engine.HierarchicalEngine, count: int) -> None:
     rank, size = engine.rank, engine.size
     alls = [values(of, count, torch.float64) for of in range(size)]
     for root in range(size):
@@ -124,7 +126,7 @@ def moves(engine: nodes.Nodes, count: int) -> None:
         same("all_to_all", out, torch.full((rows[of][rank],), of * size + rank))
 
 
-def others(engine: nodes.Nodes) -> None:
+def others(engine: hierarchical_engine.HierarchicalEngine) -> None:
     rank, size = engine.rank, engine.size
     parts = [torch.full((300,), float(rank + k)) for k in range(4)]
     started = [engine.start(Call(Kind.ALL_REDUCE, outs=[part], timeout=LIMIT)) for part in parts]
@@ -147,7 +149,7 @@ def others(engine: nodes.Nodes) -> None:
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        nodes.PIECE, sums.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        hierarchical_engine.PIECE, sums.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
@@ -163,37 +165,37 @@ def results(places: str) -> None:
 # -- what goes wrong: four ranks, two on each machine
 
 
-def _all_reduce(engine: nodes.Nodes, timeout: float = LIMIT) -> None:
+def _all_reduce(engine: hierarchical_engine.HierarchicalEngine, timeout: float = LIMIT) -> None:
     engine.run(Call(Kind.ALL_REDUCE, outs=[torch.ones(100_000)], timeout=timeout))
 
 
-def _leader_dies(engine: nodes.Nodes) -> None:
+def _leader_dies(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _other_dies(engine: nodes.Nodes) -> None:
+def _other_dies(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _late(engine: nodes.Nodes) -> None:
+def _late(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(2)
     else:
         _all_reduce(engine, 1.0)
 
 
-def _different(engine: nodes.Nodes) -> None:
+def _different(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank < 2:
         _all_reduce(engine)
     else:
         engine.run(Call(Kind.BROADCAST, outs=[torch.ones(8)], root=3, timeout=LIMIT))
 
 
-def _abort(engine: nodes.Nodes) -> None:
+def _abort(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(1)
         return
@@ -205,14 +207,14 @@ def _abort(engine: nodes.Nodes) -> None:
         _all_reduce(engine)
 
 
-def _no_message(engine: nodes.Nodes) -> None:
+def _no_message(engine: hierarchical_engine.HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if engine.rank == 0:
         engine.recv(torch.empty(1), 3, 0, LIMIT).wait()
 
 
-TROUBLE: dict[str, Callable[[nodes.Nodes], None]] = {
+TROUBLE: dict[str, Callable[[hierarchical_engine.HierarchicalEngine], None]] = {
     "the leader of the other machine dies": _leader_dies,
     "a rank of the other machine dies": _other_dies,
     "late": _late,
@@ -225,7 +227,13 @@ TROUBLE: dict[str, Callable[[nodes.Nodes], None]] = {
 def trouble() -> None:
     for name, act in TROUBLE.items():
 
-        def work(rank: int, _: int, path: str, name: str = name, act: Callable[[nodes.Nodes], None] = act) -> None:
+        def work(
+            rank: int,
+            _: int,
+            path: str,
+            name: str = name,
+            act: Callable[[hierarchical_engine.HierarchicalEngine], None] = act,
+        ) -> None:
             engine = group("aabb", rank, path)
             _all_reduce(engine)
             begun = time.monotonic()

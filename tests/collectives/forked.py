@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from phalanx.collectives import _native, segment
-from phalanx.collectives.shared import Shared
+from phalanx.collectives.shm_engine import ShmEngine
 
 LIMIT = 60.0  # seconds; for a machine that is full
 
 
 def ranks(
     size: int,
-    body: Callable[[Shared, int], Any],
+    body: Callable[[ShmEngine, int], Any],
     *,
     slot: int = segment.SLOT,
     direct: bool = True,
@@ -61,7 +61,7 @@ def _be(fd: int, rank: int, size: int, body: Any, shared: mmap.mmap, pipe: int, 
     try:
         while 0 in (pids := struct.unpack_from(f"{size}i", shared)):
             time.sleep(0.001)
-        answer = body(Shared(fd, rank, pids, names, LIMIT, **how), rank)
+        answer = body(ShmEngine(fd, rank, pids, names, LIMIT, **how), rank)
     except BaseException:  # whatever it is, the test is to see it
         answer = _Failed(f"rank {rank}: {traceback.format_exc()}")
     with os.fdopen(pipe, "wb") as out:

@@ -25,8 +25,8 @@ import torch
 
 from phalanx.collectives import _native
 from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
-from phalanx.collectives.shared import Parcel, Shared
-from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost
+from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.collectives.shm_engine import ShmEngine, ShmMessage
 
 SLOT = 4096
 PATIENCE = 60.0
@@ -38,11 +38,11 @@ SOON = 5.0  # seconds: what takes 0.1 s on a machine that is not busy
 class Place:
     """A rank of a scene."""
 
-    engine: Shared
+    engine: ShmEngine
     rank: int
     signals: list[tuple[int, int]]  # a pipe for each rank, beside the group
 
-    def send(self, data: bytes, to: int, tag: int = 0, timeout: float = PATIENCE) -> Parcel:
+    def send(self, data: bytes, to: int, tag: int = 0, timeout: float = PATIENCE) -> ShmMessage:
         return self.engine.send(_tensor(data), to, tag, timeout)
 
     def recv(self, size: int, source: int, tag: int = 0, timeout: float = PATIENCE) -> Arriving:
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Arriving:
-    parcel: Parcel
+    parcel: ShmMessage
     memory: torch.Tensor
 
     def wait(self) -> bytes:
@@ -124,7 +124,7 @@ def _plan(place: Place, seed: int) -> None:
             by_box.setdefault((letter[0] if letter[2] < 10 else ANYONE, letter[2]), []).append(letter)
     boxes = [box for box, waiting in by_box.items() for _ in waiting]
     own.shuffle(boxes)
-    sent: list[Parcel] = []
+    sent: list[ShmMessage] = []
     came: list[tuple[tuple[int, int], Arriving]] = []
     taken = dict.fromkeys(by_box, 0)
     while outgoing or boxes:
@@ -264,12 +264,12 @@ def sizes_differ(place: Place) -> None:
     for size in (8, LARGE):
         if place.rank == 0:
             text = f"recv of {2 * size} bytes from rank 1: it sent {size} bytes (tag 5)"
-            raises(Mismatched, text, lambda size=size: place.get(2 * size, 1, 5))  # type: ignore[misc]
+            raises(CollectiveMismatch, text, lambda size=size: place.get(2 * size, 1, 5))  # type: ignore[misc]
         elif size == 8:
             assert place.send(bytes(size), 0, 5).wait()  # was over before anybody looked
         else:
             text = f"send of {size} bytes to rank 0: it receives {2 * size} bytes (tag 5)"
-            raises(Mismatched, text, lambda size=size: place.send(bytes(size), 0, 5).wait())  # type: ignore[misc]
+            raises(CollectiveMismatch, text, lambda size=size: place.send(bytes(size), 0, 5).wait())  # type: ignore[misc]
     place.engine.barrier(PATIENCE)  # the group goes on
 
 
@@ -349,9 +349,9 @@ def aborted(place: Place) -> None:
     anyone = place.recv(1, ANYONE, 2)
     place.send(b"!", 2)
     begun = time.monotonic()
-    raises(Aborted, "the process group was aborted", waiting.wait)
-    raises(Aborted, "the process group was aborted", anyone.wait)
-    raises(Aborted, "the process group was aborted", lambda: place.get(1, 2))
+    raises(GroupAborted, "the process group was aborted", waiting.wait)
+    raises(GroupAborted, "the process group was aborted", anyone.wait)
+    raises(GroupAborted, "the process group was aborted", lambda: place.get(1, 2))
     assert time.monotonic() - begun < SOON
 
 
@@ -371,18 +371,28 @@ def left(place: Place) -> None:
 @scene(2)
 def too_late(place: Place) -> None:
     if place.rank == 0:
-        raises(Late, "recv timed out: it waited 0.1 s for rank 1 (tag 3)", lambda: place.get(8, 1, 3, timeout=0.1))
-        raises(Late, "recv timed out: it waited 0.1 s for any rank (tag 3)", lambda: place.get(8, ANYONE, 3, 0.1))
+        raises(
+            CollectiveTimeout,
+            "recv timed out: it waited 0.1 s for rank 1 (tag 3)",
+            lambda: place.get(8, 1, 3, timeout=0.1),
+        )
+        raises(
+            CollectiveTimeout,
+            "recv timed out: it waited 0.1 s for any rank (tag 3)",
+            lambda: place.get(8, ANYONE, 3, 0.1),
+        )
         arriving = place.recv(8, 1, 4)
         assert not arriving.parcel.wait(0.05)  # asks for less than it has
         assert not arriving.parcel.done()
         text = "send timed out: it waited 0.1 s for rank 1 (tag 3)"
-        raises(Late, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
+        raises(CollectiveTimeout, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
         place.tell(1)
         assert arriving.wait() == b"in time!"
     else:
         place.told()
-        raises(Late, "recv timed out", lambda: place.get(LARGE, 0, 3))  # it was taken back: nothing to be read
+        raises(
+            CollectiveTimeout, "recv timed out", lambda: place.get(LARGE, 0, 3)
+        )  # it was taken back: nothing to be read
         place.send(b"in time!", 0, 4)
     place.engine.barrier(PATIENCE)
 
@@ -446,7 +456,7 @@ def _act(
     try:
         signal.alarm(100)
         pids = json.loads(os.read(door, 4096))
-        engine = Shared(fd, rank, pids, range(len(pids)), PATIENCE, slot=SLOT, direct=direct)
+        engine = ShmEngine(fd, rank, pids, range(len(pids)), PATIENCE, slot=SLOT, direct=direct)
         function(Place(engine, rank, signals))
         engine.close()
     except BaseException:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import journal, registration
+from phalanx.collectives import flight_recorder, registration
 from phalanx.forkserver.debug import group_timeouts
-from phalanx.forkserver.probe import flight_recorder
+from phalanx.forkserver.probe import flight_recorder as probe_recorder
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("_phalanx_forkserver.probe.probe")
     module.current = object()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(journal, "_journals", weakref.WeakValueDictionary())
+    monkeypatch.setattr(flight_recorder, "_journals", weakref.WeakValueDictionary())
 
 
 class Under:
@@ -39,36 +39,36 @@ class Under:
         return self.finished
 
 
-def reduces(own: journal.Journal, tensor: torch.Tensor) -> Any:
+def reduces(own: flight_recorder.FlightRecorder, tensor: torch.Tensor) -> Any:
     """A group, which torch has called, which a script has."""
     return own.enter("all_reduce", [tensor], [tensor], reduction="SUM")
 
 
-def all_reduce(own: journal.Journal, tensor: torch.Tensor) -> Any:
+def all_reduce(own: flight_recorder.FlightRecorder, tensor: torch.Tensor) -> Any:
     return reduces(own, tensor)
 
 
-def progress(own: journal.Journal) -> tuple[int, int]:
-    status = journal.status()[str(own.number)]
+def progress(own: flight_recorder.FlightRecorder) -> tuple[int, int]:
+    status = flight_recorder.status()[str(own.number)]
     return status["last_enqueued_collective"], status["last_completed_collective"]
 
 
 def test_collectives_are_numbered_and_messages_are_not(watched: None) -> None:
-    own = journal.Journal(lambda: "0", (0, 1))
+    own = flight_recorder.FlightRecorder(lambda: "0", (0, 1))
     all_reduce(own, torch.ones(3)).done = True
     own.enter("send", [torch.ones(2, dtype=torch.int64)], [], peer=1, tag=5)
     all_reduce(own, torch.ones(2, 2))
     assert progress(own) == (2, 1)
-    first, message, last = journal.entries()
+    first, message, last = flight_recorder.entries()
     assert [(each["collective_seq_id"], each["retired"]) for each in (first, last)] == [(1, True), (2, False)]
     assert (message["is_p2p"], message["peer"], message["tag"], message["input_dtypes"]) == (True, 1, 5, ["int64"])
     assert (last["input_sizes"], last["output_sizes"], last["reduction"]) == ([[2, 2]], [[2, 2]], "SUM")
     own.close()
-    assert journal.status() == {}
+    assert flight_recorder.status() == {}
 
 
 def test_a_call_is_over_when_what_goes_on_is(watched: None) -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     under = Under()
     all_reduce(own, torch.ones(3)).pending = under
     assert progress(own) == (1, 0)
@@ -77,7 +77,7 @@ def test_a_call_is_over_when_what_goes_on_is(watched: None) -> None:
 
 
 def test_no_tensor_is_kept_for_longer_than_it_is_used(watched: None) -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     kept: list[Any] = []
     for _ in range(3):
         tensor = torch.ones(3)
@@ -92,17 +92,17 @@ def test_no_tensor_is_kept_for_longer_than_it_is_used(watched: None) -> None:
 
 
 def test_a_site_is_where_the_call_was_made(watched: None) -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     all_reduce(own, torch.ones(1)).done = True
     line = sys._getframe().f_lineno - 1
-    sites = [[(each["name"], each["line"]) for each in entry["frames"]] for entry in journal.entries()]
+    sites = [[(each["name"], each["line"]) for each in entry["frames"]] for entry in flight_recorder.entries()]
     # Not of the group itself: of who has called it.
     assert sites[0][1] == (test_a_site_is_where_the_call_was_made.__name__, line)
     assert sites[0][0][0] == "all_reduce"
 
 
 def test_who_waits_in_a_call_shows_all_of_its_stack(watched: None) -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     inside, go_on = threading.Event(), threading.Event()
 
     def engine(tensor: torch.Tensor) -> None:
@@ -121,17 +121,17 @@ def test_who_waits_in_a_call_shows_all_of_its_stack(watched: None) -> None:
     thread.start()
     try:
         assert inside.wait(60)
-        (waiting,) = journal.entries()
+        (waiting,) = flight_recorder.entries()
         assert [each["name"] for each in waiting["frames"]][:12] == ["group", *["deep"] * 11]
     finally:
         go_on.set()
         thread.join()
-    (done,) = journal.entries()
+    (done,) = flight_recorder.entries()
     assert [each["name"] for each in done["frames"]] == ["group", *["deep"] * 4]
 
 
 def test_where_nobody_looks_calls_are_counted_and_no_more() -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     entry = all_reduce(own, torch.ones(3))
     entry.done = True
     entry.pending = Under()
@@ -140,7 +140,7 @@ def test_where_nobody_looks_calls_are_counted_and_no_more() -> None:
 
 
 def test_it_is_read_while_others_write(watched: None) -> None:
-    own = journal.Journal(lambda: "0")
+    own = flight_recorder.FlightRecorder(lambda: "0")
     over = False
 
     def write() -> None:
@@ -154,28 +154,28 @@ def test_it_is_read_while_others_write(watched: None) -> None:
         for _ in range(300):
             called, completed = progress(own)
             assert called >= completed - 3
-            journal.entries()
+            flight_recorder.entries()
     finally:
         over = True
         for thread in threads:
             thread.join()
-    numbers = [each["collective_seq_id"] for each in journal.entries()]
+    numbers = [each["collective_seq_id"] for each in flight_recorder.entries()]
     assert len(set(numbers)) == len(numbers)
     assert own.enqueued >= len(numbers)
 
 
 def test_the_witness_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(flight_recorder, "_RECORDERS", ("phalanx",))
-    monkeypatch.setattr(flight_recorder, "_known", {})
-    lost, own = journal.Journal(lambda: "0"), journal.Journal(lambda: "0")
+    monkeypatch.setattr(probe_recorder, "_begun", lambda: True)
+    monkeypatch.setattr(probe_recorder, "_RECORDERS", ("phalanx",))
+    monkeypatch.setattr(probe_recorder, "_known", {})
+    lost, own = flight_recorder.FlightRecorder(lambda: "0"), flight_recorder.FlightRecorder(lambda: "0")
     all_reduce(lost, torch.ones(3))
     all_reduce(own, torch.ones(3)).done = True
     all_reduce(own, torch.ones(4, dtype=torch.bfloat16))
-    assert [(each["name"], each["enqueued"], each["completed"]) for each in flight_recorder.groups()] == [("0", 2, 1)]
-    pending = flight_recorder.pending()
+    assert [(each["name"], each["enqueued"], each["completed"]) for each in probe_recorder.groups()] == [("0", 2, 1)]
+    pending = probe_recorder.pending()
     assert (pending["op"], pending["group"], pending["seq"], pending["shapes"]) == ("all_reduce", "0", 2, [[4]])
-    done, waiting = flight_recorder.everything()["calls"]
+    done, waiting = probe_recorder.everything()["calls"]
     assert (done["done"], waiting["done"], waiting["dtypes"], waiting["reduction"]) == (
         True,
         False,

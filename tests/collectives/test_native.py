@@ -22,15 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import _native, creation, segment, shared
+from phalanx.collectives import _native, creation, segment, shm_engine
 from phalanx.collectives.engine import Call, Kind, Op, Reduction
-from phalanx.collectives.shared import DTYPES, Shared
-from phalanx.collectives.trouble import Aborted, Late, Mismatched, PeerLost, Refused
+from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.collectives.shm_engine import DTYPES, ShmEngine
 from tests.collectives.forked import LIMIT, ranks
 
 pytestmark = pytest.mark.xdist_group("native")
 
-NATIVE = Path(shared.__file__).parent / "native"
+NATIVE = Path(shm_engine.__file__).parent / "native"
 PROGRAM = Path(__file__).parent / "native" / "ranks.c"
 SUM = Reduction()
 
@@ -191,7 +191,7 @@ def test_small_halves_are_kept_where_small_floats_are_not() -> None:
 # -- the engine
 
 
-def every_kind(engine: Shared, rank: int) -> None:
+def every_kind(engine: ShmEngine, rank: int) -> None:
     size = engine.size
     for count in (0, 3, 700, 70000):
         x = torch.arange(count, dtype=torch.float32)
@@ -225,7 +225,7 @@ def every_kind(engine: Shared, rank: int) -> None:
 
 @pytest.mark.parametrize(("size", "direct"), [(1, True), (2, True), (3, False)])
 def test_every_kind(size: int, direct: bool) -> None:
-    def body(engine: Shared, rank: int) -> bool:
+    def body(engine: ShmEngine, rank: int) -> bool:
         if size > 1:
             every_kind(engine, rank)
         engine.all_reduce(torch.ones(5), SUM, LIMIT)
@@ -243,7 +243,7 @@ def raised(what: Callable[[], object]) -> tuple[str, str]:
 
 
 def test_what_differs_is_told() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         call = [
             lambda: engine.all_reduce(torch.ones(4), SUM, LIMIT),
             lambda: engine.broadcast(torch.ones(8, dtype=torch.complex64), 0, LIMIT),
@@ -254,26 +254,26 @@ def test_what_differs_is_told() -> None:
     answers = ranks(3, body, names=[4, 5, 2])
     for first, later in answers:
         assert first == (
-            Mismatched.__name__,
+            CollectiveMismatch.__name__,
             "ranks called different things: ranks 4 (of this group: 0) and 2 all_reduce of 4 float32 (SUM), "
             "rank 5 (of this group: 1) broadcast of 64 bytes from rank 4 (of this group: 0)",
         )
-        assert later == (Mismatched.__name__, f"barrier: this group has ended before: {first[1]}")
+        assert later == (CollectiveMismatch.__name__, f"barrier: this group has ended before: {first[1]}")
 
 
 def test_sizes_that_differ_between_two_are_told_to_all() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         outs = [torch.zeros(5 if rank == 1 else 4), torch.zeros(5), torch.zeros(5)]
         call = Call(Kind.ALL_GATHER, [torch.ones(4 if rank == 0 else 5)], outs, timeout=LIMIT)
         return raised(lambda: engine.run(call))
 
     said = ranks(3, body)
     assert said == [said[0]] * 3
-    assert said[0][0] == Mismatched.__name__
+    assert said[0][0] == CollectiveMismatch.__name__
 
 
 def test_reductions_that_differ_are_told() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         return raised(lambda: engine.all_reduce(torch.ones(4), Reduction(average=rank == 1), LIMIT))[1]
 
     told = "rank 0 all_reduce of 4 float32 (SUM), rank 1 all_reduce of 4 float32 (AVG)"
@@ -281,7 +281,7 @@ def test_reductions_that_differ_are_told() -> None:
 
 
 def test_a_killed_rank_is_named_at_once() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         engine.barrier(LIMIT)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -299,7 +299,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
 def test_one_that_is_killed_while_it_waits_is_named_before_the_last_has_come() -> None:
     over, tell = os.pipe()
 
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         engine.barrier(LIMIT)
         if rank == 1:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -319,7 +319,7 @@ def test_one_that_is_killed_while_it_waits_is_named_before_the_last_has_come() -
 def test_who_is_late_is_named() -> None:
     over, tell = os.pipe()
 
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
             os.read(over, 1)  # the other has given up
         found = raised(lambda: engine.barrier(0.2))
@@ -328,14 +328,17 @@ def test_who_is_late_is_named() -> None:
 
     waited, came = ranks(2, body)
     os.close(over), os.close(tell)
-    assert waited == (Late.__name__, "barrier: rank 1 did not come within the timeout of 0.2 s")
-    assert came == (Late.__name__, "barrier: this rank came too late, the others' wait for rank 1 timed out")
+    assert waited == (CollectiveTimeout.__name__, "barrier: rank 1 did not come within the timeout of 0.2 s")
+    assert came == (
+        CollectiveTimeout.__name__,
+        "barrier: this rank came too late, the others' wait for rank 1 timed out",
+    )
 
 
 def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     over, tell = os.pipe()
 
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         if rank == 2:
             return os.read(over, 1).decode()  # it does not come
         if rank == 1:
@@ -351,12 +354,12 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     os.close(over)
     os.close(tell)
     assert seconds < 10  # 0.22 on a machine that is idle
-    assert other == (Aborted.__name__, "barrier: the process group was aborted")
+    assert other == (GroupAborted.__name__, "barrier: the process group was aborted")
     assert absent == "!"
 
 
 def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
             return raised(lambda: engine.start(Call(Kind.BROADCAST, (), [torch.ones(1)], timeout=LIMIT)).wait())[0]
         signal.signal(signal.SIGUSR1, lambda *_: engine.barrier(LIMIT))
@@ -365,14 +368,14 @@ def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
             engine.run(Call(Kind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
         return "refused"
 
-    def absent(engine: Shared, rank: int) -> object:
+    def absent(engine: ShmEngine, rank: int) -> object:
         return raised(lambda: engine.recv(torch.ones(1), 0, 0, LIMIT).wait())[0] if rank == 2 else body(engine, rank)
 
-    assert ranks(3, absent) == ["refused", Aborted.__name__, Aborted.__name__]
+    assert ranks(3, absent) == ["refused", GroupAborted.__name__, GroupAborted.__name__]
 
 
 def test_two_threads_wait_for_one_message() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         sys.setswitchinterval(1e-6)
         troubles = []
         for _ in range(300):
@@ -390,14 +393,14 @@ def test_two_threads_wait_for_one_message() -> None:
 
 
 def test_a_message_that_was_interrupted_says_so_and_the_group_goes_on() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         engine.barrier(LIMIT)
         if rank == 0:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
             parcel = engine.recv(torch.ones(1), 1, 5, LIMIT)
             with pytest.raises(KeyboardInterrupt):
                 parcel.wait()
-            assert raised(parcel.wait) == (Aborted.__name__, "recv was interrupted before")
+            assert raised(parcel.wait) == (GroupAborted.__name__, "recv was interrupted before")
         return raised(lambda: engine.barrier(LIMIT))
 
     assert ranks(2, body) == [("", "")] * 2
@@ -407,7 +410,7 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
     over, tell = os.pipe()
     kept: list[int] = []
 
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
             return os.read(over, 1).decode()  # it does not come
         engine.start(Call(Kind.BARRIER, timeout=LIMIT))
@@ -426,13 +429,13 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
     (waited, later, held), _ = ranks(2, body)
     os.close(over)
     os.close(tell)
-    assert waited == (Aborted.__name__, "barrier: the process group was aborted")
+    assert waited == (GroupAborted.__name__, "barrier: the process group was aborted")
     assert later == ("ValueError", "this group was left")
     assert held == [1]  # what the group's thread may still write to
 
 
 def test_a_rank_that_has_left_is_missed() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         engine.barrier(LIMIT)
         if rank == 0:
             return engine.close()
@@ -442,7 +445,7 @@ def test_a_rank_that_has_left_is_missed() -> None:
 
 
 def test_what_was_started_goes_on_by_itself_with_tensors_nobody_holds() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         if rank == 0:
             pending = [
                 engine.start(Call(Kind.BROADCAST, (), [torch.full((50000,), 7.0)], timeout=LIMIT)) for _ in "123"
@@ -462,7 +465,7 @@ def test_what_was_started_goes_on_by_itself_with_tensors_nobody_holds() -> None:
 
 
 def test_a_fork_has_no_part_in_it() -> None:
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         child = os.fork()
         if child == 0:
             error = raised(lambda: engine.barrier(LIMIT))[1]
@@ -476,7 +479,7 @@ def test_a_fork_has_no_part_in_it() -> None:
 
 
 def test_what_makes_no_sense_is_refused_before_anybody_waits() -> None:
-    def body(engine: Shared, _: int) -> object:
+    def body(engine: ShmEngine, _: int) -> object:
         return [
             raised(lambda: engine.broadcast(torch.ones(1), 7, LIMIT)),
             raised(lambda: engine.all_reduce(torch.ones(1), Reduction(Op.BAND), LIMIT)),
@@ -502,7 +505,7 @@ def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path)
 
     def child(rank: int) -> int:
         store = dist.FileStore(path, 3)
-        engine = shared.join(store, rank, [0, 2], [0, 2], LIMIT)
+        engine = shm_engine.join(store, rank, [0, 2], [0, 2], LIMIT)
         engine.all_reduce(ones := torch.ones(2), SUM, LIMIT)
         named = [
             os.readlink(f"/proc/self/fd/{fd}")
@@ -526,7 +529,7 @@ def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path)
 def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
     memory = segment._create(_native.memory(2, segment.SLOT))
 
-    def body(engine: Shared, rank: int) -> object:
+    def body(engine: ShmEngine, rank: int) -> object:
         pids = torch.zeros(2, dtype=torch.int64)
         engine.run(Call(Kind.ALL_GATHER, [torch.tensor([os.getpid()])], [pids], timeout=LIMIT))
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -534,7 +537,7 @@ def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
         with contextlib.suppress(OSError):
             while rank == 1:
                 files.append(os.open("/dev/null", os.O_RDONLY))
-        answer = raised(lambda: Shared(memory, rank, pids.tolist(), [0, 1], LIMIT))
+        answer = raised(lambda: ShmEngine(memory, rank, pids.tolist(), [0, 1], LIMIT))
         for file in files:
             os.close(file)
         return answer
@@ -542,7 +545,7 @@ def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
     missed, refused = ranks(2, body)
     os.close(memory)
     assert missed == (PeerLost.__name__, "joining: peer lost, a rank of this machine has ended")
-    assert refused[0] == Refused.__name__
+    assert refused[0] == CallRefused.__name__
     assert "Too many open files" in refused[1]
 
 
@@ -604,5 +607,5 @@ def test_what_is_no_memory_of_ours_is_not_opened(tmp_path: Path) -> None:
 
 def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3)
-    with pytest.raises(Late, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this machine"):
+    with pytest.raises(CollectiveTimeout, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this machine"):
         segment.make(store, 0, [0, 1, 2], 0.3)

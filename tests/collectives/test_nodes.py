@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.collectives import neighbours
+from phalanx.collectives.errors import CollectiveTimeout
 from phalanx.collectives.neighbours import Neighbours
-from phalanx.collectives.trouble import Late
 from tests.collectives.ranks import ROOT, program
 from tests.kit.lab import Lab
 
@@ -42,7 +42,7 @@ def test_ranks_of_this_process_are_on_one_machine() -> None:
 def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set("machine of 1", "elsewhere")
-    with pytest.raises(Late, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to come"):
+    with pytest.raises(CollectiveTimeout, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to come"):
         neighbours.find(store, 0, 4, 0.1)
 
 

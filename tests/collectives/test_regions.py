@@ -36,12 +36,12 @@ def opened() -> int:
 def staged(rank: int, size: int) -> Any:
     """An engine as where the kernel lets nobody read another's memory."""
     from phalanx.collectives import segment
-    from phalanx.collectives.shared import Shared
+    from phalanx.collectives.shm_engine import ShmEngine
 
     store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
     fd, pids = segment.make(store, rank, range(size), 60)
     try:
-        return Shared(fd, rank, pids, range(size), 60, direct=False)
+        return ShmEngine(fd, rank, pids, range(size), 60, direct=False)
     finally:
         os.close(fd)
 

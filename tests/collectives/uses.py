@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.collectives.group import Group
+from phalanx.collectives.errors import CallRefused, CollectiveMismatch, GroupAborted, PeerLost
+from phalanx.collectives.group import EngineProcessGroup
 from phalanx.collectives.registration import register
-from phalanx.collectives.trouble import Aborted, Mismatched, PeerLost, Refused
-from phalanx.collectives.work import Started
+from phalanx.collectives.work import StartedWork
 from tests.collectives.ranks import fork
 
 warnings.filterwarnings("ignore")
@@ -37,7 +37,7 @@ _IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynam
 
 def _world() -> Any:
     group = dist.group.WORLD
-    assert isinstance(group, Group)
+    assert isinstance(group, EngineProcessGroup)
     return group
 
 
@@ -169,7 +169,7 @@ def works(rank: int, ranks: int) -> None:
     part = whole.t()[1:3]
     part += rank
     work = dist.all_reduce(part, async_op=True)
-    assert isinstance(work, Started)
+    assert isinstance(work, StartedWork)
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
     assert doubled.wait().tolist() == [[2.0 * sum(range(ranks))] * 4] * 2
     assert whole[0].tolist() == [0.0, *[sum(range(ranks))] * 2, 0.0, 0.0, 0.0]  # copied back before anybody knew
@@ -217,7 +217,7 @@ def left(rank: int, ranks: int) -> None:
     assert all(work.is_completed() and work.wait() and work.get_future().wait() for work in works)
     assert never.is_completed()
     for ask in (never.wait, future.wait):
-        with pytest.raises((Aborted, PeerLost, RuntimeError), match="ended"):
+        with pytest.raises((GroupAborted, PeerLost, RuntimeError), match="ended"):
             ask()
 
 
@@ -276,13 +276,13 @@ def numbers(rank: int, ranks: int) -> None:
 
 def refused(rank: int, ranks: int) -> None:
     """Said before anything is moved: the group goes on."""
-    with pytest.raises(Refused, match="BAND of float32: there is no such reduction"):
+    with pytest.raises(CallRefused, match="BAND of float32: there is no such reduction"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
-    with pytest.raises(Refused, match="AVG of bool"):
+    with pytest.raises(CallRefused, match="AVG of bool"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
-    with pytest.raises(Refused, match=r"a tensor on meta: .*\n.*cpu:gloo,cuda:nccl"):
+    with pytest.raises(CallRefused, match=r"a tensor on meta: .*\n.*cpu:gloo,cuda:nccl"):
         dist.all_reduce(torch.ones(2, device="meta"))
-    with pytest.raises(Refused, match=r"layout torch.sparse_coo"):
+    with pytest.raises(CallRefused, match=r"layout torch.sparse_coo"):
         dist.broadcast(torch.ones(2).to_sparse(), 0)
     with pytest.raises(ValueError, match="world size times as large"):
         dist.all_gather_single(torch.ones(3 * ranks), torch.ones(2))
@@ -294,13 +294,13 @@ def refused(rank: int, ranks: int) -> None:
 
 
 def mismatched(rank: int, ranks: int) -> None:
-    with pytest.raises(Mismatched, match=r"ranks called different things: rank 0 .*all_reduce of 2 float32"):
+    with pytest.raises(CollectiveMismatch, match=r"ranks called different things: rank 0 .*all_reduce of 2 float32"):
         dist.all_reduce(torch.ones(2 + rank))
 
 
 def averaged(rank: int, ranks: int) -> None:
     """By one rank alone."""
-    with pytest.raises(Mismatched, match=r"all_reduce of 4 float32 .*AVG"):
+    with pytest.raises(CollectiveMismatch, match=r"all_reduce of 4 float32 .*AVG"):
         dist.all_reduce(torch.ones(4), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
 
 
@@ -308,10 +308,10 @@ def aborted(rank: int, ranks: int) -> None:
     """From another thread, while all wait."""
     if rank == 0:
         threading.Timer(0.3, _world().abort).start()
-        with pytest.raises((Aborted, PeerLost)):
+        with pytest.raises((GroupAborted, PeerLost)):
             dist.recv(torch.ones(1), src=1)
     else:
-        with pytest.raises((Aborted, PeerLost)):
+        with pytest.raises((GroupAborted, PeerLost)):
             dist.all_reduce(torch.ones(1))
 
 

@@ -23,7 +23,7 @@ from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
 from phalanx.control.leader import PATH, Leader, Timing
 from phalanx.control.member import Endpoint, Member
-from phalanx.control.messages import Answer, Arrival, Knock, Welcome
+from phalanx.control.messages import Answer, JoinRequest, NodeInfo, Welcome
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
 
@@ -33,9 +33,9 @@ OTHER = Token(b"o" * 32, "another test")
 FAST = Timing(ping=0.1, lost_after=1.5, patience=0.5)
 
 
-def arrival(member: int | None = 1, **changes: Any) -> Arrival:
+def arrival(member: int | None = 1, **changes: Any) -> NodeInfo:
     given: dict[str, Any] = {"run": "", "host": f"host{member}", "pid": 100, "slots": 1, "versions": {}, "terms": {}}
-    return Arrival(**{**given, "member": member, **changes})
+    return NodeInfo(**{**given, "member": member, **changes})
 
 
 async def until(predicate: Callable[[], object], timeout: float = 10) -> None:
@@ -99,7 +99,7 @@ class Led:
 
 @contextlib.asynccontextmanager
 async def leading(
-    expected: int = 2, *, timing: Timing | None = None, own: Arrival | None = None, **options: Any
+    expected: int = 2, *, timing: Timing | None = None, own: NodeInfo | None = None, **options: Any
 ) -> AsyncIterator[Led]:
     ears = LeaderEars()
     leader = Leader(TOKEN, own or arrival(0), expected=expected, run="test", ears=ears, timing=timing, **options)
@@ -143,7 +143,7 @@ class Speaker:
         words = messages.encode(arrival(member)) if words is None else words
         self.sealed = Channel(key, nonces, leads=False)
         proof = channel.prove(key, channel.MEMBER, nonces, words)
-        return messages.encode(Knock(nonce=nonces.member, arrival=words, proof=proof))
+        return messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof))
 
     async def answered(self) -> messages.Welcome | messages.Refusal:
         answer = messages.door.decode(await self.ws.receive_bytes(timeout=5))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import door, messages
+from phalanx.control import connection_gate, messages
 from phalanx.control.leader import PATH, Timing
 from phalanx.control.messages import Note
 from phalanx.errors import JoinError
@@ -237,13 +237,13 @@ def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
     async def meet() -> None:
         with actor("strangers", str(port), "2000") as crowd:
             await asyncio.to_thread(crowd.wait_for, "called")
-            assert files() <= door.MOST + 4 * door.AT_ONCE
+            assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
             began = time.monotonic()
             async with joined(port) as (_, ears):
                 assert time.monotonic() - began < 2
                 with actor("strangers", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
-                    assert files() <= door.MOST + 4 * door.AT_ONCE
+                    assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
                 assert ears.gone == []
 
     asyncio.run(meet())
@@ -257,7 +257,7 @@ def test_whoever_floods_the_door_closes_it_for_himself() -> None:
         async with leading(timing=Timing(patience=5)) as led:
             early = await asyncio.open_connection("127.0.0.1", led.port)
             crowd = []
-            for _ in range(door.MOST + 100):
+            for _ in range(connection_gate.MOST + 100):
                 crowd.append(await asyncio.open_connection("127.0.0.1", led.port, local_addr=("127.0.0.3", 0)))
             assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""  # the oldest of them has gone
             assert not early[0].at_eof()
@@ -274,14 +274,14 @@ def test_files_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for limits, members, wanted in [
         ((1024, 1 << 20), 2, []),
-        ((1024, 1 << 20), 4096, [(4096 + door.MOST + 3 * door.AT_ONCE + 256, 1 << 20)]),
+        ((1024, 1 << 20), 4096, [(4096 + connection_gate.MOST + 3 * connection_gate.AT_ONCE + 256, 1 << 20)]),
         ((1024, 4500), 4096, [(4500, 4500)]),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
     ]:
         asked.clear()
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        door.make_room(members)
+        connection_gate.make_room(members)
         assert asked == wanted
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(JoinError, match="4096 nodes cannot join: this process may have 4096 files open"):
-        door.make_room(4096)
+        connection_gate.make_room(4096)

@@ -16,7 +16,7 @@ from phalanx.control import channel, messages
 from phalanx.control.channel import Nonces
 from phalanx.control.leader import PATH, Timing
 from phalanx.control.member import Endpoint, Member
-from phalanx.control.messages import Answer, Challenge, Knock, Leaving, Note, Refusal, Welcome
+from phalanx.control.messages import Answer, Challenge, JoinRequest, Leaving, Note, Refusal, Welcome
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
@@ -244,7 +244,7 @@ async def impostor(proof: bytes | None) -> AsyncIterator[int]:
         await ws.prepare(request)
         await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=b"n" * 32)))
         knock = messages.door.decode(await ws.receive_bytes())
-        assert isinstance(knock, Knock)
+        assert isinstance(knock, JoinRequest)
         content = messages.encode(Welcome(member=1, run="evil", leader="evil", lost_after=15.0))
         await ws.send_bytes(messages.encode(Answer(content=content, proof=knock.proof if proof is None else proof)))
         await ws.close()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.meeting import LIMIT, Meeting, Place
+from phalanx.control.leader_file import LIMIT, LeaderFile, LeaderFilePath
 from phalanx.errors import JoinError, UsageError
 
-PLACE = Place(("192.0.2.2", "fd00::2"), 29500)
+PLACE = LeaderFilePath(("192.0.2.2", "fd00::2"), 29500)
 
 
 def spoil(path: Path, **changes: Any) -> None:
@@ -26,11 +26,11 @@ def spoil(path: Path, **changes: Any) -> None:
 
 def test_what_is_announced_is_read_until_it_is_closed(tmp_path: Path) -> None:
     folder = tmp_path / "home" / "meetings"
-    leader, member = Meeting(str(folder), "1234.0"), Meeting(str(folder), "1234.0")
+    leader, member = LeaderFile(str(folder), "1234.0"), LeaderFile(str(folder), "1234.0")
     assert member.read() is None
     leader.announce(PLACE)
     assert member.read() == PLACE
-    assert Meeting(str(folder), "1234").read() is None
+    assert LeaderFile(str(folder), "1234").read() is None
     assert os.listdir(folder) == ["1234.0.json"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "1234.0.json").stat().st_mode) == 0o600
@@ -42,17 +42,17 @@ def test_what_is_announced_is_read_until_it_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_new_leader_replaces_a_dead_one(tmp_path: Path) -> None:
-    dead, alive = Meeting(str(tmp_path), "job"), Meeting(str(tmp_path), "job")
+    dead, alive = LeaderFile(str(tmp_path), "job"), LeaderFile(str(tmp_path), "job")
     dead.announce(PLACE)
-    alive.announce(Place(("192.0.2.3",), 1))
+    alive.announce(LeaderFilePath(("192.0.2.3",), 1))
     dead.close()  # it was not dead after all: what is there is another's
-    assert alive.read() == Place(("192.0.2.3",), 1)
+    assert alive.read() == LeaderFilePath(("192.0.2.3",), 1)
     alive.announce(PLACE)
     assert alive.read() == PLACE
 
 
 def test_old_files_count_unless_told_otherwise(tmp_path: Path) -> None:
-    meeting = Meeting(str(tmp_path), "job")
+    meeting = LeaderFile(str(tmp_path), "job")
     start = time.time()
     meeting.announce(PLACE)
     assert meeting.read(since=start) == PLACE
@@ -63,7 +63,7 @@ def test_old_files_count_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 def test_the_file_tells_people_who_wrote_it(tmp_path: Path) -> None:
-    Meeting(str(tmp_path), "job").announce(PLACE)
+    LeaderFile(str(tmp_path), "job").announce(PLACE)
     fields = json.loads((tmp_path / "job.json").read_text())
     assert (fields["host"], fields["pid"]) == (os.uname().nodename, os.getpid())
 
@@ -90,16 +90,16 @@ def test_the_file_tells_people_who_wrote_it(tmp_path: Path) -> None:
     ids=lambda changes: str(changes)[:40],
 )
 def test_what_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
-    meeting = Meeting(str(tmp_path), "job")
+    meeting = LeaderFile(str(tmp_path), "job")
     meeting.announce(PLACE)
     spoil(tmp_path / "job.json", port=1)
-    assert meeting.read() == Place(PLACE.addresses, 1)  # so it is not the spoiling that is refused
+    assert meeting.read() == LeaderFilePath(PLACE.addresses, 1)  # so it is not the spoiling that is refused
     spoil(tmp_path / "job.json", **changes)
     assert meeting.read() is None
 
 
 def test_half_a_file(tmp_path: Path) -> None:
-    meeting = Meeting(str(tmp_path), "job")
+    meeting = LeaderFile(str(tmp_path), "job")
     meeting.announce(PLACE)
     whole = (tmp_path / "job.json").read_bytes()
     for length in range(len(whole)):
@@ -110,7 +110,7 @@ def test_half_a_file(tmp_path: Path) -> None:
 
 
 def test_files_that_others_could_have_written(tmp_path: Path) -> None:
-    meeting, path = Meeting(str(tmp_path), "job"), tmp_path / "job.json"
+    meeting, path = LeaderFile(str(tmp_path), "job"), tmp_path / "job.json"
     meeting.announce(PLACE)
     for mode, place in ((0o620, None), (0o602, None), (0o644, PLACE)):
         path.chmod(mode)
@@ -128,7 +128,7 @@ def test_files_that_others_could_have_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user(tmp_path: Path) -> None:
-    meeting = Meeting(str(tmp_path), "job")
+    meeting = LeaderFile(str(tmp_path), "job")
     meeting.announce(PLACE)
     os.chown(tmp_path / "job.json", 65534, -1)
     assert meeting.read() is None
@@ -137,19 +137,21 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("job", ["", ".", "..", ".hidden", "../job", "a/b", "a\0b", "a\n", "-x", "a b", "é", "j" * 201])
 def test_names_that_are_no_file_of_ours(tmp_path: Path, job: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a file"):
-        Meeting(str(tmp_path), job)
+        LeaderFile(str(tmp_path), job)
 
 
 @pytest.mark.parametrize("job", ["1", "12345_7", "1234.batch", "prterun-gpu-a-77@1", "_", "j" * 200])
 def test_names_that_schedulers_give(tmp_path: Path, job: str) -> None:
-    meeting = Meeting(str(tmp_path), job)
+    meeting = LeaderFile(str(tmp_path), job)
     meeting.announce(PLACE)
     assert meeting.read() == PLACE
 
 
-@pytest.mark.parametrize("place", [Place((), 1), Place(("gpu-a",), 1), Place(("192.0.2.2",), 0)])
-def test_a_place_that_nobody_would_believe_is_not_announced(tmp_path: Path, place: Place) -> None:
-    meeting = Meeting(str(tmp_path), "job")
+@pytest.mark.parametrize(
+    "place", [LeaderFilePath((), 1), LeaderFilePath(("gpu-a",), 1), LeaderFilePath(("192.0.2.2",), 0)]
+)
+def test_a_place_that_nobody_would_believe_is_not_announced(tmp_path: Path, place: LeaderFilePath) -> None:
+    meeting = LeaderFile(str(tmp_path), "job")
     with pytest.raises(ValueError):  # noqa: PT011
         meeting.announce(place)
     assert os.listdir(tmp_path) == []
@@ -158,16 +160,16 @@ def test_a_place_that_nobody_would_believe_is_not_announced(tmp_path: Path, plac
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JoinError, match="Not a directory"):
-        Meeting(str(tmp_path / "file" / "x"), "job").announce(PLACE)
+        LeaderFile(str(tmp_path / "file" / "x"), "job").announce(PLACE)
     (tmp_path / "job.json").mkdir()
     with pytest.raises(JoinError, match="Is a directory"):
-        Meeting(str(tmp_path), "job").announce(PLACE)
+        LeaderFile(str(tmp_path), "job").announce(PLACE)
     assert sorted(os.listdir(tmp_path)) == ["file", "job.json"]
 
 
 def test_readers_never_see_a_half(tmp_path: Path) -> None:
-    writer, reader = Meeting(str(tmp_path), "job"), Meeting(str(tmp_path), "job")
-    places = [Place(tuple(f"192.0.2.{number}" for number in range(1, count)), count) for count in (2, 60)]
+    writer, reader = LeaderFile(str(tmp_path), "job"), LeaderFile(str(tmp_path), "job")
+    places = [LeaderFilePath(tuple(f"192.0.2.{number}" for number in range(1, count)), count) for count in (2, 60)]
     writer.announce(places[0])
     ended = threading.Event()
 

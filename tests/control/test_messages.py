@@ -14,31 +14,31 @@ from hypothesis import strategies as st
 
 from phalanx.control import messages
 from phalanx.control.messages import (
-    Able,
     Answer,
-    Arrival,
-    Casualty,
     Challenge,
     Claim,
     End,
     Failing,
+    FailureReport,
     Hold,
-    Knock,
+    JoinRequest,
     Leaving,
     Log,
     Message,
+    NodeInfo,
     Note,
     Over,
     Peer,
+    PeerList,
     Ping,
-    Place,
     Pong,
     Progress,
     Refusal,
     Regroup,
-    Roll,
+    RegroupReady,
     Signalled,
     Start,
+    StartRanks,
     Stop,
     Waiting,
     Welcome,
@@ -48,10 +48,10 @@ DECODERS: dict[str, messages.Reader[Any]] = {
     name: getattr(messages, name) for name in ("door", "arrival", "answer", "from_leader", "from_member")
 }
 CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
-FULL = Arrival(
+FULL = NodeInfo(
     run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
 )
-PLACE = Place(
+PLACE = StartRanks(
     world_size=4,
     node=1,
     nodes=2,
@@ -61,11 +61,11 @@ PLACE = Place(
     topology="0-1/2-3",
     store_port=29500,
 )
-DEATH = Casualty(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text")
+DEATH = FailureReport(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text")
 EXAMPLES: dict[str, list[Message]] = {
     "door": [
         Challenge(protocol=1, nonce=b"n" * 32),
-        Knock(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
+        JoinRequest(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
         Answer(content=b"c", proof=b""),
     ],
     "arrival": [FULL],
@@ -79,7 +79,7 @@ EXAMPLES: dict[str, list[Message]] = {
         Start(attempt=0, place=PLACE),
         Regroup(attempt=0, generation=2, why="w", place=PLACE),
         Hold(attempt=0, why="w"),
-        Roll(leader=0, peers=(Peer(member=1, host="h", address="10.0.0.1", port=29500),)),
+        PeerList(leader=0, peers=(Peer(member=1, host="h", address="10.0.0.1", port=29500),)),
         Stop(signal=15, reason="r", grace=1.0, ends=True),
         End(code=3),
         Note(text="t"),
@@ -87,7 +87,7 @@ EXAMPLES: dict[str, list[Message]] = {
     "from_member": [
         Pong(ping=1.0, time=2.0),
         Failing(rank=1, reason="r", time=1.0),
-        Able(called=True, ready=True),
+        RegroupReady(called=True, ready=True),
         Progress(generation=1, step=7),
         Signalled(signal=2),
         Log(rank=0, stream=1, data=b"x\xff", skipped=3, ended=True),
@@ -186,14 +186,14 @@ def test_a_nonce_has_32_bytes(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         messages.door.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
     with pytest.raises(msgspec.ValidationError):
-        messages.door.decode(messages.encode(Knock(nonce=b"n" * size, arrival=b"", proof=b"")))
+        messages.door.decode(messages.encode(JoinRequest(nonce=b"n" * size, arrival=b"", proof=b"")))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("door", Answer(content=b"", proof=b"p" * 33)),
-        ("door", Knock(nonce=b"n" * 32, arrival=b"a" * (messages.KNOCK_LIMIT + 1), proof=b"")),
+        ("door", JoinRequest(nonce=b"n" * 32, arrival=b"a" * (messages.KNOCK_LIMIT + 1), proof=b"")),
         ("arrival", msgspec.structs.replace(FULL, slots=-1)),
         ("arrival", msgspec.structs.replace(FULL, host="h" * 257)),
         ("arrival", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),

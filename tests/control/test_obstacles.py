@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import obstacles
-from phalanx.control.obstacles import Obstacle
+from phalanx.control import join_problems
+from phalanx.control.join_problems import JoinProblem
 
 HELLO = b"GET /phalanx HTTP/1.1\r\n\r\n"
 EXPECTED = b"phalanx-leader"
@@ -28,14 +28,14 @@ GREETING = b"HTTP/1.1 200 OK\r\nserver: phalanx-leader\r\n\r\n"
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def ask(host: str, port: int, timeout: float = 10) -> Obstacle | None:
-    return await obstacles.probe(host, port, timeout=timeout, hello=HELLO, expected=EXPECTED)
+async def ask(host: str, port: int, timeout: float = 10) -> JoinProblem | None:
+    return await join_problems.probe(host, port, timeout=timeout, hello=HELLO, expected=EXPECTED)
 
 
-def served(handler: Handler, *, timeout: float = 10) -> tuple[Obstacle | None, int]:
+def served(handler: Handler, *, timeout: float = 10) -> tuple[JoinProblem | None, int]:
     """What a probe says to a server that does this."""
 
-    async def meet() -> tuple[Obstacle | None, int]:
+    async def meet() -> tuple[JoinProblem | None, int]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.closing(writer):
                 await reader.readexactly(len(HELLO))
@@ -91,7 +91,7 @@ def test_nothing_listens() -> None:
         sock.bind(("127.0.0.1", 0))  # holds the port, and does not listen
         port = sock.getsockname()[1]
         found = asyncio.run(ask("127.0.0.1", port))
-    assert found == Obstacle(
+    assert found == JoinProblem(
         "refused",
         f"127.0.0.1 is up, but nothing listens on its port {port}",
         (f"127.0.0.1 port {port}, which is this machine itself: the connection was refused",),
@@ -177,13 +177,13 @@ def test_lines_of_a_hosts_file() -> None:
         "127.0.0.1 localhost\n127.0.1.1\tGPU-a.lab  gpu-a # own\n"
         "#127.0.1.1 gpu-b\n192.0.2.2 gpu-b\n\n::1 gpu-a gpu-aa\n"
     )
-    assert obstacles._hosts_lines("gpu-a", text) == (
+    assert join_problems._hosts_lines("gpu-a", text) == (
         "/etc/hosts:2: 127.0.1.1 GPU-a.lab gpu-a # own",
         "/etc/hosts:6: ::1 gpu-a gpu-aa",
     )
-    assert obstacles._hosts_lines("gpu-A.LAB.", text) == ("/etc/hosts:2: 127.0.1.1 GPU-a.lab gpu-a # own",)
-    assert obstacles._hosts_lines("gpu-b", text) == ()
-    assert obstacles._hosts_lines("own", text) == ()
+    assert join_problems._hosts_lines("gpu-A.LAB.", text) == ("/etc/hosts:2: 127.0.1.1 GPU-a.lab gpu-a # own",)
+    assert join_problems._hosts_lines("gpu-b", text) == ()
+    assert join_problems._hosts_lines("own", text) == ()
 
 
 @pytest.mark.parametrize(
@@ -196,10 +196,10 @@ def test_lines_of_a_hosts_file() -> None:
         (["other"], "other"),
     ],
 )
-def test_the_address_that_led_furthest_counts(kinds: list[obstacles.Kind], best: str) -> None:
-    found = [Obstacle(kind, f"detail {kind}") for kind in kinds]
+def test_the_address_that_led_furthest_counts(kinds: list[join_problems.Kind], best: str) -> None:
+    found = [JoinProblem(kind, f"detail {kind}") for kind in kinds]
     addresses = [f"192.0.2.{number}" for number in range(len(kinds))]
-    obstacle = obstacles._most_telling("gpu-a", 29500, addresses, found)
+    obstacle = join_problems._most_telling("gpu-a", 29500, addresses, found)
     assert obstacle.kind == best
     assert f"gpu-a (192.0.2.{kinds.index(obstacle.kind)})" in obstacle.what
     assert obstacle.details == tuple(f"detail {kind}" for kind in kinds)
@@ -221,8 +221,8 @@ def test_the_address_that_led_furthest_counts(kinds: list[obstacles.Kind], best:
         ("other", "this", "that", "does not let this node in"),
     ],
 )
-def test_refusals(kind: obstacles.Kind, mine: str, theirs: str, words: str) -> None:
-    found = obstacles.refusal(kind, mine=mine, theirs=theirs, leader="gpu-a:29500")
+def test_refusals(kind: join_problems.Kind, mine: str, theirs: str, words: str) -> None:
+    found = join_problems.refusal(kind, mine=mine, theirs=theirs, leader="gpu-a:29500")
     text = "\n".join((found.what, *found.details, found.fix))
     assert (found.kind, found.certain) == (kind, True)
     for part in (mine, theirs, words, "node 0 (gpu-a:29500)"):
@@ -231,12 +231,12 @@ def test_refusals(kind: obstacles.Kind, mine: str, theirs: str, words: str) -> N
 
 
 def test_a_refusal_does_nothing_to_the_terminal() -> None:
-    found = obstacles.refusal("plan", mine="a", theirs="\x1b[2J\n" + "x" * 1000, leader="gpu-a")
+    found = join_problems.refusal("plan", mine="a", theirs="\x1b[2J\n" + "x" * 1000, leader="gpu-a")
     assert found.details[1] == f"node 0 (gpu-a): .[2J.{'x' * 194}…"
 
 
 def test_a_refusal_of_a_kind_that_is_none() -> None:
-    assert obstacles.refusal("silent", mine="a", theirs="b", leader="gpu-a").kind == "other"
+    assert join_problems.refusal("silent", mine="a", theirs="b", leader="gpu-a").kind == "other"
 
 
 # -- in networks of our own
@@ -244,7 +244,7 @@ def test_a_refusal_of_a_kind_that_is_none() -> None:
 PORT = 29500
 SCRIPT = """
 import asyncio, dataclasses, json, sys
-from phalanx.control import obstacles
+from phalanx.control import join_problems as obstacles
 host, port, timeout, serve = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 
 async def greet(reader, writer):
@@ -312,10 +312,10 @@ class Network:
     def set(self, name: str, value: str) -> None:
         ip("netns", "exec", self.here, "tee", f"/proc/sys/net/{name}", text=value)
 
-    def probe(self, host: str, port: int = PORT, *, timeout: float = 10, serve: str = "") -> Obstacle | None:
+    def probe(self, host: str, port: int = PORT, *, timeout: float = 10, serve: str = "") -> JoinProblem | None:
         words = [sys.executable, "-c", SCRIPT, host, str(port), str(timeout), serve]
         fields = json.loads(ip("netns", "exec", self.here, *words))
-        return fields and Obstacle(**{**fields, "details": tuple(fields["details"])})
+        return fields and JoinProblem(**{**fields, "details": tuple(fields["details"])})
 
 
 def ip(*words: str, text: str = "") -> str:
@@ -389,7 +389,7 @@ def test_ways_that_lead_nowhere(network: Network, host: str, port: int, kind: st
 @netns
 def test_a_name_that_is_this_machine(network: Network) -> None:
     found = network.probe("gpu-a")
-    assert found == Obstacle(
+    assert found == JoinProblem(
         "loopback",
         'the name "gpu-a" of the leader stands for this machine itself here, and no leader is on it',
         (

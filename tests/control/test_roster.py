@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.contract import topology
 from phalanx.control import roster
-from phalanx.control.messages import Arrival, Claim, Refusal
-from phalanx.control.roster import Roster, Seating
+from phalanx.control.messages import Claim, NodeInfo, Refusal
+from phalanx.control.roster import RankTable, Roster
 from tests.control.parties import arrival
 
 
@@ -109,14 +109,14 @@ def test_warnings() -> None:
 def test_ranks_run_through_uneven_nodes() -> None:
     members = {0: arrival(0, slots=2), 2: arrival(2, slots=1), 1: arrival(1, slots=3)}
     assert roster.seat(members) == {
-        0: Seating(0, (0, 1), (0, 1), 2),
-        1: Seating(1, (2, 3, 4), (0, 1, 2), 3),
-        2: Seating(2, (5,), (0,), 1),
+        0: RankTable(0, (0, 1), (0, 1), 2),
+        1: RankTable(1, (2, 3, 4), (0, 1, 2), 3),
+        2: RankTable(2, (5,), (0,), 1),
     }
     assert roster.world(roster.seat(members)) == topology.encode([[0, 1], [2, 3, 4], [5]])
 
 
-def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, Arrival]:
+def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, NodeInfo]:
     """(rank, host, local rank, local size, node)"""
     return {
         rank: arrival(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose.progress import AGAIN, Alarm, Reading, Watch
+from phalanx.diagnose.progress import AGAIN, Alarm, ProgressWatch, Reading
 
 Script = Callable[[int], Sequence[Reading]]
 
 
 def alarms(script: Script, seconds: int, stall_after: float = 30.0) -> Iterator[tuple[int, Alarm]]:
-    watch = Watch(stall_after)
+    watch = ProgressWatch(stall_after)
     for second in range(seconds):
         alarm = watch.see(script(second))
         if alarm is not None:

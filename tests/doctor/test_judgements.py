@@ -26,10 +26,10 @@ from phalanx.doctor.clock import Offset
 from phalanx.doctor.disk import Disk
 from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.firewall import Firewall
-from phalanx.doctor.gpus import Gpu, Gpus, Process
+from phalanx.doctor.gpus import GpuFacts, GpuProcess, Gpus
 from phalanx.doctor.limits import Limits
-from phalanx.doctor.names import Names, Sight
-from phalanx.doctor.network import Interface, Network
+from phalanx.doctor.names import NameLookup, Names
+from phalanx.doctor.network import Network, NetworkInterface
 from phalanx.doctor.ports import Ports
 from phalanx.doctor.reach import Reach
 from phalanx.doctor.sharedmemory import SharedMemory
@@ -82,12 +82,12 @@ def test_own_name(facts: Names, level: str, words: list[str]) -> None:
     ],
 )
 def test_names_of_others(seen: Names, level: str, words: list[str]) -> None:
-    found = names.compare([Sight("a", "b", seen)], {"a": ["10.0.0.1"], "b": ["10.0.0.2"]})
+    found = names.compare([NameLookup("a", "b", seen)], {"a": ["10.0.0.1"], "b": ["10.0.0.2"]})
     expect(found, level, *words)
 
 
-LO = Interface("lo", True, 65536, ("127.0.0.1",), loopback=True)
-ETH = Interface("eth0", True, 1500, ("10.0.0.1",))
+LO = NetworkInterface("lo", True, 65536, ("127.0.0.1",), loopback=True)
+ETH = NetworkInterface("eth0", True, 1500, ("10.0.0.1",))
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ ETH = Interface("eth0", True, 1500, ("10.0.0.1",))
         ([LO, replace(ETH, carrier=False)], "yellow", ["nothing is at the other end"]),
     ],
 )
-def test_network(ways: list[Interface], level: str, words: list[str]) -> None:
+def test_network(ways: list[NetworkInterface], level: str, words: list[str]) -> None:
     expect(network.judge(Network(tuple(ways))), level, *words)
 
 
 def test_addresses_come_in_the_order_of_their_use() -> None:
-    ib = Interface("aaa0", True, 4096, ("10.9.0.1",))
+    ib = NetworkInterface("aaa0", True, 4096, ("10.9.0.1",))
     both = replace(ETH, addresses=("fd00::1", "10.0.0.1"))
-    docker = Interface("docker0", True, 1500, ("172.17.0.1",), inner=True)
+    docker = NetworkInterface("docker0", True, 1500, ("172.17.0.1",), inner=True)
     assert Network((LO, ib, docker, both), ("eth0",)).addresses == ("10.0.0.1", "10.9.0.1", "fd00::1")
 
 
@@ -262,7 +262,7 @@ def test_version_file_is_read_not_run() -> None:
     assert versions.assignments(text) == {"__version__": "2.13.0+cpu", "cuda": "12.8"}
 
 
-GPU = Gpu(0, "H200", persistence=True, power_limit=700, power_default=700, errors_now=0, errors_ever=0, memory=GIB)
+GPU = GpuFacts(0, "H200", persistence=True, power_limit=700, power_default=700, errors_now=0, errors_ever=0, memory=GIB)
 BUS = "0000:3b:00.0"
 GOOD = Gpus((GPU,), (BUS,), driver="580.1", driver_cuda="13.0", torch_cuda="13.0")
 
@@ -294,7 +294,7 @@ def with_gpu(**changes: object) -> Gpus:
         (with_gpu(persistence=None), "green", []),
         (with_gpu(power_limit=400), "yellow", ["GPU 0 may draw 400 W, less than 700 W"]),
         (with_gpu(slowed=("it is too hot", "it is too hot"), temperature=91), "yellow", ["at 91 °C: it is too hot"]),
-        (with_gpu(processes=(Process(7, GIB, "eve", "python x"),)), "yellow", ["process 7 (eve, python x, 1 GiB)"]),
+        (with_gpu(processes=(GpuProcess(7, GIB, "eve", "python x"),)), "yellow", ["process 7 (eve, python x, 1 GiB)"]),
         (with_gpu(memory_used=3 * GIB), "yellow", ["3 GiB of GPU 0", "cannot be seen"]),
         (with_gpu(memory_used=GIB // 2), "green", []),
         (

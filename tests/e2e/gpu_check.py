@@ -73,7 +73,7 @@ def main() -> int:
     check(
         "CUDA used behind torch's back", ("run", "--preload", "quiet", "seen.py"), 0, "CUDA was initialised", "seen 1"
     )
-    check("explain", ("explain", "nccl.py"), 0, "gpu 0 NVIDIA")
+    check("plan", ("plan", "nccl.py"), 0, "gpu 0 NVIDIA")
     print(phalanx("warm")[1].strip())
     for _ in range(2):
         check("warm", ("run", "--env", "OMP_NUM_THREADS=1", "nccl.py"), 0, "nccl 4.0")

@@ -76,7 +76,7 @@ def test_every_command_can_show_such_a_run(tmp_path: Path) -> None:
         assert [one.code for one in told.values()] == [0, 1, 0, 0], [one.err for one in told.values()]
         assert "ValueError: caf" in told["ps"].out
         assert "ValueError: caf" in told["why"].out
-        missing = phalanx("explain", name(b"none\xff.py"), env=env, cwd=str(tmp_path))
+        missing = phalanx("plan", name(b"none\xff.py"), env=env, cwd=str(tmp_path))
         assert missing.raw_err.startswith(b"phalanx: no such script: none\xff.py\n")
 
 

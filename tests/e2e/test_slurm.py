@@ -11,7 +11,7 @@ from tests.kit.cli import until
 from tests.kit.lab import Lab, Slurm
 
 RUN = (sys.executable, "-m", "phalanx", "run")
-EXPLAIN = (sys.executable, "-m", "phalanx", "explain", "--json")
+EXPLAIN = (sys.executable, "-m", "phalanx", "plan", "--json")
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACE = str(SCRIPTS / "place.py")
 ALLREDUCE = str(SCRIPTS / "allreduce.py")

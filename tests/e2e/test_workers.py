@@ -288,7 +288,7 @@ def test_the_socket_is_for_this_user_alone() -> None:
 def test_explain_says_what_run_does(tmp_path: Path) -> None:
     write(tmp_path, main="import os, json; print(json.dumps(dict(os.environ)))")
     asked = ("-g", "2", "--cpu", "--master-port", "29650", "--role", "r", "--env", "A=b", "main.py", "--lr", "1")
-    explained = json.loads(phalanx("explain", "--json", *asked, cwd=str(tmp_path)).out)
+    explained = json.loads(phalanx("plan", "--json", *asked, cwd=str(tmp_path)).out)
     result = phalanx("run", *asked, cwd=str(tmp_path))
     real = {rank: json.loads(line) for rank, line in re.findall(r"\[(\d)\] (\{.*)", result.out)}
     assert explained["world_size"] == len(real) == 2
@@ -307,7 +307,7 @@ def test_explain_says_what_run_does(tmp_path: Path) -> None:
 
 def test_explain_starts_nothing_and_is_readable(tmp_path: Path) -> None:
     write(tmp_path, main="")
-    result = phalanx("explain", "-g", "3", "--cpu", "main.py", cwd=str(tmp_path))
+    result = phalanx("plan", "-g", "3", "--cpu", "main.py", cwd=str(tmp_path))
     assert result.code == 0
     assert "torchrun --nproc-per-node 3 --standalone main.py" in result.out
     assert "OMP_NUM_THREADS=1" in result.out

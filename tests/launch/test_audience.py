@@ -26,7 +26,7 @@ from phalanx.launch.runs import event_cursor, run_folder, views
 from phalanx.launch.runs.run_folder import RunFolder, RunRecord
 from phalanx.launch.viewers import event_server
 from phalanx.launch.viewers.event_server import EventServer
-from phalanx.watch.source import Found
+from phalanx.watch.source import SearchResult
 
 
 class Node:
@@ -84,7 +84,7 @@ class Node:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: node.ranks for number, node in self.others.items()}
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         node, who = (self.others[to], None) if to is not None else (self.leader, self.number)
         asyncio.get_running_loop().call_soon(node.post.heard, who, letter)
 
@@ -586,7 +586,9 @@ def test_a_search_is_bounded_and_says_so(tmp_path: Path, monkeypatch: Any) -> No
     (tmp_path / "1" / "stderr.log").write_text("x" * 5000 + "needle" + "y" * 5000)
     places = {rank: str(tmp_path / str(rank)) for rank in (0, 1)}
     *found, note = log_reader.search(places, "needle", 100)
-    assert note == Found(rank=-1, stream="stdout", at=0, line="of rank 0, only the last 0 MiB were looked through")
+    assert note == SearchResult(
+        rank=-1, stream="stdout", at=0, line="of rank 0, only the last 0 MiB were looked through"
+    )
     assert [line.line for line in found[:-1]] == [f"line {number} Needle" for number in range(15_000, 20_000, 1000)]
     text = (tmp_path / "0" / "stdout.log").read_bytes()
     assert all(text[line.at :].startswith(line.line.encode()) for line in found[:-1])

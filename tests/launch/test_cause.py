@@ -174,7 +174,7 @@ def test_ranks_that_differ_are_told_with_their_lines() -> None:
     trace = [
         "Traceback (most recent call last):",
         '  File "x.py", line 3, in <module>',
-        f"phalanx.collectives.trouble.Mismatched: {text}",
+        f"phalanx.collectives.errors.CollectiveMismatch: {text}",
     ]
     assert read_traceback(trace).frames
     placed = read_traceback([*trace, "  rank 0: x.py:3", "      dist.all_reduce(x)", "[rank0]: more"])

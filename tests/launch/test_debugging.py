@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.control import messages
-from phalanx.control.messages import Letter
+from phalanx.control.messages import RpcFrame
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
@@ -32,7 +32,7 @@ class Network:
 
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
-        self.letters: deque[tuple[int, int | None, Letter]] = deque()  # to whom, from whom
+        self.letters: deque[tuple[int, int | None, RpcFrame]] = deque()  # to whom, from whom
         self.carried = 0
 
     async def settle(self) -> None:
@@ -70,7 +70,7 @@ class Node:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: (number,) for number in range(1, self.size)} if self.leads else {}
 
-    def carry(self, letter: Letter, to: int | None) -> None:
+    def carry(self, letter: RpcFrame, to: int | None) -> None:
         self.network.letters.append((0 if to is None else to, None if self.leads else self.number, letter))
 
     # the supervisor, and the witness of its worker
@@ -127,7 +127,7 @@ def test_without_a_token_nobody_debugs_from_another_node() -> None:
             await opened(network, nodes[1], 0)
         # One that asks all the same.
         ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
-        nodes[0].post.heard(1, Letter(kind=KIND, number=3, content=ask))
+        nodes[0].post.heard(1, RpcFrame(kind=KIND, number=3, content=ask))
         await network.settle()
         assert not nodes[0].asked
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
@@ -151,15 +151,15 @@ def test_what_another_node_writes_may_be_anything() -> None:
             b"w{}",
             b"?",
         ):
-            lead.post.heard(1, Letter(kind=KIND, number=3, content=content))
+            lead.post.heard(1, RpcFrame(kind=KIND, number=3, content=content))
         for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
-            lead.post.heard(1, Letter(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
+            lead.post.heard(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
         for number in range(3, 1003, 2):
-            lead.post.heard(1, Letter(kind=KIND, number=number, content=b'o{"rank":1}'))
+            lead.post.heard(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
             for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
-                lead.post.heard(1, Letter(kind=KIND, number=number, content=data))
+                lead.post.heard(1, RpcFrame(kind=KIND, number=number, content=data))
         await asyncio.sleep(0)
         assert len(lead.debugging._bridges) <= 2 * 64
 
@@ -172,16 +172,16 @@ def test_letters_that_never_end_or_are_too_long_cost_little_and_are_not_read() -
     post.reads("k", lambda who, number, content: read.append((who, number, content)))
     part = bytes(messages.LETTER_LIMIT)
     for number in range(300):
-        post.heard(1, Letter(kind="k", number=number, content=part, more=True))
+        post.heard(1, RpcFrame(kind="k", number=number, content=part, more=True))
     assert sum(len(begun.content) for begun in post._begun.values()) == len(part)
     for _ in range(messages.LETTERS_LIMIT // len(part) + 3):
-        post.heard(1, Letter(kind="k", number=5, content=part, more=True))
-    post.heard(2, Letter(kind="k", number=5, content=b"a", more=True))
-    post.heard(1, Letter(kind="k", number=5, content=b"its end"))
-    post.heard(2, Letter(kind="k", number=5, content=b"b"))
+        post.heard(1, RpcFrame(kind="k", number=5, content=part, more=True))
+    post.heard(2, RpcFrame(kind="k", number=5, content=b"a", more=True))
+    post.heard(1, RpcFrame(kind="k", number=5, content=b"its end"))
+    post.heard(2, RpcFrame(kind="k", number=5, content=b"b"))
     for _ in range(50_000):
-        post.heard(3, Letter(kind="k", number=5, content=b"x", more=True))
-    post.heard(3, Letter(kind="k", number=5))
+        post.heard(3, RpcFrame(kind="k", number=5, content=b"x", more=True))
+    post.heard(3, RpcFrame(kind="k", number=5))
     assert read == [(2, 5, b"ab"), (3, 5, b"x" * 50_000)]
 
 

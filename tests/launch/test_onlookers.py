@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.launch.plan import ViewerOptions
 from phalanx.launch.viewers.dashboard import Dashboard
-from phalanx.watch.page.place import Place
+from phalanx.watch.page.place import PageAddress
 
 SEVERAL = SimpleNamespace(names=("gpu7", "gpu8"))
 LINK = "http://127.0.0.1:29580/#KEY"
@@ -48,27 +48,27 @@ def test_when_there_is_a_page(watching: ViewerOptions, around: dict[str, Any], w
 
 
 def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(place: Place, **around: Any) -> str:
+    def said(place: PageAddress, **around: Any) -> str:
         bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
         return onlookers(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)
 
-    assert said(Place()) == f"see {LINK}"
-    assert said(Place(), gathering=SEVERAL) == f"see {LINK}"
-    far = said(Place(), gathering=SEVERAL, ssh=True)
+    assert said(PageAddress()) == f"see {LINK}"
+    assert said(PageAddress(), gathering=SEVERAL) == f"see {LINK}"
+    far = said(PageAddress(), gathering=SEVERAL, ssh=True)
     assert far.splitlines() == [
         f"see {LINK}",
         "  from your own machine, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
     ]
-    here = said(Place(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
+    here = said(PageAddress(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
     assert here.endswith(f"@{os.uname().nodename}")  # what it is called here would lead elsewhere from there
-    assert "plain http" in said(Place("0.0.0.0"), ssh=True)
-    assert " 29580:[::1]:29580 " in said(Place("::1"), ssh=True)
+    assert "plain http" in said(PageAddress("0.0.0.0"), ssh=True)
+    assert " 29580:[::1]:29580 " in said(PageAddress("::1"), ssh=True)
 
     def nobody(_: int) -> None:
         raise KeyError("getpwuid(): uid not found: 4242")
 
     monkeypatch.setattr("pwd.getpwuid", nobody)  # a container without an entry for us
-    assert said(Place(), ssh=True).endswith(f" {os.uname().nodename}")
+    assert said(PageAddress(), ssh=True).endswith(f" {os.uname().nodename}")
 
 
 def test_a_full_disk() -> None:

@@ -15,7 +15,7 @@ from phalanx.contract import worker_messages as words
 from phalanx.launch.agent.worker_group import WorkerFailure
 from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
 from phalanx.launch.runs.root_cause import ProcessFailure
-from phalanx.recover.decision import Budget
+from phalanx.recover.decision import RestartPolicy
 
 ENDING = SimpleNamespace(checkpoint_grace=60.0, failure_grace=1.0, signals=(signal.SIGTERM,))
 FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
@@ -44,7 +44,7 @@ def among(
         plan = SimpleNamespace(
             ending=ENDING,
             environ={"PHALANX_CHECKPOINTS": "/kept"},
-            budget=Budget(most),
+            budget=RestartPolicy(most),
             placement=SimpleNamespace(world_size=2),
         )
         supervisor = Supervisor()

@@ -172,12 +172,12 @@ class Company:
 
     def __init__(self) -> None:
         self.ranks = {1: (1,), 2: (2,)}
-        self.sent: list[messages.Letter] = []
+        self.sent: list[messages.RpcFrame] = []
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return self.ranks
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         self.sent.append(letter)
 
     def address(self, member: int) -> str:
@@ -226,7 +226,7 @@ class Scene:
             ranks=(RankSample(rank=rank, **glance),),
         )
         content = encoding.encode(seen)
-        self.post.heard(rank, messages.Letter(kind="sight", number=0, content=content))
+        self.post.heard(rank, messages.RpcFrame(kind="sight", number=0, content=content))
 
     def of(self, kind: Any) -> list[Any]:
         return [event for event in self.told if isinstance(event, kind)]

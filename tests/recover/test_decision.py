@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.recover.decision import AT_ONCE, OUTSIDE, REPEATS, Budget, Fault, Recovery, Way, decide, kills, repeats
+from phalanx.recover.decision import (
+    AT_ONCE,
+    OUTSIDE,
+    REPEATS,
+    Fault,
+    Recovery,
+    RecoveryAction,
+    RestartPolicy,
+    decide,
+    kills,
+    repeats,
+)
 
 HOUR = 3600.0
 
@@ -18,53 +29,53 @@ def faults(*times: float, place: str = "", step: int | None = None, lived: float
 @pytest.mark.parametrize(
     ("most", "able", "past", "way", "used"),
     [
-        (None, True, 0, Way.REGROUP, 1),
-        (None, True, 500, Way.REGROUP, 501),
-        (None, False, 0, Way.STOP, 0),
-        (0, True, 0, Way.STOP, 0),
-        (2, False, 0, Way.RESTART, 1),
-        (2, False, 1, Way.RESTART, 2),
-        (2, False, 2, Way.STOP, 3),
-        (2, True, 1, Way.REGROUP, 2),
-        (2, True, 2, Way.STOP, 3),
+        (None, True, 0, RecoveryAction.REGROUP, 1),
+        (None, True, 500, RecoveryAction.REGROUP, 501),
+        (None, False, 0, RecoveryAction.STOP, 0),
+        (0, True, 0, RecoveryAction.STOP, 0),
+        (2, False, 0, RecoveryAction.RESTART, 1),
+        (2, False, 1, RecoveryAction.RESTART, 2),
+        (2, False, 2, RecoveryAction.STOP, 3),
+        (2, True, 1, RecoveryAction.REGROUP, 2),
+        (2, True, 2, RecoveryAction.STOP, 3),
     ],
 )
-def test_budget(most: int | None, able: bool, past: int, way: Way, used: int) -> None:
+def test_budget(most: int | None, able: bool, past: int, way: RecoveryAction, used: int) -> None:
     *before, last = faults(*(10.0 * number for number in range(past + 1)))
-    recovery = decide(before, last, Budget(most), able=able)
+    recovery = decide(before, last, RestartPolicy(most), able=able)
     assert (recovery.way, recovery.used) == (way, used)
 
 
 def test_healthy_window_fills_the_budget_again() -> None:
     past = faults(0.0, 10.0, 20.0)
-    assert decide(past, *faults(19.0 + HOUR), Budget(3), able=False).way is Way.STOP
-    assert decide(past, *faults(20.0 + HOUR), Budget(3), able=False) == Recovery(Way.RESTART, 1)
-    assert decide(past, *faults(81.0), Budget(3, window=60.0), able=False) == Recovery(Way.RESTART, 1)
+    assert decide(past, *faults(19.0 + HOUR), RestartPolicy(3), able=False).way is RecoveryAction.STOP
+    assert decide(past, *faults(20.0 + HOUR), RestartPolicy(3), able=False) == Recovery(RecoveryAction.RESTART, 1)
+    assert decide(past, *faults(81.0), RestartPolicy(3, window=60.0), able=False) == Recovery(RecoveryAction.RESTART, 1)
 
 
 @pytest.mark.parametrize(
     ("what", "way"),
     [
-        ({"place": "ValueError train.py:3", "lived": 1.0}, Way.STOP),
-        ({"place": "ValueError train.py:3", "lived": AT_ONCE + 1}, Way.RESTART),
-        ({"place": "ValueError train.py:3", "step": 7}, Way.STOP),
-        ({"place": "", "lived": 1.0}, Way.RESTART),
+        ({"place": "ValueError train.py:3", "lived": 1.0}, RecoveryAction.STOP),
+        ({"place": "ValueError train.py:3", "lived": AT_ONCE + 1}, RecoveryAction.RESTART),
+        ({"place": "ValueError train.py:3", "step": 7}, RecoveryAction.STOP),
+        ({"place": "", "lived": 1.0}, RecoveryAction.RESTART),
     ],
 )
-def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: Way) -> None:
+def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: RecoveryAction) -> None:
     *past, last = faults(*map(float, range(REPEATS)), **what)  # type: ignore[arg-type]
-    assert decide(past[1:], last, Budget(10), able=False).way is Way.RESTART
-    recovery = decide(past, last, Budget(10), able=False)
+    assert decide(past[1:], last, RestartPolicy(10), able=False).way is RecoveryAction.RESTART
+    recovery = decide(past, last, RestartPolicy(10), able=False)
     assert recovery.way is way
-    assert (way is Way.STOP) == ("same crash" in recovery.why)
+    assert (way is RecoveryAction.STOP) == ("same crash" in recovery.why)
 
 
 def test_ranks_that_fail_together_are_one_fault() -> None:
     crash = Fault("ValueError train.py:3", 0.0, 1.0, 5)
     others = [replace(crash, together=True)] * 3
-    assert decide([crash, *others[1:]], others[0], Budget(1), able=True) == Recovery(Way.REGROUP, 1)
-    assert decide([crash, *others], crash, Budget(None), able=True) == Recovery(Way.REGROUP, 2)
-    assert decide([crash, *others] * (REPEATS - 1), crash, Budget(None), able=True).way is Way.STOP
+    assert decide([crash, *others[1:]], others[0], RestartPolicy(1), able=True) == Recovery(RecoveryAction.REGROUP, 1)
+    assert decide([crash, *others], crash, RestartPolicy(None), able=True) == Recovery(RecoveryAction.REGROUP, 2)
+    assert decide([crash, *others] * (REPEATS - 1), crash, RestartPolicy(None), able=True).way is RecoveryAction.STOP
 
 
 def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
@@ -78,10 +89,13 @@ def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
 def test_killed_again_and_again_at_one_step_ends_too() -> None:
     """Out of memory at every try, say: the kernel kills as anybody does. Not where there is progress in between."""
     *past, last = faults(*(60.0 * number for number in range(OUTSIDE)), step=7, lived=9.0)
-    assert decide(past[1:], last, Budget(None), able=True).way is Way.REGROUP
-    recovery = decide(past, last, Budget(None), able=True)
-    assert (recovery.way, f"killed {OUTSIDE} times in a row" in recovery.why) == (Way.STOP, True)
-    assert decide([*past[:-1], Fault("", 600.0, 9.0, 6)], last, Budget(None), able=True).way is Way.REGROUP
-    assert decide(past, Fault("", 700.0, 9.0, 8), Budget(None), able=True).way is Way.REGROUP
-    assert decide(past, last, Budget(50), able=False).way is Way.RESTART
+    assert decide(past[1:], last, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    recovery = decide(past, last, RestartPolicy(None), able=True)
+    assert (recovery.way, f"killed {OUTSIDE} times in a row" in recovery.why) == (RecoveryAction.STOP, True)
+    assert (
+        decide([*past[:-1], Fault("", 600.0, 9.0, 6)], last, RestartPolicy(None), able=True).way
+        is RecoveryAction.REGROUP
+    )
+    assert decide(past, Fault("", 700.0, 9.0, 8), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    assert decide(past, last, RestartPolicy(50), able=False).way is RecoveryAction.RESTART
     assert kills(faults(*(100 + number / 100 for number in range(64)), step=5, lived=90.0)) == 1  # all at once

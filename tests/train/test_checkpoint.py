@@ -26,8 +26,8 @@ from torch.optim import lr_scheduler as schedulers
 from phalanx.errors import OptionError
 from phalanx.train.checkpoint import CheckpointError, Checkpoints, Info, export, loading, randomness
 from phalanx.train.checkpoint.folder import Folder
-from phalanx.train.checkpoint.keeping import Keeping
 from phalanx.train.checkpoint.plain import packed, unpacked
+from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.shares import share
 
 DTYPES = (
@@ -360,30 +360,30 @@ def infos(*losses: float | None) -> list[Info]:
 @pytest.mark.parametrize(
     ("keeping", "losses", "bad", "gone"),
     [
-        (Keeping(2), (5, 4, 3), [], [1]),
-        (Keeping(2), (5, 4), [], []),
-        (Keeping(1), (5, 4, 3), [], [1, 2]),
-        (Keeping(1, 1), (5, 1, 3), [], [1]),
-        (Keeping(1, 2), (5, 1, 3, 9), [], [1]),
-        (Keeping(1, 1, mode="max"), (5, 1, 3), [], [2]),
-        (Keeping(1, 1), (None, math.nan, 3, 4), [], [1, 2]),
-        (Keeping(1, 1, "accuracy"), (1, 2, 3), [], [1, 2]),
-        (Keeping(1, 1), (2, 2, 9), [], [1]),  # of equals the newer
-        (Keeping(2), (5, 4, 3), [9, 0], [0, 1]),  # a bad one does not count, and goes when it is old
-        (Keeping(2), (5,), [0], []),
-        (Keeping(1, 1), (math.inf, 7, math.nan, 8), [], [1, 3]),  # what is no number is never the best
-        (Keeping(1, 1, mode="max"), (math.inf, 7, math.nan, 8), [], [1, 2, 3]),
+        (Retention(2), (5, 4, 3), [], [1]),
+        (Retention(2), (5, 4), [], []),
+        (Retention(1), (5, 4, 3), [], [1, 2]),
+        (Retention(1, 1), (5, 1, 3), [], [1]),
+        (Retention(1, 2), (5, 1, 3, 9), [], [1]),
+        (Retention(1, 1, mode="max"), (5, 1, 3), [], [2]),
+        (Retention(1, 1), (None, math.nan, 3, 4), [], [1, 2]),
+        (Retention(1, 1, "accuracy"), (1, 2, 3), [], [1, 2]),
+        (Retention(1, 1), (2, 2, 9), [], [1]),  # of equals the newer
+        (Retention(2), (5, 4, 3), [9, 0], [0, 1]),  # a bad one does not count, and goes when it is old
+        (Retention(2), (5,), [0], []),
+        (Retention(1, 1), (math.inf, 7, math.nan, 8), [], [1, 3]),  # what is no number is never the best
+        (Retention(1, 1, mode="max"), (math.inf, 7, math.nan, 8), [], [1, 2, 3]),
     ],
 )
-def test_surplus(keeping: Keeping, losses: tuple[float | None, ...], bad: list[int], gone: list[int]) -> None:
+def test_surplus(keeping: Retention, losses: tuple[float | None, ...], bad: list[int], gone: list[int]) -> None:
     found = keeping.surplus(infos(*losses), [f"step-{step:012d}" for step in bad])
     assert sorted(int(name[5:]) for name in found) == gone
 
 
 def test_of_a_step_that_was_saved_twice_the_newer_counts() -> None:
     found = [Info(step, f"/x/step-{name}", {"loss": loss}) for step, name, loss in TWICE]
-    assert Keeping(2).surplus(found) == ["step-2.9", "step-2", "step-1"]
-    assert Keeping(2, 1).surplus(found) == ["step-2.9", "step-1"]
+    assert Retention(2).surplus(found) == ["step-2.9", "step-2", "step-1"]
+    assert Retention(2, 1).surplus(found) == ["step-2.9", "step-1"]
 
 
 TWICE = ((1, "1", 3.0), (2, "2", 1.0), (2, "2.9", 2.0), (2, "2.10", 2.0), (3, "3", 5.0))

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from phalanx.contract import worker_messages as words
-from phalanx.train.generations import Generations
+from phalanx.train.elastic_loop import ElasticLoop
 from phalanx.train.halting import Halting
 from phalanx.worker.process_group import nccl
 from tests.kit.cli import until
@@ -81,8 +81,8 @@ def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(f"\0{name}")
         server.listen()
-        made: list[Generations] = []
-        worker = threading.Thread(target=lambda: made.append(Generations(name, {})))
+        made: list[ElasticLoop] = []
+        worker = threading.Thread(target=lambda: made.append(ElasticLoop(name, {})))
         worker.start()
         line, _ = server.accept()
         with line:

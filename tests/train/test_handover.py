@@ -13,19 +13,19 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.train import pieces
-from phalanx.train.chance import Fresh
+from phalanx.train import tensor_transfer
 from phalanx.train.handover import Deal
-from phalanx.train.once import Once
-from phalanx.train.parcel import Opened, Parcel
-from phalanx.train.past import Past, offers
+from phalanx.train.made_once import Once
+from phalanx.train.memfd_tensors import MemfdTensors, OpenedMemfd
+from phalanx.train.rng import FreshRng
 from phalanx.train.shard_handover import ShardDeal, divided
+from phalanx.train.state_offer import StateOffer, offers
 
 CPU = torch.device("cpu")
 
 
 def word(step: int, epoch: int = 0) -> str:
-    return Past(step, epoch, {}).word
+    return StateOffer(step, epoch, {}).word
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def alike(found: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_parcel_holds_what_was_put_in() -> None:
-    parcel = Parcel(tensors(), {"step": 3})
+    parcel = MemfdTensors(tensors(), {"step": 3})
     found = blank()
-    with Opened(parcel.address) as opened:
+    with OpenedMemfd(parcel.address) as opened:
         assert opened.label["step"] == 3
         opened.read(found)
         own = {name: opened.tensor(name, one.dtype, tuple(one.shape)) for name, one in tensors().items()}
@@ -136,17 +136,17 @@ def test_a_parcel_holds_what_was_put_in() -> None:
     own["large"] += 1  # it lives as long as somebody has it
     assert torch.equal(own["large"], found["large"] + 1)
     with pytest.raises(LaunchError, match="cannot be read"):
-        Opened(parcel.address)
+        OpenedMemfd(parcel.address)
     with open(os.devnull, "r+b") as stranger, pytest.raises(LaunchError, match="no state of a training"):
-        Opened(f"{os.getpid()} {stranger.fileno()} 0 9")
+        OpenedMemfd(f"{os.getpid()} {stranger.fileno()} 0 9")
 
 
 def exchanged(rank: int) -> bool:
     found = blank()
     if rank == 0:
-        pieces.send(tensors(), 1)
+        tensor_transfer.send(tensors(), 1)
         return True
-    pieces.receive(found, 0)
+    tensor_transfer.receive(found, 0)
     return alike(found)
 
 
@@ -158,8 +158,8 @@ def between_two() -> bool:
 
 def test_by_the_backend_in_few_pieces() -> None:
     assert phalanx.spawn(between_two, ranks=2) == [True, True]
-    sizes = {**dict.fromkeys(map(str, range(1000)), 1000), "large": pieces.SMALL, "empty": 0}
-    together = [*pieces.together(sizes)]
+    sizes = {**dict.fromkeys(map(str, range(1000)), 1000), "large": tensor_transfer.SMALL, "empty": 0}
+    together = [*tensor_transfer.together(sizes)]
     assert len(together) == 2
     assert sorted(name for names in together for name in names) == sorted(name for name in sizes if sizes[name])
 
@@ -216,7 +216,7 @@ def test_once_and_on_resize_want_functions() -> None:
 
 
 def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
-    def steps(fresh: Fresh, values: list[int]) -> list[float]:
+    def steps(fresh: FreshRng, values: list[int]) -> list[float]:
         found = []
         for value in values:
             fresh.begin(value, CPU)
@@ -225,9 +225,9 @@ def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
         return found
 
     random.seed(5)
-    first = Fresh()
+    first = FreshRng()
     whole = steps(first, [1, 2, 3])
-    later = Fresh()
+    later = FreshRng()
     later.drawn = first.drawn
     assert first.drawn == ["python"]
     random.seed(9)

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from phalanx.train.progress import DRAW_EVERY, LOG_EVERY, Progress, Sight, bar, line
+from phalanx.train.progress import DRAW_EVERY, LOG_EVERY, Progress, ProgressView, bar, line
 
-FULL = Sight(1200, 5000, "epoch 2/10", {"loss": 0.30213, "accuracy": 0.5}, 12345.6, 4000)
+FULL = ProgressView(1200, 5000, "epoch 2/10", {"loss": 0.30213, "accuracy": 0.5}, 12345.6, 4000)
 
 
 class Clock:
@@ -35,7 +35,7 @@ def test_never_wider_than_the_terminal(width: int) -> None:
 
 
 def test_in_80_columns() -> None:
-    usual = Sight(1200, 5000, "epoch 2/10", {"loss": 0.30213}, 12345.6, 4000)
+    usual = ProgressView(1200, 5000, "epoch 2/10", {"loss": 0.30213}, 12345.6, 4000)
     assert bar(usual, 79) == "epoch 2/10  ━━──────────  1200/5000  loss 0.3021  12.3k samples/s  1:06:40 left"
 
 
@@ -56,19 +56,19 @@ def test_what_matters_least_goes_first(width: int, expected: str) -> None:
 @pytest.mark.parametrize(
     ("sight", "expected"),
     [
-        (Sight(0, 10), "──────────────────────────────  0/10"),
-        (Sight(5, 10), "━━━━━━━━━━━━━━━───────────────  5/10"),
-        (Sight(12, 10), "━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/10"),
-        (Sight(7), "7"),
-        (Sight(7, None, "", {"loss": float("nan")}), "7  loss nan"),
+        (ProgressView(0, 10), "──────────────────────────────  0/10"),
+        (ProgressView(5, 10), "━━━━━━━━━━━━━━━───────────────  5/10"),
+        (ProgressView(12, 10), "━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/10"),
+        (ProgressView(7), "7"),
+        (ProgressView(7, None, "", {"loss": float("nan")}), "7  loss nan"),
     ],
 )
-def test_the_row(sight: Sight, expected: str) -> None:
+def test_the_row(sight: ProgressView, expected: str) -> None:
     assert bar(sight, 79) == expected
 
 
 def test_ascii_where_nothing_else_can_be_written() -> None:
-    assert bar(Sight(5, 10), 20, ascii_only=True) == "#######-------  5/10"
+    assert bar(ProgressView(5, 10), 20, ascii_only=True) == "#######-------  5/10"
 
 
 def test_the_line_of_a_log() -> None:
@@ -79,7 +79,7 @@ def test_the_line_of_a_log() -> None:
     ("seconds", "words"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90000, "1d01h")]
 )
 def test_time_left(seconds: float, words: str) -> None:
-    assert line(Sight(1, None, left=seconds)) == f"step 1  {words} left"
+    assert line(ProgressView(1, None, left=seconds)) == f"step 1  {words} left"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_time_left(seconds: float, words: str) -> None:
     [(0.5, "0.5"), (99.94, "99.9"), (640.4, "640"), (9999, "9999"), (12345, "12.3k"), (2.5e6, "2.5M")],
 )
 def test_samples_a_second(rate: float, words: str) -> None:
-    assert line(Sight(1, samples=rate)) == f"step 1  {words} samples/s"
+    assert line(ProgressView(1, samples=rate)) == f"step 1  {words} samples/s"
 
 
 def test_in_a_log_file_a_line_now_and_then() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.errors import OptionError
 from phalanx.train.replicas import rows
-from phalanx.train.snapshot.cadence import Cadence, Measured, interval, reason
+from phalanx.train.snapshot.cadence import Cadence, MeasuredCopy, interval, reason
 from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.found import Division, division
 from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
@@ -31,23 +31,23 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "sharded.py")
 @pytest.mark.parametrize(
     ("measured", "steps"),
     [
-        ([Measured(0.0003, 0.005, 0.010)], 1),  # 3% exactly
-        ([Measured(0.0004, 0.005, 0.010)], 2),
-        ([Measured(0.010, 0.010, 0.010)], 34),
-        ([Measured(0.0001, 0.035, 0.010)], 4),  # it is complete only during the fourth step
-        ([Measured(0.0001, 0.001, 0.010), Measured(0.003, 0.001, 0.010)], 10),  # the slowest rank counts
-        ([Measured(0.0, 0.0, 0.0)], 1),
+        ([MeasuredCopy(0.0003, 0.005, 0.010)], 1),  # 3% exactly
+        ([MeasuredCopy(0.0004, 0.005, 0.010)], 2),
+        ([MeasuredCopy(0.010, 0.010, 0.010)], 34),
+        ([MeasuredCopy(0.0001, 0.035, 0.010)], 4),  # it is complete only during the fourth step
+        ([MeasuredCopy(0.0001, 0.001, 0.010), MeasuredCopy(0.003, 0.001, 0.010)], 10),  # the slowest rank counts
+        ([MeasuredCopy(0.0, 0.0, 0.0)], 1),
     ],
 )
-def test_snapshots_are_as_frequent_as_they_are_cheap(measured: list[Measured], steps: int) -> None:
+def test_snapshots_are_as_frequent_as_they_are_cheap(measured: list[MeasuredCopy], steps: int) -> None:
     assert interval(measured) == steps
 
 
 def test_the_choice_is_explained_in_one_line() -> None:
-    told = reason([Measured(0.004, 0.01, 0.04)], 4)
+    told = reason([MeasuredCopy(0.004, 0.01, 0.04)], 4)
     assert told.startswith("phalanx: snapshots of the sharded state: every 4 steps (each costs 4.0 ms, a step takes ")
     assert "40.0 ms: 2.5% of the time, at most 3% allowed" in told
-    assert "every step (" in reason([Measured(0.001, 0.01, 0.04)], 1)
+    assert "every step (" in reason([MeasuredCopy(0.001, 0.01, 0.04)], 1)
     assert "\n" not in told
 
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from phalanx.train.checkpoint.shares import Chunk
-from phalanx.train.past import Past
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
-from phalanx.train.snapshot.found import RESCUE, Held, newest, transfers
+from phalanx.train.snapshot.found import RESCUE, HeldPart, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.train.state_offer import StateOffer
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
@@ -171,7 +171,7 @@ def test_a_rescue_is_of_one_whose_main_thread_sleeps() -> None:
     """A thread of it may take what it holds, for nobody changes that meanwhile; else nothing is left of it."""
     vault = Memories()
     vault.open.set()
-    past = Past(7, 1, {"model": torch.nn.Linear(3, 3)}, rank=1)
+    past = StateOffer(7, 1, {"model": torch.nn.Linear(3, 3)}, rank=1)
 
     def rescued() -> bool:
         return rescue(past, vault, stillness() or "") == ""  # type: ignore[arg-type]
@@ -216,12 +216,12 @@ def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
 # -- which snapshot is the newest
 
 
-def held(node: int, rank: int, step: int, together: tuple[int, ...], turn: int = 0, era: str = "a") -> Held:
-    return Held(node, rank, turn, step, era, together)
+def held(node: int, rank: int, step: int, together: tuple[int, ...], turn: int = 0, era: str = "a") -> HeldPart:
+    return HeldPart(node, rank, turn, step, era, together)
 
 
 BOTH = (0, 1)
-CASES: dict[str, tuple[list[Held], int | None]] = {
+CASES: dict[str, tuple[list[HeldPart], int | None]] = {
     "nothing": ([], None),
     "one of two": ([held(0, 0, 5, BOTH)], None),
     "both": ([held(0, 0, 5, BOTH), held(0, 1, 5, BOTH)], 5),

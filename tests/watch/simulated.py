@@ -17,7 +17,7 @@ from phalanx.contract import events
 from phalanx.errors import LaunchError
 from phalanx.watch import simulation
 from phalanx.watch.screen import screen
-from phalanx.watch.source import Because, Found, LogPart, Stream
+from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 
 class Simulated:
@@ -47,12 +47,12 @@ class Simulated:
         start = max(0, len(text) - size) if start is None else start
         return LogPart(start=start, end=len(text), text=text[start:])
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
         return []
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         stacks = {rank: "\n".join(f"frame {number} of {rank}" for number in range(20)) for rank in range(self.ranks)}
-        return Because(report="nothing is wrong", stacks=stacks)
+        return WhyAnswer(report="nothing is wrong", stacks=stacks)
 
 
 class Hands:

@@ -14,7 +14,7 @@ from phalanx.contract.events import AnyEvent
 from phalanx.watch import simulation
 from phalanx.watch.page import place, server
 from phalanx.watch.page.keys import Keys
-from phalanx.watch.source import Because, Found, LogPart, Stream
+from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 KEY = "k" * 43
 
@@ -28,7 +28,7 @@ class Made:
         self.run = run
         self.ranks = ranks
         self.said: dict[tuple[int, Stream], str] = {}
-        self.because = Because(report="")
+        self.because = WhyAnswer(report="")
         self.asked: list[str] = []
         self._past: list[AnyEvent] = []
         self._news = asyncio.Event()
@@ -60,16 +60,16 @@ class Made:
         part = data[first : first + size]
         return LogPart(start=first, end=first + len(part), text=part.decode())
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
         self.asked.append(f"search {text} {ranks}")
         return [
-            Found(rank=rank, stream=stream, at=said.index(line), line=line)
+            SearchResult(rank=rank, stream=stream, at=said.index(line), line=line)
             for (rank, stream), said in self.said.items()
             for line in said.splitlines()
             if text in line and (ranks is None or rank in ranks)
         ][:most]
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         self.asked.append("why")
         return self.because
 
@@ -86,7 +86,7 @@ async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterato
     """Gives the address without the key."""
     where = place.parse(f"127.0.0.1:{port}")
     sock = place.listen(where)
-    page = server.Page(source, where, Keys(key, sock.getsockname()[1]))
+    page = server.PageServer(source, where, Keys(key, sock.getsockname()[1]))
     runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from phalanx.contract import events
 from phalanx.watch import simulation
-from phalanx.watch.page import crowd
-from phalanx.watch.page.crowd import Crowd
+from phalanx.watch.page import subscribers
+from phalanx.watch.page.subscribers import Subscribers
 
 
 class Feed:
@@ -60,12 +60,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def test_a_slow_browser_holds_nobody_up_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "_BEHIND", 5)
-    monkeypatch.setattr(crowd, "EVERY", 0.0)
+    monkeypatch.setattr(subscribers, "_BEHIND", 5)
+    monkeypatch.setattr(subscribers, "EVERY", 0.0)
 
     async def work() -> None:
         feed = Feed()
-        people = Crowd(feed)  # type: ignore[arg-type]
+        people = Subscribers(feed)  # type: ignore[arg-type]
         following = asyncio.create_task(people.follow())
         for event in simulation.begin(2, now=1.0):
             feed.queue.put_nowait(event)
@@ -100,7 +100,7 @@ def test_a_slow_browser_holds_nobody_up_and_begins_anew(monkeypatch: pytest.Monk
 def test_an_event_is_told_at_once_and_many_together() -> None:
     async def work() -> None:
         feed = Feed()
-        people = Crowd(feed)  # type: ignore[arg-type]
+        people = Subscribers(feed)  # type: ignore[arg-type]
         following = asyncio.create_task(people.follow())
         for event in simulation.begin(2, now=1.0):
             feed.queue.put_nowait(event)
@@ -115,7 +115,7 @@ def test_an_event_is_told_at_once_and_many_together() -> None:
         await asyncio.gather(following, shown)
         updates = [told for name, told in browser.got if name == "update"]
         took = browser.when[-1] - browser.when[0]
-        assert len(updates) <= took / crowd.EVERY + 3
+        assert len(updates) <= took / subscribers.EVERY + 3
         told = [each["text"] for update in updates for each in update.get("told", ())]
         assert [text for text in told if text.isdigit()] == [str(number) for number in range(200)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.contract import events
 from phalanx.watch import simulation
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import frame, picture, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.keys import Keys
@@ -26,8 +26,8 @@ from phalanx.watch.source import LogPart, Source, Stream
 NOW = 1.7e9
 
 
-def scene_of(ranks: int, seconds: int) -> Scene:
-    scene = Scene()
+def scene_of(ranks: int, seconds: int) -> RunModel:
+    scene = RunModel()
     for event in simulation.begin(ranks, now=NOW):
         scene.see(event)
     for number in range(seconds):
@@ -36,7 +36,7 @@ def scene_of(ranks: int, seconds: int) -> Scene:
     return scene
 
 
-def drawn(scene: Scene, view: View, columns: int = 80, rows: int = 24, signs: Signs = UNICODE) -> list[str]:
+def drawn(scene: RunModel, view: View, columns: int = 80, rows: int = 24, signs: Signs = UNICODE) -> list[str]:
     lines = frame.draw(scene, view, Canvas(columns, rows, signs), scene.now)
     assert len(lines) == rows
     assert all(text.length(line) <= columns for line in lines)
@@ -45,7 +45,7 @@ def drawn(scene: Scene, view: View, columns: int = 80, rows: int = 24, signs: Si
 
 @pytest.mark.parametrize("ranks", [0, 1, 8, 512])
 def test_every_size(ranks: int) -> None:
-    scene = scene_of(ranks, 45) if ranks else Scene(run="a run")
+    scene = scene_of(ranks, 45) if ranks else RunModel(run="a run")
     for keys in ("", "f", "g", "?", "x"):
         view = View(able=True)
         view.tail.turn(0, "stdout")
@@ -68,7 +68,7 @@ def test_what_matters_is_seen_on_a_small_screen() -> None:
 
 
 def test_a_node_that_is_missing() -> None:
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.begin(16, now=NOW)[:2]:
         scene.see(event)
     shown = "\n".join(drawn(scene, View()))

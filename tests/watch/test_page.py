@@ -20,8 +20,8 @@ from phalanx.contract import events
 from phalanx.watch import simulation
 from phalanx.watch.page import assets, place
 from phalanx.watch.page.updates import Updates
-from phalanx.watch.scene import Scene
-from phalanx.watch.source import Because
+from phalanx.watch.run_model import RunModel
+from phalanx.watch.source import WhyAnswer
 from tests.watch.stand import KEY, Made, begun, looked_at, opened, served
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> Non
     async def act() -> None:
         runner = web.ServerRunner(web.Server(other))
         await runner.setup()
-        listener = place.listen(place.Place(port=0))
+        listener = place.listen(place.PageAddress(port=0))
         await web.SockSite(runner, listener).start()
         try:
             async with served(await begun()) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
@@ -175,7 +175,7 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
         made = await begun()
         stuck, others = "File dataset.py, line 41, in __getitem__", "File train.py, line 88, in step"
         stacks = {rank: stuck if rank == 2 else others for rank in range(4)}
-        made.because = Because(report="rank 2 is in data loading", stacks=stacks)
+        made.because = WhyAnswer(report="rank 2 is in data loading", stacks=stacks)
         await made.seconds(38, 39)
         async with looked_at(stage.chromium, made) as page:
             assert "why" not in made.asked  # nobody is disturbed as long as all is well
@@ -209,7 +209,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         assert isinstance(started, events.RunStarted)
         await made.tell(msgspec.structs.replace(started, run=evil + turned, command=(evil,)), *rest)
         made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
-        made.because = Because(report=evil, stacks={0: evil})
+        made.because = WhyAnswer(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
         told = events.Verdict(time=time.time(), kind="data", text=evil, ranks=(0,))
         await made.tell(
@@ -375,7 +375,7 @@ def test_light_and_dark(stage: Stage) -> None:
 def test_on_a_phone_nothing_lies_beside_the_screen(stage: Stage, ranks: int) -> None:
     async def act() -> None:
         made = await begun(ranks)
-        made.because = Because(report="", stacks=dict.fromkeys(range(ranks), "a long line " * 30))
+        made.because = WhyAnswer(report="", stacks=dict.fromkeys(range(ranks), "a long line " * 30))
         await made.seconds(38, 43)
         async with looked_at(stage.chromium, made, width=390, height=844) as page:
             await page.size(390, 844, mobile=True, scale=2)
@@ -494,7 +494,7 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
 
 
 def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> None:
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.run(4, 60):
         scene.see(event)
     whole = msgspec.to_builtins(Updates(scene, seconds=600).whole(), str_keys=True)

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from phalanx.contract import events
 from phalanx.watch import prometheus, simulation
 from phalanx.watch.rank import HEALTH
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from tests.watch.exposition import Family, read
 from tests.watch.made import EVENTS
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
-def seen(ranks: int, seconds: int) -> Scene:
-    scene = Scene()
+def seen(ranks: int, seconds: int) -> RunModel:
+    scene = RunModel()
     for event in list(simulation.run(ranks, seconds))[:-1]:  # it goes on
         scene.see(event)
     return scene
@@ -79,7 +79,7 @@ def test_every_step_is_in_the_histograms() -> None:
 
 
 def test_a_long_step_takes_as_long_as_it_takes() -> None:
-    scene = Scene()
+    scene = RunModel()
     for second in range(100):
         glance = events.RankSample(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
         scene.see(events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,)))
@@ -88,7 +88,7 @@ def test_a_long_step_takes_as_long_as_it_takes() -> None:
 
 
 def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -> None:
-    whole, some = Scene(), Scene()
+    whole, some = RunModel(), RunModel()
     for second in range(400):
         glance = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
         sight = events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,))
@@ -103,7 +103,7 @@ NASTY = 'a "b" \\ c\nd, e="f" } #'
 
 
 def test_nothing_that_a_user_writes_breaks_out() -> None:
-    scene = Scene()
+    scene = RunModel()
     scene.see(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
     scene.see(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
     scene.see(events.Measured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
@@ -115,7 +115,7 @@ def test_nothing_that_a_user_writes_breaks_out() -> None:
 
 
 def test_of_nothing_there_is_little() -> None:
-    families = read(prometheus.text(Scene()))
+    families = read(prometheus.text(RunModel()))
     assert "phalanx_step" not in families
     assert "phalanx_rank_info" not in families
 
@@ -123,7 +123,7 @@ def test_of_nothing_there_is_little() -> None:
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
 def test_it_can_always_be_read_and_counters_only_grow(happened: list[events.AnyEvent]) -> None:
-    scene = Scene()
+    scene = RunModel()
     before: dict[str, float] = {}
     for event in happened:
         scene.see(event)

@@ -23,7 +23,7 @@ from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux
 from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch import masking, simulation
-from phalanx.watch.ledger import Ledger
+from phalanx.watch.incidents import Incidents
 from tests.watch.remains import START, left, record_at, wrote
 
 EVIL = "</script></pre><script>window.evil = 1</script><img src=http://evil.example/x onerror=alert(1)>"
@@ -242,7 +242,7 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
 
 
 def test_the_ledger_says_what_each_fault_cost() -> None:
-    ledger = Ledger()
+    ledger = Incidents()
     for event in (
         events.Fault(time=5.0, rank=0, reason="node b joined", recovery="regroup"),  # nothing has failed
         events.Recovered(time=6.0, generation=1, seconds=1.0, step=3),

@@ -13,7 +13,7 @@ from phalanx.contract import events
 from phalanx.contract.events import RankInfo, RankSample
 from phalanx.watch import simulation
 from phalanx.watch.rank import HEALTH
-from phalanx.watch.scene import KINDS, Scene, State
+from phalanx.watch.run_model import KINDS, RunModel, State
 from tests.watch.made import EVENTS
 
 Any = events.AnyEvent
@@ -37,8 +37,8 @@ def sight(
     return events.ClusterSample(time=when, seconds=1.0, generation=generation, ranks=glances)
 
 
-def told(*happened: Any) -> Scene:
-    scene = Scene()
+def told(*happened: Any) -> RunModel:
+    scene = RunModel()
     for event in happened:
         scene.see(event)
     return scene
@@ -461,7 +461,7 @@ def test_steps_that_are_done_again_stand_where_they_are() -> None:
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
 def test_any_events_in_any_order(happened: list[Any]) -> None:
-    scene = Scene()
+    scene = RunModel()
     before: list[float] = [0.0] * 5
     for event in happened:
         scene.see(event)
@@ -483,7 +483,7 @@ def test_any_events_in_any_order(happened: list[Any]) -> None:
 
 def test_days_stay_in_bounds() -> None:
     """What grows with time, grows fast here: each second has something of everything."""
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.begin(4, now=0):
         scene.see(event)
     for second in range(2, 5000):
@@ -498,7 +498,7 @@ def test_days_stay_in_bounds() -> None:
 
 
 def test_a_sight_of_512_ranks_is_cheap() -> None:
-    scene = Scene()
+    scene = RunModel()
     took = []
     for event in simulation.run(512, 40):
         then = time.process_time()

@@ -19,7 +19,7 @@ import pytest
 from phalanx.errors import OptionError, PortError, UsageError
 from phalanx.watch.page import keys, place
 from phalanx.watch.page.keys import Keys
-from phalanx.watch.page.place import Place
+from phalanx.watch.page.place import PageAddress
 from tests.kit.cli import start
 
 pytestmark = pytest.mark.xdist_group("page")  # they share a server
@@ -267,18 +267,18 @@ def test_a_thousand_strangers(page: Served) -> None:
 @pytest.mark.parametrize(
     ("text", "found", "loopback"),
     [
-        (None, Place("127.0.0.1", None), True),
-        ("29600", Place("127.0.0.1", 29600), True),
-        (":29600", Place("127.0.0.1", 29600), True),
-        ("localhost", Place("localhost", None), True),
-        ("[::1]:80", Place("::1", 80), True),
-        ("::", Place("::", None), False),
-        ("0.0.0.0:0", Place("0.0.0.0", 0), False),
-        ("head.example:443", Place("head.example", 443), False),
+        (None, PageAddress("127.0.0.1", None), True),
+        ("29600", PageAddress("127.0.0.1", 29600), True),
+        (":29600", PageAddress("127.0.0.1", 29600), True),
+        ("localhost", PageAddress("localhost", None), True),
+        ("[::1]:80", PageAddress("::1", 80), True),
+        ("::", PageAddress("::", None), False),
+        ("0.0.0.0:0", PageAddress("0.0.0.0", 0), False),
+        ("head.example:443", PageAddress("head.example", 443), False),
     ],
     ids=str,
 )
-def test_places(text: str | None, found: Place, loopback: bool) -> None:
+def test_places(text: str | None, found: PageAddress, loopback: bool) -> None:
     assert place.parse(text) == found
     assert found.loopback is loopback
 
@@ -291,16 +291,16 @@ def test_what_is_no_place(text: str) -> None:
 
 
 def test_a_port_that_is_taken() -> None:
-    with place.listen(Place("127.0.0.1", 0)) as taken:
+    with place.listen(PageAddress("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortError, match=f"port {port}: somebody else does") as told:
-            place.listen(Place("127.0.0.1", port))
+            place.listen(PageAddress("127.0.0.1", port))
         assert told.value.fix == "--page-at 127.0.0.1 takes the next free one"
     with pytest.raises(PortError, match="no interface of this machine has that address"):
-        place.listen(Place("192.0.2.1", 0))
+        place.listen(PageAddress("192.0.2.1", 0))
     with pytest.raises(PortError, match="no such name"):
-        place.listen(Place("x" * 70, 0))
-    with place.listen(Place()) as one, place.listen(Place()) as other:
+        place.listen(PageAddress("x" * 70, 0))
+    with place.listen(PageAddress()) as one, place.listen(PageAddress()) as other:
         assert one.getsockname() != other.getsockname()
 
 

@@ -7,9 +7,9 @@ import re
 from xml.etree import ElementTree
 
 from phalanx.watch import svg, timeline
-from phalanx.watch.ledger import Entry
+from phalanx.watch.incidents import Incident
 from phalanx.watch.plot import Series
-from phalanx.watch.scene import RankView
+from phalanx.watch.run_model import RankView
 from phalanx.watch.svg import Chart, Mark
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +39,7 @@ def test_text_of_others_cannot_become_markup() -> None:
     chart = Chart(EVIL, [Series(EVIL, [(0, 1)]), Series(EVIL, [(0, 1)])], across=EVIL, marks=[Mark(0, EVIL)])
     told = svg.picture([chart], comment=EVIL)
     assert not list(parsed(told).iter(f"{SVG}script"))
-    whole = timeline.whole(0.0, 1.0, 10.0, [Entry(2.0, "fault", EVIL, seconds=1.0)])
+    whole = timeline.whole(0.0, 1.0, 10.0, [Incident(2.0, "fault", EVIL, seconds=1.0)])
     assert not list(parsed(whole).iter(f"{SVG}script"))
 
 

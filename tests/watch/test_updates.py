@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from phalanx.contract import events
 from phalanx.watch import simulation
-from phalanx.watch.page.protocol import Head, Row, Told, Update
+from phalanx.watch.page.protocol import Head, RankRow, Told, Update
 from phalanx.watch.page.updates import SECONDS, Updates, encode
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from tests.watch.made import EVENTS
 
 _decoder = msgspec.json.Decoder(Update)
@@ -26,7 +26,7 @@ class Client:
     """As the page keeps it."""
 
     head: Head | None = None
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RankRow] = field(default_factory=dict)
     strips: dict[int, dict[int, str]] = field(default_factory=dict)  # letter by tenth of a second
     curves: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
     told: list[Told] = field(default_factory=list)
@@ -54,7 +54,7 @@ def _tail(strips: dict[int, dict[int, str]]) -> dict[int, list[tuple[int, str]]]
 
 
 def test_a_newcomer_sees_what_the_first_one_sees() -> None:
-    scene = Scene()
+    scene = RunModel()
     updates = Updates(scene)
     first = Client()
     first.hear(encode(updates.whole()))
@@ -89,7 +89,7 @@ def test_a_newcomer_sees_what_the_first_one_sees() -> None:
 
 
 def test_only_what_has_changed() -> None:
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.run(16, 10):
         scene.see(event)
     updates = Updates(scene)
@@ -107,7 +107,7 @@ def test_only_what_has_changed() -> None:
 
 
 def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
-    scene = Scene()
+    scene = RunModel()
     updates = Updates(scene)
     for event in (*simulation.begin(4, now=100.0), *simulation.second(1, 4, now=103.0)):
         scene.see(event)
@@ -128,7 +128,7 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
 
 
 def test_a_roll_that_is_called() -> None:
-    scene = Scene()
+    scene = RunModel()
     scene.see(events.RollCall(time=1, expected=2, here=("a",), missing=("b",), text="waiting for b"))
     roll = Updates(scene).whole().roll
     assert roll is not None
@@ -144,7 +144,7 @@ def test_a_roll_that_is_called() -> None:
 
 @pytest.mark.parametrize("seconds", [SECONDS, 200.0])
 def test_a_whole_has_the_last_seconds(seconds: float) -> None:
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.run(2, 90):
         scene.see(event)
     start, letters = Updates(scene, seconds=seconds).whole().strips[0]
@@ -155,7 +155,7 @@ def test_a_whole_has_the_last_seconds(seconds: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(EVENTS, st.randoms(use_true_random=False))
 def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object) -> None:
-    scene = Scene()
+    scene = RunModel()
     updates = Updates(scene)
     client = Client()
     client.hear(encode(updates.whole()))
@@ -174,7 +174,7 @@ def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object
 
 
 def test_512_ranks_are_told_in_time_and_space() -> None:
-    scene = Scene()
+    scene = RunModel()
     updates = Updates(scene)
     sizes, took = [], []
     for event in simulation.begin(512, now=100.0):

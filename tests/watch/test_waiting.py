@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.watch.strip import Strip
-from phalanx.watch.waiting import Held, Tally, held, stretches
+from phalanx.watch.waiting import Tally, WaitedFor, held, stretches
 
 
 def strips(*letters: str, end: float = 10.0) -> dict[int, Strip]:
@@ -51,8 +51,8 @@ def test_nothing_at_all() -> None:
 def test_how_long_each_was_waited_for() -> None:
     found = held(strips("wwwwwwwwwO", "ddddwwwwwO", "wwwwwwfwwO"), 9.0, 10.0)
     assert found == [
-        Held(1, 0.4, 0.4, "data", steps=1),
-        Held(2, 0.1, 0.1, "forward", steps=1),
+        WaitedFor(1, 0.4, 0.4, "data", steps=1),
+        WaitedFor(2, 0.1, 0.1, "forward", steps=1),
     ]
     assert found[0].each == pytest.approx(0.4)
     assert found[0].sentence() == "rank 1 kept the others waiting 40% of the last minute, mostly in data loading"

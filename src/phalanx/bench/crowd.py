@@ -60,12 +60,12 @@ class MemberEars(Quiet):
         self.ended.set()
 
 
-def arrival(member: int | None) -> messages.Arrival:
+def arrival(member: int | None) -> messages.NodeInfo:
     """As large as a real one."""
     versions = {"phalanx": "0.1.0", "python": "3.11.9", "torch": "2.11.0", "nccl": "2.27.5", "cuda": "12.8"}
     terms = {"nodes": "4096", "workers": "8", "script": "/home/someone/project/train.py", "arguments": "1f0c3a5e"}
     host = f"node{member or 0:05d}.cluster.example"
-    return messages.Arrival(run="bench", member=member, host=host, pid=4321, slots=8, versions=versions, terms=terms)
+    return messages.NodeInfo(run="bench", member=member, host=host, pid=4321, slots=8, versions=versions, terms=terms)
 
 
 async def lead() -> None:

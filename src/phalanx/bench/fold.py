@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phalanx.contract import events
 from phalanx.watch import simulation
 from phalanx.watch.page.updates import Updates, encode
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 
 _PAST = 30  # seconds that were seen before
 
@@ -32,7 +32,7 @@ class Fold:
 
 
 def measure(ranks: int, seconds: int = 30) -> Fold:
-    scene = Scene()
+    scene = RunModel()
     for event in simulation.begin(ranks, now=0.0):
         scene.see(event)
     updates = Updates(scene)

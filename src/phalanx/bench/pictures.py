@@ -13,7 +13,7 @@ from phalanx.bench import browser, panorama
 from phalanx.bench.browser import Page
 from phalanx.bench.pretended import Pretended
 from phalanx.watch import simulation
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import picture
 from phalanx.watch.screen.view import View
 
@@ -58,7 +58,7 @@ def take(folder: str, inherited: Mapping[str, str]) -> int:
 
 async def _screen(file: str) -> None:
     ranks, second, start = 16, 46, 1.7e9
-    scene, view = Scene(), View(able=True, rank=2)
+    scene, view = RunModel(), View(able=True, rank=2)
     for event in simulation.begin(ranks, now=start):
         scene.see(event)
     for number in range(second):

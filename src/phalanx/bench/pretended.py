@@ -16,7 +16,7 @@ import msgspec
 
 from phalanx.contract.events import AnyEvent
 from phalanx.watch import simulation
-from phalanx.watch.source import Because, Found, LogPart, Stream
+from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 _LINES = "".join(f"epoch {step // 100}  step {step}  loss {2.3 * 0.985**step + 0.1:.3f}\n" for step in range(1, 41))
 
@@ -52,20 +52,20 @@ class Pretended:
         begin = max(0, len(text) - size) if start is None else min(start, len(text))
         return LogPart(start=begin, end=min(len(text), begin + size), text=text[begin : begin + size])
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
         found, at = [], 0
         for line in _LINES.splitlines(keepends=True):
             if text.lower() in line.lower() and (ranks is None or 0 in ranks):
-                found.append(Found(rank=0, stream="stdout", at=at, line=line.rstrip()))
+                found.append(SearchResult(rank=0, stream="stdout", at=at, line=line.rstrip()))
             at += len(line)
         return found[:most]
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         text = "rank 2 is in data loading, dataset.py:41 in __getitem__; the others wait for it in all_reduce #214"
         waits = 'File "train.py", line 88, in step\n    loss.backward()'
         stacks = dict.fromkeys(range(self._ranks), waits)
         stacks[2] = 'File "dataset.py", line 41, in __getitem__\n    return self.images[number]'
-        return Because(report=f"probably: {text}", verdicts=(text,), stacks=stacks)
+        return WhyAnswer(report=f"probably: {text}", verdicts=(text,), stacks=stacks)
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cli import run
-from phalanx.cli.gathering import look_around
 from phalanx.cli.options import HelpRequested, RunOptions, parse_chaos
+from phalanx.cli.surroundings import look_around
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import OptionError, PhalanxError, UsageError
 from phalanx.launch.chaos import Chaos

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.cli.gathering import Surroundings, look_around, script_digest, terms
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import devices
+from phalanx.cli.surroundings import Surroundings, look_around, script_digest, terms
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import HOME
@@ -57,9 +57,9 @@ def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]
     if not near[0]:
         import asyncio
 
-        return asyncio.run(Elsewhere(links, options).run())
+        return asyncio.run(RemoteHost(links, options).run())
     own = _options_of(options, hosts, 0, near=True, run_id=orders[0].options["run_id"])
-    outside = Here(links, options.join_timeout, options.linger or 0.0)
+    outside = LocalHost(links, options.join_timeout, options.linger or 0.0)
     try:
         return begin(own, environ, Surroundings(gathering_of(orders[0], own, None)), outside)
     finally:
@@ -212,7 +212,7 @@ def _cwd(environ: Mapping[str, str]) -> str:
     return os.getcwd()
 
 
-class Here:
+class LocalHost:
     """Node 0 is this process: what its supervisor has to know of the others."""
 
     def __init__(self, hosts: Hosts, patience: float, linger: float) -> None:
@@ -275,7 +275,7 @@ class Here:
             self._supervisor.note(str(error))
 
 
-class Elsewhere:
+class RemoteHost:
     """Node 0 is another machine: this one shows what it writes, hands on signals, and ends as it ends."""
 
     def __init__(self, hosts: Hosts, options: RunOptions) -> None:

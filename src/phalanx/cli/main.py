@@ -18,7 +18,7 @@ from phalanx.errors import PhalanxError, UsageError
 VERBS = {
     "run": "start a script on every device of this machine, or of several",
     "doctor": "check this machine, or several and the network between them",
-    "explain": "show what `run` would do: ranks, devices, cores, environment",
+    "plan": "show what `run` would do: ranks, devices, cores, environment",
     "lint": "read a script, and say what would hang or spoil it",
     "chaos": "run a script, and kill its workers now and then: does it go on?",
     "attach": "a debugger in one rank of a run",

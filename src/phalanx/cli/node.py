@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from phalanx.cli.gathering import Surroundings, script_digest
 from phalanx.cli.hosts import gathering_of
 from phalanx.cli.options import RunOptions
 from phalanx.cli.planning import make_plan
 from phalanx.cli.run import begin
+from phalanx.cli.surroundings import Surroundings, script_digest
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import HOME
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         raise UsageError(
             "phalanx node is what phalanx run --hosts starts on every host", fix="phalanx run --hosts a:8,b:2 train.py"
         )
-    line = Line()
+    line = NodeStdio()
     told = line.wait_for(NodeSpec)
     if told is None:
         return 1
@@ -123,7 +123,7 @@ def _check_script(path: str, digest: str) -> None:
 # -- the line to the starter
 
 
-class Line:
+class NodeStdio:
     """stdin and stdout, taken away from everything else. Its end is the end of this node's workers."""
 
     pids: frozenset[int] = frozenset()

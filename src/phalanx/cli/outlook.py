@@ -1,12 +1,12 @@
-"""Which nodes a run would have, as far as that is known before they have met: for `phalanx explain`. Pure."""
+"""Which nodes a run would have, as far as that is known before they have met: for `phalanx plan`. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.cli.gathering import Surroundings
 from phalanx.cli.options import RunOptions
+from phalanx.cli.surroundings import Surroundings
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import Placement, place
 from phalanx.cluster.sources.nodelist import counts

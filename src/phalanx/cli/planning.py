@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from phalanx.cli.gathering import Surroundings
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import Streams
+from phalanx.cli.surroundings import Surroundings
 from phalanx.cluster import nvidia, sharing, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import place

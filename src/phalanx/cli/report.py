@@ -21,11 +21,11 @@ from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch import masking, report
 from phalanx.watch.comparison import Track
-from phalanx.watch.ledger import Ledger
+from phalanx.watch.incidents import Incidents
 from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.report import Account, Stood, Tail
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.source import Stream
 from phalanx.watch.strip import TICK
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def made(record: RunRecord, *, with_logs: bool = True) -> str:
-    track, ledger, blamed = Track(record.id), Ledger(), Blamed()
+    track, ledger, blamed = Track(record.id), Incidents(), Blamed()
     history.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
     scene, remains = track.scene, postmortem.read(record)
     ended_badly = not record.alive and record.code != 0
@@ -87,7 +87,7 @@ def made(record: RunRecord, *, with_logs: bool = True) -> str:
     return report.html(account, scene, track.course(record.state), ledger, page=page)
 
 
-async def _page(record: RunRecord, scene: Scene, account: Account) -> str:
+async def _page(record: RunRecord, scene: RunModel, account: Account) -> str:
     """The page with all that it shows inside: as many phases as there is room for."""
     letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
     logs: dict[str, dict[str, str]] = {}

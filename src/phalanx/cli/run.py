@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phalanx.cli.gathering import Surroundings, look_around
 from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
+from phalanx.cli.surroundings import Surroundings, look_around
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError

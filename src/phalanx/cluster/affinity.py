@@ -15,7 +15,7 @@ MODES = ("node", "socket", "exclusive", "core-complex")
 
 
 @dataclass(frozen=True)
-class Topology:
+class CpuTopology:
     """How the cores of this machine lie to each other and to its PCI devices.
 
     A group of cores (the threads of a physical core, those that share a cache) goes by its lowest number.
@@ -46,7 +46,7 @@ class Topology:
         return [groups[key] for key in sorted(groups, key=lambda key: (-len(groups[key]), key))]
 
 
-def bind(slots: Sequence[Slot], mode: str, topology: Topology) -> tuple[Slot, ...]:
+def bind(slots: Sequence[Slot], mode: str, topology: CpuTopology) -> tuple[Slot, ...]:
     """The slots with their cores filled in.
 
     - `node`: all cores of the NUMA node that the worker's GPU is next to
@@ -74,7 +74,7 @@ def bind(slots: Sequence[Slot], mode: str, topology: Topology) -> tuple[Slot, ..
     return tuple(bound)
 
 
-def _cores(mode: str, topology: Topology, home: int, turn: int, workers: int) -> Iterable[int]:
+def _cores(mode: str, topology: CpuTopology, home: int, turn: int, workers: int) -> Iterable[int]:
     """What the worker gets that is number `turn` of the `workers` on NUMA node `home`."""
     if mode == "node":
         return topology.cores(home)
@@ -97,7 +97,7 @@ def _cores(mode: str, topology: Topology, home: int, turn: int, workers: int) ->
     return complexes[turn % len(complexes)]
 
 
-def _homes(slots: Sequence[Slot], topology: Topology) -> list[int]:
+def _homes(slots: Sequence[Slot], topology: CpuTopology) -> list[int]:
     """The NUMA node of each worker."""
     usable = {node: len(topology.physical_cores(node)) for node in topology.nodes if topology.cores(node)}
     if not usable:
@@ -117,7 +117,7 @@ def _homes(slots: Sequence[Slot], topology: Topology) -> list[int]:
     return [home for home in homes if home is not None]
 
 
-def _home(slot: Slot, topology: Topology, usable: Sequence[int]) -> int | None:
+def _home(slot: Slot, topology: CpuTopology, usable: Sequence[int]) -> int | None:
     if slot.device is None:
         return None
     if len(topology.nodes) == 1:
@@ -144,7 +144,7 @@ def _home(slot: Slot, topology: Topology, usable: Sequence[int]) -> int | None:
     return home
 
 
-def read(root: str = "/sys", allowed: Iterable[int] | None = None) -> Topology:
+def read(root: str = "/sys", allowed: Iterable[int] | None = None) -> CpuTopology:
     """The topology of this machine, from the kernel's tree."""
     mine = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = {
@@ -152,7 +152,7 @@ def read(root: str = "/sys", allowed: Iterable[int] | None = None) -> Topology:
         for path in Path(root, "devices/system/node").glob("node[0-9]*")
     }
     cpus = {int(path.name.removeprefix("cpu")): path for path in Path(root, "devices/system/cpu").glob("cpu[0-9]*")}
-    return Topology(
+    return CpuTopology(
         nodes=nodes or {0: frozenset(cpus) or mine},  # a kernel built without NUMA
         allowed=mine,
         near=_near(Path(root, "bus/pci/devices")),

@@ -8,18 +8,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import meeting, neighbours
+from . import monitored, neighbours
 from .engine import Engine
-from .group import Group
+from .group import EngineProcessGroup
 
 _NOT_BUILT = "its native part is not built here; with a C compiler: pip install --force-reinstall --no-deps phalanx"
 _REFUSED = "shm/refused"
 _noted = False
 
 
-def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> Group:
+def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> EngineProcessGroup:
     """`ranks`: what they are called in the world; none: as in the group."""
-    meeting.teach(Group)
+    monitored.teach(EngineProcessGroup)
     names = tuple(ranks) or tuple(range(size))
     refused = _refusal()
     if refused:
@@ -27,21 +27,21 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     refused = store.get(_REFUSED).decode() if store.check([_REFUSED]) else ""
     if len(known.machines) > 1:
-        from .nodes import Nodes
+        from .hierarchical_engine import HierarchicalEngine
 
         inner = _within(store, rank, known.here, names, timeout, refused=refused)
-        engine: Engine = Nodes(store, known, inner, timeout.total_seconds(), names)
+        engine: Engine = HierarchicalEngine(store, known, inner, timeout.total_seconds(), names)
     else:
         engine = _within(store, rank, range(size), names, timeout, refused=refused)
-    return Group("shm", engine, store, timeout, names)
+    return EngineProcessGroup("shm", engine, store, timeout, names)
 
 
-def mpi(ranks: Sequence[int], timeout: timedelta) -> Group | None:
+def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
     """`ranks`: of the world; none: all of them. None: this rank is not among them."""
-    from . import mpi as engines
+    from . import mpi_engine as engines
 
     engine = engines.create(ranks)
-    return Group("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
+    return EngineProcessGroup("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
 def _refusal() -> str:
@@ -60,15 +60,15 @@ def _within(
     names = [names[one] for one in here]
     if not refused:
         from .segment import MOST
-        from .shared import join
+        from .shm_engine import join
 
         if len(here) <= MOST:
             return join(store, rank, here, names, timeout.total_seconds())
         refused = f"of one machine it takes {MOST} ranks, and here are {len(here)}"
-    from .plain import Plain
+    from .gloo_engine import GlooEngine
 
     _note(rank, refused)
-    return Plain(dist.PrefixStore(f"machine of {here[0]}", store), here.index(rank), len(here), timeout, names)
+    return GlooEngine(dist.PrefixStore(f"machine of {here[0]}", store), here.index(rank), len(here), timeout, names)
 
 
 def _note(rank: int, why: str) -> None:

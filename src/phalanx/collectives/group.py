@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from . import living, meeting, parts, reductions, sparse
-from .asked import asked, listed
+from . import monitored, parts, reductions, registry, sparse
 from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
-from .journal import Journal
-from .work import Apart, Done, Started, Watcher
+from .flight_recorder import FlightRecorder
+from .torch_options import asked, listed
+from .work import DetachedWork, DoneWork, StartedWork, Watcher
 
 _Some = Sequence[torch.Tensor]
 _Call = tuple[_Some, _Some]  # what goes in, and where what comes out is written
-_OVER = Done()
-_APART = Apart()
+_OVER = DoneWork()
+_APART = DetachedWork()
 _LINGER = 2.0  # seconds, when the group ends, for what is under way
 _MESSAGES = 64  # under way before those that are over are let go
 _CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.layout is _strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
-class Group(dist.ProcessGroup):  # type: ignore[misc]
+class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """Ranks and tensors of the CPU, over one engine. What is not async is done in the calling thread."""
 
     def __init__(
@@ -61,13 +61,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._watcher = Watcher()
         self._ranks = tuple(ranks) or tuple(range(engine.size))
         self._monitored = 0
-        self._journal = Journal(lambda: self._name, self._ranks)
+        self._journal = FlightRecorder(lambda: self._name, self._ranks)
         self._enter = self._journal.enter
-        self._started: deque[Started] = deque()
-        self._messages: list[Started] = []
-        self._batch: list[Started] | None = None
+        self._started: deque[StartedWork] = deque()
+        self._messages: list[StartedWork] = []
+        self._batch: list[StartedWork] | None = None
         self._open = True
-        living.add(self)
+        registry.add(self)
 
     # -- who it is
 
@@ -98,7 +98,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def _get_backend(self, device: torch.device) -> Group:
+    def _get_backend(self, device: torch.device) -> EngineProcessGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
         return self
@@ -328,7 +328,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         self._monitored += 1
         store = dist.PrefixStore(f"monitored/{self._monitored}", self._store)
-        meeting.hold(store, self._rank, self._ranks, seconds, wait_all_ranks)
+        monitored.hold(store, self._rank, self._ranks, seconds, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
         self._batch = []
@@ -342,7 +342,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             for work in works:
                 work.wait()
 
-        return Started("coalesced calls", pendings, tensors, self._watcher, after=after)
+        return StartedWork("coalesced calls", pendings, tensors, self._watcher, after=after)
 
     # -- messages
 
@@ -373,8 +373,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         tensors: _Some,
         data: Tensor,
         after: Callable[[], None] | None = None,
-    ) -> Started:
-        work = Started(name, [pending], tensors, _APART, after=after, keep=data)
+    ) -> StartedWork:
+        work = StartedWork(name, [pending], tensors, _APART, after=after, keep=data)
         if self._batch is not None:
             self._batch.append(work)
         if len(self._messages) >= _MESSAGES:
@@ -425,7 +425,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             return _OVER
         results = [out for _, outs in calls for out in outs]
         after = (lambda: parts.copy(copies)) if copies else None
-        work = Started(name, pendings, results, self._watcher, after=after, keep=kept)
+        work = StartedWork(name, pendings, results, self._watcher, after=after, keep=kept)
         if self._batch is not None:
             self._batch.append(work)
         started = self._started

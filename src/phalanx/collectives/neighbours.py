@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .trouble import Late
+from .errors import CollectiveTimeout
 
 _EVER = timedelta(days=365)
 
@@ -34,7 +34,7 @@ def find(store: dist.Store, rank: int, size: int, timeout: float) -> Neighbours:
         late = [other for other in range(size) if not store.check([_key(other)])]
         if not late:
             raise
-        raise Late(f"a group of {size} ranks waited {timeout:g} s for {named(late)} to come") from error
+        raise CollectiveTimeout(f"a group of {size} ranks waited {timeout:g} s for {named(late)} to come") from error
     return sort([place.decode() for place in store.multi_get(keys)], rank)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from . import reductions
-from .trouble import Refused
+from .errors import CallRefused
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
-        raise Refused(
+        raise CallRefused(
             f"a tensor on {tensor.device}: this group is for tensors of the CPU",
             'init_process_group("cpu:gloo,cuda:nccl"), or tensor.cpu()',
         )
@@ -25,7 +25,9 @@ def on_cpu(tensor: Tensor) -> Tensor:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor itself where its memory is in order, else a copy."""
     if on_cpu(tensor).layout is not torch.strided:
-        raise Refused(f"a tensor with layout {tensor.layout}: only all_reduce takes sparse ones", "tensor.to_dense()")
+        raise CallRefused(
+            f"a tensor with layout {tensor.layout}: only all_reduce takes sparse ones", "tensor.to_dense()"
+        )
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -36,7 +38,7 @@ def real(tensors: Sequence[Tensor], op: Any) -> Sequence[Tensor]:
     if not tensors or not tensors[0].is_complex():
         return tensors
     if not c10d.supports_complex(op):
-        raise Refused(f"{reductions.name(op)} of complex numbers: there is no such reduction")
+        raise CallRefused(f"{reductions.name(op)} of complex numbers: there is no such reduction")
     return [torch.view_as_real(tensor) for tensor in tensors]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .engine import Op, Reduction
-from .trouble import Refused
+from .errors import CallRefused
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,7 +49,7 @@ def find(dtype: torch.dtype, op: Any) -> Reduction:
         return known
     if hash(op) == _PREMUL_SUM and dtype in (*_FLOATS, *_INTEGERS):
         return Reduction(Op.SUM, before=_factor(op, dtype))
-    raise Refused(
+    raise CallRefused(
         f"{name(op)} of {str(dtype).removeprefix('torch.')}: there is no such reduction",
         "reduce another type, for example tensor.to(torch.float32)",
     )
@@ -59,8 +59,10 @@ def _factor(op: Any, dtype: torch.dtype) -> float:
     _, factor = op.__getstate__()
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
-            raise Refused(f"PREMUL_SUM with a factor of {factor.numel()} numbers: it has to be one")
+            raise CallRefused(f"PREMUL_SUM with a factor of {factor.numel()} numbers: it has to be one")
         factor = factor.item()
     if dtype in _INTEGERS and factor != int(factor):
-        raise Refused(f"PREMUL_SUM of whole numbers ({str(dtype).removeprefix('torch.')}) with a factor of {factor:g}")
+        raise CallRefused(
+            f"PREMUL_SUM of whole numbers ({str(dtype).removeprefix('torch.')}) with a factor of {factor:g}"
+        )
     return float(factor)

@@ -55,10 +55,10 @@ def _refuse_others(config: Any) -> None:
     """torch takes a group in Python for the whole one, and would say nothing of what else was asked for."""
     asked = dict(getattr(config, "device_backend_map", None) or {})
     if set(asked.values()) - {"shm"}:
-        from phalanx.collectives.trouble import Refused
+        from phalanx.collectives.errors import CallRefused
 
         said = ",".join(f"{device}:{name}" for device, name in asked.items())
-        raise Refused(
+        raise CallRefused(
             f'"{said}": shm is a group of its own, beside which there is no other backend',
             'init_process_group("shm") for tensors of the CPU, or "cpu:gloo,cuda:nccl"',
         )

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from phalanx.collectives import _native
-from phalanx.collectives.trouble import Late, PeerLost
+from phalanx.collectives.errors import CollectiveTimeout, PeerLost
 
 SLOT = 1 << 20  # bytes; each rank has two
 MOST = 256  # ranks: the number of native/phx.h
@@ -86,4 +86,4 @@ def _await(store: dist.Store, keys: list[str], ranks: Sequence[int], timeout: fl
         if not missing:
             raise
         names = ", ".join(str(rank) for rank in missing)
-        raise Late(f"joining timed out: waited {timeout:g} s for ranks {names} of this machine") from None
+        raise CollectiveTimeout(f"joining timed out: waited {timeout:g} s for ranks {names} of this machine") from None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from . import parts, reductions
 from .engine import Call, Engine, Kind
-from .trouble import Refused
+from .errors import CallRefused
 
 _SUM = hash(dist.ReduceOp.SUM)
 
@@ -17,7 +17,7 @@ _SUM = hash(dist.ReduceOp.SUM)
 def reduce(engine: Engine, name: str, tensor: torch.Tensor, op: Any, timeout: float) -> None:
     """In the calling thread, also where it may be done later: how much comes is learned first."""
     if name != "all_reduce" or tensor.layout is not torch.sparse_coo or hash(op) != _SUM:
-        raise Refused(
+        raise CallRefused(
             f"{name} ({reductions.name(op)}) of a tensor with layout {tensor.layout}: sparse tensors can be summed by "
             "all_reduce, nothing else",
             "tensor.to_dense()",

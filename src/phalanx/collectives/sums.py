@@ -11,7 +11,7 @@ from .bundles import combine
 from .engine import Op
 
 if TYPE_CHECKING:
-    from .nodes import Nodes
+    from .hierarchical_engine import HierarchicalEngine
 
 SMALL = 1 << 16  # up to so many bytes every leader sends all that it has to every other
 
@@ -19,7 +19,9 @@ SMALL = 1 << 16  # up to so many bytes every leader sends all that it has to eve
 class Sum:
     """Started when it is made, carried on by `reduce`, and over with `end`. Ranks that lead nothing do nothing."""
 
-    def __init__(self, nodes: Nodes, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, nodes: HierarchicalEngine, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]
+    ) -> None:
         self._nodes = nodes
         self.mine = mine  # the result in the end
         self._op = op

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .engine import Call
-from .trouble import Aborted
+from .errors import GroupAborted
 
 ENDED = "the group was ended while something was under way in it"
 
@@ -104,7 +104,7 @@ class Threaded:
         task = Task(job)
         with self._change:
             if self._ended:
-                raise Aborted(ENDED)
+                raise GroupAborted(ENDED)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
                 self._thread.start()
@@ -130,7 +130,7 @@ class Threaded:
             self._waiting.clear()
             self._change.notify_all()
         for task in given_up:
-            task.fail(Aborted(ENDED))
+            task.fail(GroupAborted(ENDED))
 
     def _free(self) -> None:
         with self._change:

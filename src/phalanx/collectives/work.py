@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from .engine import Pending
-from .trouble import Aborted, Late
+from .errors import CollectiveTimeout, GroupAborted
 
 _telling = threading.Lock()  # once each
 _AT_ONCE = timedelta(0)  # what torch's C++ side says for "no limit"
 
 
-class Started(dist.Work):  # type: ignore[misc]
+class StartedWork(dist.Work):  # type: ignore[misc]
     """Something under way. Its tensors live until it is over, whoever else lets go of them.
 
     `after`: once, when it is over and before anybody learns of it (what came is copied to where it was wanted).
@@ -29,7 +29,7 @@ class Started(dist.Work):  # type: ignore[misc]
         name: str,
         pendings: Sequence[Pending],
         tensors: Sequence[torch.Tensor],
-        watcher: Watcher | Apart,
+        watcher: Watcher | DetachedWork,
         *,
         after: Callable[[], None] | None = None,
         keep: object = None,
@@ -51,7 +51,7 @@ class Started(dist.Work):  # type: ignore[misc]
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         for pending in () if self._over else self.pendings:
             if not pending.wait(max(seconds, 0.0)):
-                raise Late(f"{self._name} was not over after {seconds:g} s (timeout)")
+                raise CollectiveTimeout(f"{self._name} was not over after {seconds:g} s (timeout)")
         if self._error is not None:
             raise self._error
         self._finish()
@@ -60,7 +60,7 @@ class Started(dist.Work):  # type: ignore[misc]
     def end(self) -> None:
         """Its engine ends, or its group lets go of it: how it went stays known."""
         if not self._over:
-            ended = Aborted(f"{self._name}: the group was ended while it was under way")
+            ended = GroupAborted(f"{self._name}: the group was ended while it was under way")
             self._error = self.exception() if self.is_completed() else ended
             self._over = True
             self._tell()  # what the engine still waits in may take its time
@@ -143,7 +143,7 @@ class Started(dist.Work):  # type: ignore[misc]
             future.set_result(None)
 
 
-class Done(dist.Work):  # type: ignore[misc]
+class DoneWork(dist.Work):  # type: ignore[misc]
     """What was over before anybody could ask."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -175,10 +175,10 @@ class Done(dist.Work):  # type: ignore[misc]
         return future
 
 
-class Apart:
+class DetachedWork:
     """Messages come in any order: a thread for each whose future is asked for."""
 
-    def watch(self, work: Started) -> None:
+    def watch(self, work: StartedWork) -> None:
         threading.Thread(target=work.settle, name="phalanx-future", daemon=True).start()
 
 
@@ -186,11 +186,11 @@ class Watcher:
     """One thread of a group that completes futures, from the first that is asked for."""
 
     def __init__(self) -> None:
-        self._works: SimpleQueue[Started | None] = SimpleQueue()
+        self._works: SimpleQueue[StartedWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._start = threading.Lock()
 
-    def watch(self, work: Started) -> None:
+    def watch(self, work: StartedWork) -> None:
         with self._start:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="phalanx-futures", daemon=True)

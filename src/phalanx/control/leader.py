@@ -24,8 +24,8 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
-from phalanx.control.door import AT_ONCE, MOST, PATIENCE, Door, Limits, make_room
-from phalanx.control.messages import Answer, Arrival, Challenge, Knock, Message, Ping, Refusal, Waiting, Welcome
+from phalanx.control.connection_gate import AT_ONCE, MOST, PATIENCE, ConnectionGate, GateLimits, make_room
+from phalanx.control.messages import Answer, Challenge, JoinRequest, Message, NodeInfo, Ping, Refusal, Waiting, Welcome
 from phalanx.control.roster import Roster
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
@@ -39,7 +39,7 @@ _NONSENSE = "it sent what is not a message of phalanx"
 _CLOSING = 5.0  # seconds that members have to go, once everything is over
 
 
-class Ears(Protocol):
+class LeaderEvents(Protocol):
     def heard(self, member: int, message: messages.FromMember) -> None: ...
     def joined(self, member: int) -> None:
         """One that came when the run had begun."""
@@ -54,11 +54,11 @@ class Ears(Protocol):
 
 
 @dataclass
-class Guest:
+class JoinedMember:
     """A member that is in."""
 
     id: int
-    arrival: Arrival
+    arrival: NodeInfo
     address: str  # its own, as seen from here
     reached: str  # ours, by which it came
     channel: Channel
@@ -105,11 +105,11 @@ class Leader:
     def __init__(
         self,
         token: Token,
-        arrival: Arrival,
+        arrival: NodeInfo,
         *,
         expected: int,
         run: str,
-        ears: Ears,
+        ears: LeaderEvents,
         promised: tuple[int, ...] = (),
         timing: Timing | None = None,
         calling: Calling | None = None,
@@ -122,7 +122,7 @@ class Leader:
         if isinstance(own, Refusal):
             raise JoinError(f"node 0 itself cannot take part: {in_words(own)}")
         self.id = own
-        self.guests: dict[int, Guest] = {}
+        self.guests: dict[int, JoinedMember] = {}
         self._hosts = {own: arrival.host}  # of all who were here at some time
         self.doors: dict[int, tuple[str, int]] = {}  # of the same: where each would listen if it had to lead
         self._token = token
@@ -137,7 +137,7 @@ class Leader:
         self._news = asyncio.Event()  # enough are here, or it is certain that somebody will not come
         self._closed = asyncio.Event()
         self._servers: list[asyncio.Server] = []
-        self._door: Door | None = None
+        self._door: ConnectionGate | None = None
         self._pulse: asyncio.Task[None] | None = None
         self._addresses: list[str] = []
         self._troubles: dict[str, str] = {}  # who knocked in vain, and why: told when the time is up
@@ -152,7 +152,7 @@ class Leader:
         make_room(self.roster.expected)
         # Members are strangers at first, and may all come in the same instant.
         most = MOST + self.roster.expected
-        self._door = Door(self._visit, Limits(most=most, patience=self._timing.patience))
+        self._door = ConnectionGate(self._visit, GateLimits(most=most, patience=self._timing.patience))
         for sock in sockets:
             self._addresses.append(_spell(sock.getsockname()))
             # asyncio takes as many at a time as the backlog is long, before we can turn a single one away.
@@ -245,7 +245,7 @@ class Leader:
             await ws.close()
         return ws
 
-    async def _receive(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> Guest | None:
+    async def _receive(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> JoinedMember | None:
         """Challenge a stranger. A guest, if it has the token and fits in."""
         nonce = channel.nonce()
         await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=nonce)))
@@ -253,7 +253,7 @@ class Leader:
         if frame.type != WSMsgType.BINARY or len(frame.data) > messages.KNOCK_LIMIT:
             return None
         knock = messages.door.decode(frame.data)
-        if not isinstance(knock, Knock):
+        if not isinstance(knock, JoinRequest):
             return None
         transport = request.transport
         if transport is None:
@@ -281,7 +281,7 @@ class Leader:
             self._came(guest)
         return guest
 
-    def _came(self, guest: Guest) -> None:
+    def _came(self, guest: JoinedMember) -> None:
         self._latest = time.monotonic()
         if self._begun:
             self._ears.joined(guest.id)
@@ -291,7 +291,7 @@ class Leader:
 
     def _answer(
         self, words: bytes, peer: str, own: str, sealed: Channel, transport: asyncio.BaseTransport
-    ) -> tuple[Message, Guest | None]:
+    ) -> tuple[Message, JoinedMember | None]:
         try:
             arrival = messages.arrival.decode(words)
         except msgspec.MsgspecError as error:  # it has the token, so it is worth an answer
@@ -311,7 +311,7 @@ class Leader:
             self._ears.note(text)
         self._hosts[given] = arrival.host
         self.doors[given] = (peer, arrival.door)
-        guest = Guest(given, arrival, peer, own, sealed, transport, heard=time.monotonic())
+        guest = JoinedMember(given, arrival, peer, own, sealed, transport, heard=time.monotonic())
         self.guests[given] = guest
         welcome = Welcome(
             member=given,
@@ -332,7 +332,7 @@ class Leader:
 
     # -- conversation
 
-    async def _converse(self, guest: Guest, ws: web.WebSocketResponse) -> None:
+    async def _converse(self, guest: JoinedMember, ws: web.WebSocketResponse) -> None:
         writer = asyncio.get_running_loop().create_task(self._write(guest, ws))
         why = "its connection closed: its supervisor was killed, or the machine went down"
         try:
@@ -359,7 +359,7 @@ class Leader:
             writer.cancel()
             self._departed(guest, why)
 
-    def _hear(self, guest: Guest, message: messages.FromMember) -> None:
+    def _hear(self, guest: JoinedMember, message: messages.FromMember) -> None:
         if isinstance(message, messages.Pong):
             self._timed(guest, message)
             return
@@ -374,14 +374,14 @@ class Leader:
             self._departed(guest, "")
         self._ears.heard(guest.id, message)
 
-    async def _write(self, guest: Guest, ws: web.WebSocketResponse) -> None:
+    async def _write(self, guest: JoinedMember, ws: web.WebSocketResponse) -> None:
         with contextlib.suppress(ConnectionError):
             while (content := await guest.outbox.get()) is not None:
                 await ws.send_bytes(guest.channel.seal(content))
             guest.closing = True
             await ws.close()
 
-    def _departed(self, guest: Guest, why: str, *, silent: bool = False) -> None:
+    def _departed(self, guest: JoinedMember, why: str, *, silent: bool = False) -> None:
         """It is no longer one of the guests. Nothing, if that is known already."""
         if self.guests.get(guest.id) is not guest:
             return
@@ -395,7 +395,7 @@ class Leader:
         if not self.guests:
             self._closed.set()
 
-    def _timed(self, guest: Guest, pong: messages.Pong) -> None:
+    def _timed(self, guest: JoinedMember, pong: messages.Pong) -> None:
         now = time.time()
         trip = now - pong.ping
         if 0 <= trip < guest.trip:
@@ -405,7 +405,7 @@ class Leader:
         """For people."""
         return self._calling.name(member, self._hosts.get(member, ""))
 
-    def roll(self, working: Collection[int]) -> messages.Roll:
+    def roll(self, working: Collection[int]) -> messages.PeerList:
         """Who is here, and where each could be reached if it had to lead."""
         peers = [
             messages.Peer(
@@ -418,7 +418,7 @@ class Leader:
             for id_, guest in sorted(self.guests.items())
             if id_ in self.roster.members  # else it is about to leave
         ]
-        return messages.Roll(leader=self.id, peers=tuple(peers))
+        return messages.PeerList(leader=self.id, peers=tuple(peers))
 
     @property
     def audible(self) -> int:
@@ -449,7 +449,7 @@ class Leader:
                     guest.heard = min(guest.heard + late, now)
                 self._look_at(guest, now - guest.heard)
 
-    def _look_at(self, guest: Guest, silence: float) -> None:
+    def _look_at(self, guest: JoinedMember, silence: float) -> None:
         limit = self._timing.quiet(self.roster.expected)
         if silence > self._timing.lost_after:
             why = f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down"

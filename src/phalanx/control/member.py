@@ -19,11 +19,11 @@ import aiohttp
 import msgspec
 from aiohttp import WSMsgType
 
-from phalanx.control import channel, messages, obstacles
+from phalanx.control import channel, join_problems, messages
 from phalanx.control.channel import Channel, Nonces
+from phalanx.control.join_problems import JoinProblem
 from phalanx.control.leader import PATH, SERVER
-from phalanx.control.messages import Answer, Arrival, Challenge, Knock, Leaving, Message, Pong, Refusal, Welcome
-from phalanx.control.obstacles import Obstacle
+from phalanx.control.messages import Answer, Challenge, JoinRequest, Leaving, Message, NodeInfo, Pong, Refusal, Welcome
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
@@ -67,7 +67,7 @@ async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
     return True
 
 
-class Ears(Protocol):
+class MemberEvents(Protocol):
     def heard(self, message: messages.FromLeader) -> None: ...
     def lost(self, why: str, *, silent: bool) -> None:
         """`silent`: nobody knows whether the leader still runs, and only cannot be reached."""
@@ -79,7 +79,7 @@ class Ears(Protocol):
 class _RefusedError(Exception):
     """The leader was reached, and did not let us in."""
 
-    def __init__(self, obstacle: Obstacle) -> None:
+    def __init__(self, obstacle: JoinProblem) -> None:
         super().__init__(obstacle.what)
         self.obstacle = obstacle
 
@@ -88,10 +88,10 @@ class Member:
     def __init__(
         self,
         token: Token,
-        arrival: Arrival,
+        arrival: NodeInfo,
         where: Callable[[], Sequence[Endpoint]],
         *,
-        ears: Ears,
+        ears: MemberEvents,
     ) -> None:
         self.leader_address = ""  # where it was reached
         self.own_address = ""  # from where
@@ -119,7 +119,7 @@ class Member:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TRY))
         start = time.monotonic()
         rest = 0.1
-        obstacle: Obstacle | None = None
+        obstacle: JoinProblem | None = None
         same_since, same = start, ""
         while True:
             where, patient = self._where(), False
@@ -170,11 +170,11 @@ class Member:
             raise ConnectionError
         if challenge.protocol != messages.PROTOCOL:
             mine, theirs = f"protocol {messages.PROTOCOL}", f"protocol {challenge.protocol}"
-            raise _RefusedError(obstacles.refusal("version", mine=mine, theirs=theirs, leader=str(endpoint)))
+            raise _RefusedError(join_problems.refusal("version", mine=mine, theirs=theirs, leader=str(endpoint)))
         nonces = Nonces(challenge.nonce, channel.nonce())
         key, words = self._token.key, messages.encode(self._arrival)
         proof = channel.prove(key, channel.MEMBER, nonces, words)
-        await ws.send_bytes(messages.encode(Knock(nonce=nonces.member, arrival=words, proof=proof)))
+        await ws.send_bytes(messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof)))
         answer = messages.door.decode(await _bytes(ws))
         if not isinstance(answer, Answer):
             raise ConnectionError
@@ -200,19 +200,19 @@ class Member:
         ]
         return content
 
-    def _other_token(self, content: Welcome | Refusal, endpoint: Endpoint) -> Obstacle:
+    def _other_token(self, content: Welcome | Refusal, endpoint: Endpoint) -> JoinProblem:
         theirs = content.leader if isinstance(content, Refusal) else "unknown"
-        return obstacles.refusal(
+        return join_problems.refusal(
             "token",
             mine=f"from {self._token}",
             theirs=f"fingerprint {theirs}" if theirs else "none, it was started with --open",
             leader=str(endpoint),
         )
 
-    def _refused(self, refusal: Refusal, endpoint: Endpoint) -> Obstacle:
+    def _refused(self, refusal: Refusal, endpoint: Endpoint) -> JoinProblem:
         if refusal.kind == "trouble":
-            return Obstacle("other", refusal.member, certain=True)
-        kinds: dict[str, obstacles.Kind] = {
+            return JoinProblem("other", refusal.member, certain=True)
+        kinds: dict[str, join_problems.Kind] = {
             "run": "run",
             "plan": "plan",
             "version": "version",
@@ -220,16 +220,16 @@ class Member:
             "devices": "devices",
         }
         kind = kinds.get(refusal.kind, "other")
-        return obstacles.refusal(kind, mine=refusal.member, theirs=refusal.leader, leader=str(endpoint))
+        return join_problems.refusal(kind, mine=refusal.member, theirs=refusal.leader, leader=str(endpoint))
 
-    async def _diagnose(self, where: Sequence[Endpoint]) -> Obstacle:
+    async def _diagnose(self, where: Sequence[Endpoint]) -> JoinProblem:
         """Of the first place: the others are further guesses at the same one."""
         if not where:
-            return Obstacle("unresolved", "where the leader is, is not known yet")
-        found = await obstacles.probe(*where[0], timeout=3.0, hello=_HELLO, expected=SERVER.encode())
-        return found or Obstacle("silent", f"the leader at {where[0]} answers, but not to us yet")
+            return JoinProblem("unresolved", "where the leader is, is not known yet")
+        found = await join_problems.probe(*where[0], timeout=3.0, hello=_HELLO, expected=SERVER.encode())
+        return found or JoinProblem("silent", f"the leader at {where[0]} answers, but not to us yet")
 
-    def _absent(self, obstacle: Obstacle, waited: float) -> JoinError:
+    def _absent(self, obstacle: JoinProblem, waited: float) -> JoinError:
         what = (
             obstacle.what if obstacle.certain else f"the leader could not be reached in {waited:.0f} s: {obstacle.what}"
         )

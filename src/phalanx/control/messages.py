@@ -45,7 +45,7 @@ class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
     nonce: Nonce
 
 
-class Knock(Message, frozen=True, kw_only=True, tag="knock"):
+class JoinRequest(Message, frozen=True, kw_only=True, tag="knock"):
     nonce: Nonce
     arrival: Annotated[bytes, Meta(max_length=KNOCK_LIMIT)]  # an encoded Arrival: the proof is over these bytes
     proof: Proof
@@ -76,7 +76,7 @@ class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     ready: bool
 
 
-class Arrival(Message, frozen=True, kw_only=True, tag="arrival"):
+class NodeInfo(Message, frozen=True, kw_only=True, tag="arrival"):
     run: Name  # id of the run, where the user gave one
     member: Count | None  # None: the leader numbers us
     host: Name
@@ -124,7 +124,7 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     text: Text
 
 
-class Place(Message, frozen=True, kw_only=True, tag="place"):
+class StartRanks(Message, frozen=True, kw_only=True, tag="place"):
     """The ranks of the member that reads it, and what they need to know of the rest. No ranks: it is a spare."""
 
     world_size: Count
@@ -141,7 +141,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
     """Begin an attempt: everybody is here, or you have come later."""
 
     attempt: Count
-    place: Place
+    place: StartRanks
     generation: Count = 0
 
 
@@ -151,7 +151,7 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
     attempt: Count
     generation: Count
     why: Text
-    place: Place
+    place: StartRanks
     halt: bool = False  # save what there is, and end
 
 
@@ -172,14 +172,14 @@ class Peer(Message, frozen=True, kw_only=True, tag="peer"):
     works: bool = True  # else it is a spare
 
 
-class Roll(Message, frozen=True, kw_only=True, tag="roll"):
+class PeerList(Message, frozen=True, kw_only=True, tag="roll"):
     """All who are here, the leader too. Whoever comes after it in this order takes its place when it is lost."""
 
     leader: Count
     peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
 
 
-class Halt(Message, frozen=True, kw_only=True, tag="halt"):
+class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):
     """contract/worker_messages.py's, for your workers."""
 
     step: Annotated[int, Meta(ge=0)] | None = None
@@ -194,7 +194,7 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     ends: bool = False
 
 
-class Pass(Message, frozen=True, kw_only=True, tag="pass"):
+class ForwardSignal(Message, frozen=True, kw_only=True, tag="pass"):
     """Give your workers this signal; it ends nothing."""
 
     signal: Signal
@@ -207,7 +207,7 @@ class End(Message, frozen=True, kw_only=True, tag="end"):
     text: Text = ""
 
 
-class Able(Message, frozen=True, kw_only=True, tag="able"):
+class RegroupReady(Message, frozen=True, kw_only=True, tag="able"):
     """Whether workers of this member can regroup: some have said so, and none is through with its work.
 
     `ready`: all of them have, so that nobody would wait for their imports.
@@ -245,7 +245,7 @@ class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
     preempt: bool = False
 
 
-class Standing(Message, frozen=True, kw_only=True, tag="standing"):
+class NodeHaltAck(Message, frozen=True, kw_only=True, tag="standing"):
     """contract/worker_messages.py's, of one rank."""
 
     rank: Count
@@ -254,7 +254,7 @@ class Standing(Message, frozen=True, kw_only=True, tag="standing"):
     stuck: bool = False
 
 
-class Halted(Message, frozen=True, kw_only=True, tag="halted"):
+class NodeHalted(Message, frozen=True, kw_only=True, tag="halted"):
     step: Annotated[int, Meta(ge=0)]
 
 
@@ -268,7 +268,7 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
     ended: bool = False
 
 
-class Casualty(Message, frozen=True, kw_only=True, tag="casualty"):
+class FailureReport(Message, frozen=True, kw_only=True, tag="casualty"):
     """A worker that ended badly (launch/runs/root_cause.py's Death), and how its own node tells about it."""
 
     rank: Count
@@ -289,7 +289,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
     attempt: Count
     failed: Count = 0
     by_themselves: Count = 0  # of those, not because they were told to stop
-    first: Casualty | None = None  # the first cause among its own
+    first: FailureReport | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them
 
@@ -298,7 +298,7 @@ class Note(Message, frozen=True, kw_only=True, tag="note"):
     text: Text
 
 
-class Letter(Message, frozen=True, kw_only=True, tag="letter"):
+class RpcFrame(Message, frozen=True, kw_only=True, tag="letter"):
     """A call between nodes: launch/ipc/node_rpc.py. `more`: another part follows."""
 
     kind: Name
@@ -314,9 +314,22 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
     text: Text = ""
 
 
-AtTheDoor = Challenge | Knock | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Hold | Roll | Halt | Stop | Pass | End | Note | Letter
-FromMember = Pong | Able | Failing | Progress | Signalled | Standing | Halted | Log | Over | Note | Letter | Leaving
+AtTheDoor = Challenge | JoinRequest | Answer
+FromLeader = Ping | Waiting | Start | Regroup | Hold | PeerList | HaltAll | Stop | ForwardSignal | End | Note | RpcFrame
+FromMember = (
+    Pong
+    | RegroupReady
+    | Failing
+    | Progress
+    | Signalled
+    | NodeHaltAck
+    | NodeHalted
+    | Log
+    | Over
+    | Note
+    | RpcFrame
+    | Leaving
+)
 
 T = TypeVar("T")
 
@@ -336,7 +349,7 @@ class Reader(Generic[T]):
 
 _encode = msgspec.msgpack.Encoder().encode
 door: Reader[AtTheDoor] = Reader(AtTheDoor)
-arrival: Reader[Arrival] = Reader(Arrival)
+arrival: Reader[NodeInfo] = Reader(NodeInfo)
 answer: Reader[Welcome | Refusal] = Reader(Welcome | Refusal)
 from_leader: Reader[FromLeader] = Reader(FromLeader)
 from_member: Reader[FromMember] = Reader(FromMember)

@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.contract import topology
-from phalanx.control.messages import Arrival, Refusal
+from phalanx.control.messages import NodeInfo, Refusal
 
 # Compared by their first number: another one is another program.
 _VERSIONS = ("phalanx", "python", "torch", "nccl")
 
 
 @dataclass(frozen=True)
-class Seating:
+class RankTable:
     """The ranks of one member."""
 
     node: int
@@ -30,7 +30,7 @@ class Roster:
     promised: tuple[int, ...] = ()  # slots of every node, where the user said them
     least: int = 0  # with so many the run can begin, and go on; 0: with all of them
     spares: int = 0  # that wait for one of them to be lost
-    members: dict[int, Arrival] = field(default_factory=dict)
+    members: dict[int, NodeInfo] = field(default_factory=dict)
     _from: int = 0  # below it no id is free: among thousands, to look at all of them for each is slow
 
     @property
@@ -49,7 +49,7 @@ class Roster:
     def enough(self) -> bool:
         return len(self.members) >= (self.least or self.expected)
 
-    def admit(self, arrival: Arrival) -> int | Refusal:
+    def admit(self, arrival: NodeInfo) -> int | Refusal:
         """Its id, or why it cannot take part."""
         refusal = self._against(arrival)
         if refusal is not None:
@@ -66,7 +66,7 @@ class Roster:
         self._from = next(id_ for id_ in range(self._from, self.room) if id_ not in self.members)
         return self._from
 
-    def _against(self, arrival: Arrival) -> Refusal | None:
+    def _against(self, arrival: NodeInfo) -> Refusal | None:
         leader = next(iter(self.members.values()), None)
         if leader is not None:
             found = _differs(leader, arrival)
@@ -88,7 +88,7 @@ class Roster:
             return Refusal(kind="devices", leader=_workers(promised[0]), member=_workers(arrival.slots))
         return None
 
-    def warnings(self, arrival: Arrival) -> list[str]:
+    def warnings(self, arrival: NodeInfo) -> list[str]:
         """Differences that may be meant."""
         leader = next(iter(self.members.values()), arrival)
         found = []
@@ -106,7 +106,7 @@ def _workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
-def _differs(leader: Arrival, arrival: Arrival) -> Refusal | None:
+def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
     if leader.run and arrival.run and leader.run != arrival.run:
         return Refusal(kind="run", leader=leader.run, member=arrival.run)
     for name in _VERSIONS:
@@ -120,39 +120,39 @@ def _differs(leader: Arrival, arrival: Arrival) -> Refusal | None:
     return None
 
 
-def one_a_rank(members: Mapping[int, Arrival]) -> bool:
+def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
     """Whether a scheduler started a task for every rank, rather than one for every node."""
     claims = [arrival.claim for arrival in members.values()]
     return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
 
 
-def working(members: Mapping[int, Arrival], before: Collection[int], most: int) -> dict[int, Arrival]:
+def working(members: Mapping[int, NodeInfo], before: Collection[int], most: int) -> dict[int, NodeInfo]:
     """Those who get ranks: whoever had some before, and others for those who are gone."""
     kept = [id_ for id_ in sorted(members) if id_ in before]
     others = [id_ for id_ in sorted(members) if id_ not in before]
     return {id_: members[id_] for id_ in sorted([*kept, *others][:most])}
 
 
-def seat(members: Mapping[int, Arrival]) -> dict[int, Seating]:
+def seat(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     """Ranks run through the members in order; where a scheduler has dealt them out, as it has."""
     if one_a_rank(members):
         return _as_claimed(members)
-    seats: dict[int, Seating] = {}
+    seats: dict[int, RankTable] = {}
     first = 0
     for node, id_ in enumerate(sorted(members)):
         slots = members[id_].slots
-        seats[id_] = Seating(node, tuple(range(first, first + slots)), tuple(range(slots)), slots)
+        seats[id_] = RankTable(node, tuple(range(first, first + slots)), tuple(range(slots)), slots)
         first += slots
     return seats
 
 
-def _as_claimed(members: Mapping[int, Arrival]) -> dict[int, Seating]:
+def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     claimed = [(arrival.claim, arrival.host, id_) for id_, arrival in members.items() if arrival.claim is not None]
     claimed.sort(key=lambda one: one[0].rank)
     # Where the scheduler does not number its nodes: in the order of their lowest rank.
     hosts = list(dict.fromkeys(host for _, host, _ in claimed))
     return {
-        id_: Seating(
+        id_: RankTable(
             hosts.index(host) if claim.node is None else claim.node,
             (claim.rank,),
             (claim.local_rank,),
@@ -162,7 +162,7 @@ def _as_claimed(members: Mapping[int, Arrival]) -> dict[int, Seating]:
     }
 
 
-def world(seats: Mapping[int, Seating]) -> str:
+def world(seats: Mapping[int, RankTable]) -> str:
     """Which ranks share a node, as every worker is told."""
     nodes: dict[int, list[int]] = {}
     for seating in seats.values():

@@ -11,7 +11,7 @@ import msgspec
 from phalanx.diagnose import children, words
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.standing import MEETINGS, PATIENCE, Field, Standing, being, described, survey
+from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, Field, RankState, being, described, survey
 from phalanx.diagnose.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 
@@ -38,7 +38,7 @@ def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
     return [text, *more, *_shown(first, verdicts)]
 
 
-def _do(victim: Standing, timeout: Timeout) -> str:
+def _do(victim: RankState, timeout: Timeout) -> str:
     """come to all_reduce #3 at train.py:7 within 5 s"""
     seconds = words.duration(timeout.seconds) if timeout.seconds else ""
     within, call = f" within {seconds}" if seconds else "", victim.call
@@ -57,7 +57,7 @@ def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:
     return msgspec.structs.replace(evidence, waited=waited, ranks=ranks)
 
 
-def _missing(field: Field, victim: Standing, timeout: Timeout) -> list[Standing]:
+def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankState]:
     """Whoever keeps the victim: those that wait for nobody, as far as they are among the missing."""
     awaited = field.awaits.get(victim.number, frozenset())
     if not awaited and timeout.ranks and not timeout.key:
@@ -73,7 +73,7 @@ def _missing(field: Field, victim: Standing, timeout: Timeout) -> list[Standing]
     return field.of(roots or awaited)
 
 
-def _nobody(field: Field, victim: Standing, timeout: Timeout) -> list[str]:
+def _nobody(field: Field, victim: RankState, timeout: Timeout) -> list[str]:
     """Nobody is missing by the evidence: a key of the store that no rank has set, or what lies between them."""
     if not timeout.key or victim.act.what in MEETINGS:
         return []
@@ -83,25 +83,25 @@ def _nobody(field: Field, victim: Standing, timeout: Timeout) -> list[str]:
     return [text, *(f"{words.who(_numbers(group))}: {_being(group)}" for group in _together(others)[:4])]
 
 
-def _together(standings: Sequence[Standing]) -> list[list[Standing]]:
+def _together(standings: Sequence[RankState]) -> list[list[RankState]]:
     """Those that are at the same place, and do the same there."""
-    groups: dict[str, list[Standing]] = {}
+    groups: dict[str, list[RankState]] = {}
     for each in standings:
         groups.setdefault(_doing(each), []).append(each)
     return list(groups.values())
 
 
-def _numbers(group: Sequence[Standing]) -> list[int]:
+def _numbers(group: Sequence[RankState]) -> list[int]:
     return [each.number for each in group]
 
 
-def _being(group: Sequence[Standing]) -> str:
+def _being(group: Sequence[RankState]) -> str:
     subject = words.verb(_numbers(group), "it", "they")
     gone = group[0].rank.ended is not None
     return f"{subject} {'' if gone else words.verb(_numbers(group), 'was ', 'were ')}{_doing(group[0])}"
 
 
-def _doing(standing: Standing) -> str:
+def _doing(standing: RankState) -> str:
     if standing.rank.ended is not None:
         return words.exit_text(standing.rank.ended)
     if standing.unseen:
@@ -112,7 +112,7 @@ def _doing(standing: Standing) -> str:
     return f"{state}{being(standing)}"
 
 
-def _shown(group: Sequence[Standing], verdicts: Sequence[Verdict]) -> list[str]:
+def _shown(group: Sequence[RankState], verdicts: Sequence[Verdict]) -> list[str]:
     """The processes that it waited for, the line itself, and what to do."""
     first, numbers = group[0], set(_numbers(group))
     awaited = children.awaited(first.rank, first.act)

@@ -8,7 +8,7 @@ from itertools import takewhile
 from phalanx.diagnose import frames, gpu, words
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.frames import Act
-from phalanx.diagnose.standing import Field, Standing
+from phalanx.diagnose.rank_state import Field, RankState
 from phalanx.diagnose.verdict import Verdict
 
 _WORKER = "pt_data"
@@ -18,7 +18,7 @@ _DEAD = "the output of that rank says why it died, or dmesg if memory was short"
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D": "waiting for a disk or NFS"}
 
 
-def verdict(field: Field, kept: Sequence[Standing]) -> Verdict | None:
+def verdict(field: Field, kept: Sequence[RankState]) -> Verdict | None:
     """Of ranks that are all at one place; those that wait for workers come alone."""
     standing, ranks = kept[0], tuple(each.number for each in kept)
     if standing.act.what == "loader":
@@ -38,7 +38,7 @@ def verdict(field: Field, kept: Sequence[Standing]) -> Verdict | None:
     )
 
 
-def _workers(field: Field, standing: Standing) -> Verdict:
+def _workers(field: Field, standing: RankState) -> Verdict:
     children = [child.split(maxsplit=2) for child in (standing.rank.process.children if standing.rank.process else ())]
     known = [child for child in children if len(child) == 3]
     named = [child for child in known if _WORKER in child[2]]
@@ -72,7 +72,7 @@ def _workers(field: Field, standing: Standing) -> Verdict:
     )
 
 
-def _inside(standing: Standing, workers: dict[str, str]) -> tuple[str, Act, Frame] | None:
+def _inside(standing: RankState, workers: dict[str, str]) -> tuple[str, Act, Frame] | None:
     """A worker that is at a line of the user's: who waits for the next index is not what keeps us. A fork has the
     frames of its parent below its own."""
     for thread in standing.rank.threads:
@@ -85,7 +85,7 @@ def _inside(standing: Standing, workers: dict[str, str]) -> tuple[str, Act, Fram
     return None
 
 
-def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Frame) -> Verdict:
+def _in_worker(field: Field, standing: RankState, pid: str, act: Act, place: Frame) -> Verdict:
     doing = f"{act.words}, in" if act.words else "in"
     return Verdict(
         kind="data",
@@ -99,12 +99,12 @@ def _in_worker(field: Field, standing: Standing, pid: str, act: Act, place: Fram
     )
 
 
-def _seen(standing: Standing) -> tuple[str, ...]:
+def _seen(standing: RankState) -> tuple[str, ...]:
     source = standing.place.source if standing.place is not None else ""
     return (*((f"its line: {source}",) if source else ()), *idle_gpu(standing))
 
 
-def idle_gpu(standing: Standing) -> tuple[str, ...]:
+def idle_gpu(standing: RankState) -> tuple[str, ...]:
     """The GPU has nothing to do: it is the CPU that keeps the rank."""
     card = standing.rank.gpu
     return (f"its GPU is idle{gpu.use(card)}",) if gpu.idle(card) else ()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.diagnose import frames, words
+from phalanx.diagnose.divergence import Divergence, alike, expected, guard, past, ways
 from phalanx.diagnose.evidence import Call, Frame
 from phalanx.diagnose.history import Shift
-from phalanx.diagnose.parting import Parting, alike, expected, guard, past, ways
-from phalanx.diagnose.standing import Field, Standing, bucket, described, named, site, trail
+from phalanx.diagnose.rank_state import Field, RankState, bucket, described, named, site, trail
 from phalanx.diagnose.verdict import Verdict
 
 SAME = "all ranks of a group have to call the same collectives in the same order"
@@ -22,10 +22,10 @@ class _Case:
     """Two calls with one number: of the first of the odd ones, and of the first of the others."""
 
     field: Field
-    parting: Parting
+    parting: Divergence
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> RankState:
         return self.parting.odd[0][0]
 
     @property
@@ -33,7 +33,7 @@ class _Case:
         return self.parting.odd[0][1]
 
     @property
-    def other(self) -> Standing:
+    def other(self) -> RankState:
         return self.parting.rest[0][0]
 
     @property
@@ -104,7 +104,7 @@ class _Case:
         return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
 
-def judge(field: Field, parting: Parting) -> Verdict:
+def judge(field: Field, parting: Divergence) -> Verdict:
     case = _Case(field, parting)
     same_place = case.here is not None and case.here == case.there
     if case.call.op == case.beside.op and same_place:
@@ -244,7 +244,7 @@ _TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
 }
 
 
-def _aftermath(parting: Parting) -> list[str]:
+def _aftermath(parting: Divergence) -> list[str]:
     """What a difference that ranks have passed means for what came after it."""
     if not parting.passed:
         return []
@@ -263,7 +263,7 @@ def _aftermath(parting: Parting) -> list[str]:
     return found
 
 
-def _shapes(parting: Parting) -> str:
+def _shapes(parting: Divergence) -> str:
     """rank 3 has [10]: one part for each shape that is not the others'"""
     by_shape: dict[str, list[int]] = {}
     for standing, call in parting.odd:
@@ -272,6 +272,6 @@ def _shapes(parting: Parting) -> str:
     return ", ".join(parts[:4]) + (" ..." if len(parts) > 4 else "")
 
 
-def _what(standing: Standing, call: Call) -> str:
+def _what(standing: RankState, call: Call) -> str:
     about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
     return " ".join(filter(None, about)) + words.inside(site(standing, call))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import circles, culprit, desync, gpu, network, process, rendezvous, words
+from phalanx.diagnose import blame, deadlock, desync, gpu, network, process, rendezvous, words
+from phalanx.diagnose.divergence import partings
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.parting import partings
-from phalanx.diagnose.standing import Field, survey
+from phalanx.diagnose.rank_state import Field, survey
 from phalanx.diagnose.verdict import Verdict
 
 _OUT_OF_STEP = ("uneven data", "skipped collective")
@@ -19,14 +19,14 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     parted = partings(field)
     found = list(process.nodes(field))
     found += [desync.judge(field, parting) for parting in parted]  # before those who died of it
-    found += [*process.verdicts(field), *rendezvous.verdicts(field), *circles.verdicts(field)]
+    found += [*process.verdicts(field), *rendezvous.verdicts(field), *deadlock.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
     passed = any(parting.passed for parting in parted)  # then ranks that are out of step are so because of that
-    found += [each for each in culprit.verdicts(field, accused) if not (passed and each.kind in _OUT_OF_STEP)]
+    found += [each for each in blame.verdicts(field, accused) if not (passed and each.kind in _OUT_OF_STEP)]
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {parting.group for parting in parted})
     if not found:
-        found += culprit.everybody(field)
+        found += blame.everybody(field)
     return gpu.supported(evidence, sorted(found, key=lambda verdict: not verdict.certain))
 
 
@@ -36,12 +36,12 @@ def remarks(evidence: Evidence) -> list[str]:
     if debugged:
         return [f"a debugger is open in {words.who(debugged)}: whatever waits now waits for it"]
     field = survey(evidence)
-    return [_remark(field, rank) for rank in sorted(culprit.roots(field)) if _is_slow(field, rank)][:8]
+    return [_remark(field, rank) for rank in sorted(blame.roots(field)) if _is_slow(field, rank)][:8]
 
 
 def _is_slow(field: Field, rank: int) -> bool:
     standing = field.standings.get(rank)
-    return standing is not None and not (standing.gone or standing.stopped) and culprit.slow(field, standing)
+    return standing is not None and not (standing.gone or standing.stopped) and blame.slow(field, standing)
 
 
 def _remark(field: Field, rank: int) -> str:

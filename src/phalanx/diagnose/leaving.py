@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose import desync, words
-from phalanx.diagnose.parting import guard
-from phalanx.diagnose.standing import Field, Standing, described
+from phalanx.diagnose.divergence import guard
+from phalanx.diagnose.rank_state import Field, RankState, described
 from phalanx.diagnose.verdict import Verdict
 
 
-def verdict(field: Field, left: Sequence[Standing]) -> Verdict | None:
+def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:
     """Of ranks that have all left in the same way."""
     standing, ranks = left[0], tuple(each.number for each in left)
     waiting = field.of(field.waiting_for(ranks))
@@ -50,7 +50,7 @@ def verdict(field: Field, left: Sequence[Standing]) -> Verdict | None:
     )
 
 
-def _whither(standing: Standing, ranks: Sequence[int]) -> str:
+def _whither(standing: RankState, ranks: Sequence[int]) -> str:
     if standing.rank.ended is not None:
         return words.exit_text(standing.rank.ended)
     are = words.verb(ranks, "is", "are")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from phalanx.diagnose import words
-from phalanx.diagnose.standing import Field, Standing, backend, described, members_of, newest
+from phalanx.diagnose.rank_state import Field, RankState, backend, described, members_of, newest
 from phalanx.diagnose.verdict import Verdict
 
 _UNTIMED = (
@@ -23,7 +23,7 @@ def verdicts(field: Field, parted: Container[str]) -> Iterator[Verdict]:
 
 
 def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
-    together: dict[tuple[str, int, str], list[Standing]] = {}
+    together: dict[tuple[str, int, str], list[RankState]] = {}
     for standing in field.of(field.awaits):
         call = standing.call
         if call is not None and call.op not in ("send", "recv") and call.group not in parted:
@@ -52,7 +52,7 @@ def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
             )
 
 
-def _same(field: Field, waiting: list[Standing]) -> Verdict:
+def _same(field: Field, waiting: list[RankState]) -> Verdict:
     first = waiting[0]
     everybody = len(waiting) == len(field.standings)
     who = f"all {len(waiting)} ranks" if everybody else words.who(each.number for each in waiting)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Evidence, Node
-from phalanx.diagnose.standing import LONGER, SPINS, Field, Standing
+from phalanx.diagnose.rank_state import LONGER, SPINS, Field, RankState
 from phalanx.diagnose.verdict import Verdict
 
 _UNHEARD = 5.0  # seconds without a word of a node, which says one every second
@@ -62,7 +62,7 @@ def verdicts(field: Field) -> Iterator[Verdict]:
             yield found
 
 
-def _exit(field: Field, standing: Standing) -> Verdict | None:
+def _exit(field: Field, standing: RankState) -> Verdict | None:
     ended = standing.rank.ended
     if not standing.gone or ended == 0 or not field.waiting_for([standing.number]):
         return None
@@ -78,7 +78,7 @@ def _exit(field: Field, standing: Standing) -> Verdict | None:
     )
 
 
-def _stopped(field: Field, standing: Standing) -> Verdict | None:
+def _stopped(field: Field, standing: RankState) -> Verdict | None:
     process = standing.rank.process
     if not standing.stopped or process is None:
         return None
@@ -94,7 +94,7 @@ def _stopped(field: Field, standing: Standing) -> Verdict | None:
     )
 
 
-def _gpu(field: Field, standing: Standing) -> Verdict | None:
+def _gpu(field: Field, standing: RankState) -> Verdict | None:
     gpu = standing.rank.gpu
     if gpu is None or not gpu.lost or standing.gone:
         return None
@@ -109,7 +109,7 @@ def _gpu(field: Field, standing: Standing) -> Verdict | None:
     )
 
 
-def _memory(field: Field, standing: Standing) -> Verdict | None:
+def _memory(field: Field, standing: RankState) -> Verdict | None:
     process = standing.rank.process
     if process is None or standing.gone or not standing.stuck or standing.rank.busy:
         return None
@@ -132,7 +132,7 @@ def _memory(field: Field, standing: Standing) -> Verdict | None:
     )
 
 
-def _lock(field: Field, standing: Standing) -> Verdict | None:
+def _lock(field: Field, standing: RankState) -> Verdict | None:
     process = standing.rank.process
     if not standing.held or process is None or process.state == "D" or standing.call is not None:
         return None
@@ -161,7 +161,7 @@ def _lock(field: Field, standing: Standing) -> Verdict | None:
     )
 
 
-def _other_thread(field: Field, standing: Standing) -> Verdict:
+def _other_thread(field: Field, standing: RankState) -> Verdict:
     """The main thread waits for the lock, and it cannot be seen which of the others has it."""
     others = [thread for thread in standing.rank.threads if not thread.main and thread.frames]
     places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)

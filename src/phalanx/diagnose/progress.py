@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.diagnose.evidence import Phase
-from phalanx.diagnose.standing import LONGER, UNHEARD
+from phalanx.diagnose.rank_state import LONGER, UNHEARD
 
 STALL_AFTER = 30.0
 AGAIN = 600.0  # seconds after which a stall that lasts is told again
@@ -66,7 +66,7 @@ class _Past:
 
 
 @dataclass
-class Watch:
+class ProgressWatch:
     """`see` is called about once a second, with all ranks that run."""
 
     stall_after: float = STALL_AFTER

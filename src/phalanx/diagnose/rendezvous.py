@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.diagnose import words
-from phalanx.diagnose.standing import Field, Standing, described
+from phalanx.diagnose.rank_state import Field, RankState, described
 from phalanx.diagnose.verdict import Verdict
 
 
@@ -20,7 +20,7 @@ def verdicts(field: Field) -> Iterator[Verdict]:
         yield _verdict(field, elsewhere)
 
 
-def _unserved(standing: Standing, joining: Sequence[Standing]) -> bool:
+def _unserved(standing: RankState, joining: Sequence[RankState]) -> bool:
     """Nobody listens there: the launcher does elsewhere, and rank 0 only if it is told to, at its own address."""
     if not standing.rank.hosts:
         return True
@@ -28,7 +28,7 @@ def _unserved(standing: Standing, joining: Sequence[Standing]) -> bool:
     return host is not None and host.rank.store != standing.rank.store
 
 
-def _verdict(field: Field, elsewhere: Sequence[Standing]) -> Verdict:
+def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
     by_address: dict[str, list[int]] = {}
     for each in elsewhere:
         by_address.setdefault(each.rank.store, []).append(each.number)
@@ -56,7 +56,7 @@ def _verdict(field: Field, elsewhere: Sequence[Standing]) -> Verdict:
     )
 
 
-def _names(standing: Standing) -> str:
+def _names(standing: RankState) -> str:
     """The variables that differ from the launcher's."""
     own, given = (address.rpartition(":") for address in (standing.rank.store, standing.rank.given))
     pairs = (("MASTER_ADDR", own[0], given[0]), ("MASTER_PORT", own[2], given[2]))

@@ -11,13 +11,13 @@ from phalanx.contract import encoding
 from phalanx.diagnose import words
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
-from phalanx.diagnose.standing import Standing, being, described, stand, timed
+from phalanx.diagnose.rank_state import RankState, being, described, stand, timed
 from phalanx.diagnose.verdict import Verdict
 
 MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
 
 
-class Place(msgspec.Struct, frozen=True):
+class ReportPlace(msgspec.Struct, frozen=True):
     """Ranks that stand at the same place."""
 
     ranks: tuple[int, ...]
@@ -25,20 +25,21 @@ class Place(msgspec.Struct, frozen=True):
     place: Frame | None = None
 
 
-def places(evidence: Evidence) -> list[Place]:
+def places(evidence: Evidence) -> list[ReportPlace]:
     """The smallest group first: who is alone somewhere is more interesting."""
     evidence = timed(evidence)
-    together: dict[str, list[Standing]] = {}
+    together: dict[str, list[RankState]] = {}
     for rank in evidence.ranks:
         standing = stand(evidence, rank)
         together.setdefault(_what(standing), []).append(standing)
     found = [
-        Place(tuple(sorted(each.number for each in group)), what, group[0].place) for what, group in together.items()
+        ReportPlace(tuple(sorted(each.number for each in group)), what, group[0].place)
+        for what, group in together.items()
     ]
     return sorted(found, key=lambda place: (len(place.ranks), place.ranks))
 
 
-def _what(standing: Standing) -> str:
+def _what(standing: RankState) -> str:
     rank, process = standing.rank, standing.rank.process
     if rank.ended is not None:
         return words.exit_text(rank.ended)

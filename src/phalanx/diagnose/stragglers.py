@@ -30,7 +30,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Row:
+class StragglerRow:
     """Seconds a step; without steps: parts of its time."""
 
     total: Total
@@ -51,18 +51,18 @@ class Straggler:
     text: str
 
 
-def rows(totals: Sequence[Total]) -> list[Row]:
+def rows(totals: Sequence[Total]) -> list[StragglerRow]:
     by_step = all(total.steps > 0 for total in totals)
     return [_row(total, by_step) for total in sorted(totals, key=lambda total: total.rank)]
 
 
-def _row(total: Total, by_step: bool) -> Row:
+def _row(total: Total, by_step: bool) -> StragglerRow:
     seen = sum(total.samples.values())
     each = total.seconds / seen / total.steps if by_step and seen else 1 / seen if seen else 0.0
     data = sum(total.samples.get(phase, 0) for phase in _DATA)
     waiting = sum(total.samples.get(phase, 0) for phase in _WAITING)
     apart = sum(total.samples.get(phase, 0) for phase in _APART)
-    return Row(total, data * each, (seen - data - waiting - apart) * each, waiting * each)
+    return StragglerRow(total, data * each, (seen - data - waiting - apart) * each, waiting * each)
 
 
 def stragglers(totals: Sequence[Total]) -> list[Straggler]:

@@ -29,7 +29,7 @@ _SLOWED = {
 
 
 @dataclass(frozen=True)
-class Process:
+class GpuProcess:
     """One that computes on a GPU."""
 
     pid: int
@@ -39,7 +39,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """None: the driver does not say."""
 
     index: int
@@ -58,14 +58,14 @@ class Gpu:
     memory: int = 0
     memory_used: int = 0
     sliced: bool = False
-    processes: tuple[Process, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     links: int = 0  # NVLinks that are up
     links_down: int = 0
 
 
 @dataclass(frozen=True)
 class Gpus:
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
     bus: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()  # on the bus, but not in the driver's list
     silent: tuple[str, ...] = ()  # on the bus, but not answering
@@ -83,7 +83,7 @@ def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
     inventory = nvidia.survey(environ, root)
     if not inventory.bus and not inventory.driver and not inventory.trouble:
         return Gpus()
-    found: tuple[Gpu, ...] = ()
+    found: tuple[GpuFacts, ...] = ()
     driver = cuda = topology = ""
     if inventory.driver:
         found, driver, cuda, topology = _ask()
@@ -110,7 +110,7 @@ def _confined(environ: Mapping[str, str], root: Path) -> bool:
     return chosen or any(name in environ for name in jobs) or any(mark.exists() for mark in marks)
 
 
-def _ask() -> tuple[tuple[Gpu, ...], str, str, str]:
+def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
     import pynvml as nvml
 
     try:
@@ -120,7 +120,7 @@ def _ask() -> tuple[tuple[Gpu, ...], str, str, str]:
     try:
         known = _known(nvml)
         handles: list[Any] = []
-        found: list[Gpu] = []
+        found: list[GpuFacts] = []
         for index in range(known(nvml.nvmlDeviceGetCount) or 0):
             handle = known(nvml.nvmlDeviceGetHandleByIndex, index)
             if handle is not None:
@@ -145,7 +145,7 @@ def _known(nvml: Any) -> Callable[..., Any]:
     return known
 
 
-def _gpu(nvml: Any, known: Callable[..., Any], handle: Any, index: int) -> Gpu:
+def _gpu(nvml: Any, known: Callable[..., Any], handle: Any, index: int) -> GpuFacts:
     memory = known(nvml.nvmlDeviceGetMemoryInfo, handle)
     remapped = known(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     retired = known(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
@@ -155,7 +155,7 @@ def _gpu(nvml: Any, known: Callable[..., Any], handle: Any, index: int) -> Gpu:
     pci = known(nvml.nvmlDeviceGetPciInfo, handle)
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     up, down = _links(nvml, known, handle)
-    return Gpu(
+    return GpuFacts(
         index=index,
         name=_word(known(nvml.nvmlDeviceGetName, handle)) or "GPU",
         bus=_word(pci.busId).lower() if pci else "",
@@ -189,7 +189,7 @@ def _slowed(nvml: Any, reasons: int) -> Iterator[str]:
             yield what
 
 
-def _processes(running: Sequence[Any]) -> Iterator[Process]:
+def _processes(running: Sequence[Any]) -> Iterator[GpuProcess]:
     import psutil
 
     for one in running:
@@ -201,7 +201,7 @@ def _processes(running: Sequence[Any]) -> Iterator[Process]:
             user, command = process.username(), " ".join(process.cmdline())[:60]
         except (psutil.Error, OSError):
             pass  # of another container: its pid means nothing here
-        yield Process(one.pid, int(one.usedGpuMemory or 0), user, command)
+        yield GpuProcess(one.pid, int(one.usedGpuMemory or 0), user, command)
 
 
 def _topology(nvml: Any, known: Callable[..., Any], handles: Sequence[Any]) -> str:
@@ -390,7 +390,7 @@ def _judge_links(facts: Gpus) -> Iterator[Finding]:
         )
 
 
-def _which(gpus: Sequence[Gpu]) -> str:
+def _which(gpus: Sequence[GpuFacts]) -> str:
     return f"GPU{'' if len(gpus) == 1 else 's'} {spell(gpu.index for gpu in gpus)}"
 
 

@@ -121,7 +121,7 @@ def judge(names: Names) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Sight:
+class NameLookup:
     """What one node, `node`, sees when it looks up the name of another, `peer`."""
 
     node: str
@@ -129,7 +129,7 @@ class Sight:
     names: Names
 
 
-def compare(sights: Sequence[Sight], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+def compare(sights: Sequence[NameLookup], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Whether every node finds every other by its name. `addresses`: those that each node really has."""
     found = [finding for sight in sights for finding in _judge_sight(sight, addresses)]
     if sights and not found:
@@ -137,7 +137,7 @@ def compare(sights: Sequence[Sight], addresses: Mapping[str, Sequence[str]]) -> 
     return found
 
 
-def _judge_sight(sight: Sight, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+def _judge_sight(sight: NameLookup, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
     names, peer = sight.names, sight.peer
     theirs = set(addresses.get(peer, ()))
     mine = set(addresses.get(sight.node, ()))

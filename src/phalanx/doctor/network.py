@@ -20,7 +20,7 @@ _ROUTE_REJECT = 0x200
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     name: str
     up: bool
     mtu: int
@@ -36,7 +36,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
     default: tuple[str, ...] = ()  # interfaces of the default routes
 
     @property
@@ -63,7 +63,7 @@ def read(root: str = "/") -> Network:
         if not (path / "flags").exists():
             continue  # not an interface: the kernel keeps files of its bonding driver here too
         found.append(
-            Interface(
+            NetworkInterface(
                 name=path.name,
                 up=bool(flags & _UP),
                 mtu=int(_text(path / "mtu") or "0"),

@@ -29,7 +29,7 @@ from phalanx.doctor import clock, links, machine, names, network, pairs, reach, 
 from phalanx.doctor.clock import Offset
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import Machine
-from phalanx.doctor.names import Sight
+from phalanx.doctor.names import NameLookup
 from phalanx.doctor.pairs import Collective, Pair
 from phalanx.doctor.reach import Echo, Reach
 from phalanx.doctor.result import Result
@@ -63,20 +63,20 @@ class Hello:
 class View:
     """How the others look from one node."""
 
-    sights: tuple[Sight, ...] = ()
+    sights: tuple[NameLookup, ...] = ()
     tries: tuple[Reach, ...] = ()
     offset: Offset | None = None
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPair:
     pairs: tuple[Pair, ...] = ()
     collectives: tuple[Collective, ...] = ()
     trouble: str = ""
     waited: bool = False  # the trouble is that of others
 
 
-class Meeting:
+class SurveyMeeting:
     """The ranks of the survey, and the store through which they exchange what they know."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -106,15 +106,15 @@ class Meeting:
                 found.append(None)
         return found
 
-    def attempt(self, what: str, work: Callable[[Any], Measured], limit: float) -> Measured:
+    def attempt(self, what: str, work: Callable[[Any], MeasuredPair], limit: float) -> MeasuredPair:
         """Do it in a thread, for as long as it may take and nobody has given it up."""
-        done: list[Measured] = []
+        done: list[MeasuredPair] = []
 
         def try_it() -> None:
             try:
                 done.append(work(self.connect()))
             except Exception as error:
-                done.append(Measured(trouble=_first_line(error)))
+                done.append(MeasuredPair(trouble=_first_line(error)))
 
         thread = threading.Thread(target=try_it, daemon=True)
         thread.start()
@@ -127,7 +127,7 @@ class Meeting:
         if not done:
             given_up = self._store.check([broken])
             trouble = "others had given up" if given_up else f"it did not end in {limit:.0f} s"
-            done.append(Measured(trouble=trouble, waited=given_up))
+            done.append(MeasuredPair(trouble=trouble, waited=given_up))
         if done[0].trouble:
             self._store.set(broken, str(self.rank))
         return done[0]
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
     environ = environment()
-    meeting = Meeting(environ)
+    meeting = SurveyMeeting(environ)
 
     def publish(found: Result) -> None:
         if meeting.rank == 0 and options.outfile != "-":
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def survey(
-    meeting: Meeting, environ: Mapping[str, str], publish: Callable[[Result], None], *, quick: bool = False
+    meeting: SurveyMeeting, environ: Mapping[str, str], publish: Callable[[Result], None], *, quick: bool = False
 ) -> Result:
     """Every rank calls it, and has the same result. `publish`: what is known before the riskiest part begins."""
     echo = Echo()
@@ -179,13 +179,13 @@ def survey(
     plan = pairs.rounds(meeting.size)
     limit = _LIMIT + 2 * len(plan)
 
-    def over_gloo(store: Any) -> Measured:
+    def over_gloo(store: Any) -> MeasuredPair:
         links.open_group(store, meeting.rank, meeting.size, _LIMIT)
         measured = links.measure_pairs(meeting.rank, called, machines, plan)
         together = links.all_reduce(meeting.rank, meeting.size, "gloo", "cpu") if meeting.size > 1 else []
-        return Measured(tuple(measured), tuple(together))
+        return MeasuredPair(tuple(measured), tuple(together))
 
-    gloo = meeting.exchange("gloo", meeting.attempt("gloo", over_gloo, limit), Measured, _GRACE * 2)
+    gloo = meeting.exchange("gloo", meeting.attempt("gloo", over_gloo, limit), MeasuredPair, _GRACE * 2)
     found = summarise(called, present, views, gloo)
     if any(one is None or one.trouble for one in gloo):
         return found
@@ -195,14 +195,14 @@ def survey(
         return found  # NCCL wants a GPU for every rank
 
     # A broken NCCL may end the process: what is known by now must not be lost with it.
-    unfinished = Measured(trouble="it ended the process")
+    unfinished = MeasuredPair(trouble="it ended the process")
     publish(summarise(called, present, views, gloo, [unfinished] * meeting.size))
 
-    def over_nccl(store: Any) -> Measured:
+    def over_nccl(store: Any) -> MeasuredPair:
         del store
-        return Measured(collectives=tuple(links.all_reduce_nccl(meeting.rank, meeting.size, device, _LIMIT)))
+        return MeasuredPair(collectives=tuple(links.all_reduce_nccl(meeting.rank, meeting.size, device, _LIMIT)))
 
-    nccl = meeting.exchange("nccl", meeting.attempt("nccl", over_nccl, _LIMIT + _GRACE), Measured, _GRACE * 2)
+    nccl = meeting.exchange("nccl", meeting.attempt("nccl", over_nccl, _LIMIT + _GRACE), MeasuredPair, _GRACE * 2)
     if not any(one is None or one.trouble for one in nccl):
         links.close_group()
     return summarise(called, present, views, gloo, nccl)
@@ -239,8 +239,8 @@ def look(rank: int, called: Sequence[str], present: Mapping[int, Hello]) -> View
     return View(known, seen, _offset(rank, called, seen, present))
 
 
-def _sight(node: str, peer: str, host: str) -> Sight:
-    return Sight(node, peer, names.read(host))
+def _sight(node: str, peer: str, host: str) -> NameLookup:
+    return NameLookup(node, peer, names.read(host))
 
 
 def _addresses(hello: Hello, *, stranger: bool) -> tuple[str, ...]:
@@ -266,8 +266,8 @@ def summarise(
     called: Sequence[str],
     present: Mapping[int, Hello],
     views: Sequence[View | None],
-    gloo: Sequence[Measured | None],
-    nccl: Sequence[Measured | None] = (),
+    gloo: Sequence[MeasuredPair | None],
+    nccl: Sequence[MeasuredPair | None] = (),
 ) -> Result:
     """Everybody's facts become findings. Ranks that share a machine are judged as the one they are on."""
     nodes = {hello.machine.id: rank for rank, hello in sorted(present.items(), reverse=True)}
@@ -316,7 +316,7 @@ def _missing(called: Sequence[str], present: Mapping[int, Hello]) -> list[Findin
     ]
 
 
-def _troubles(called: Sequence[str], backend: str, measured: Sequence[Measured | None]) -> list[Finding]:
+def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPair | None]) -> list[Finding]:
     """One finding for the backend: what kept it from working, in the words of those it happened to."""
     said = {
         called[rank]: "no answer" if one is None else one.trouble

@@ -31,9 +31,9 @@ WORK = "collectives/work.py"  # `wait` there waits for an operation that is unde
 THREADED = "collectives/threaded.py"
 
 # Modules, as `sys.modules` knows them where they are imported.
-FLIGHT_RECORDER = "phalanx.collectives.journal"
-GROUPS = "phalanx.collectives.living"
-TRAINING = ("phalanx.train.main", "phalanx.train.generations")
+FLIGHT_RECORDER = "phalanx.collectives.flight_recorder"
+GROUPS = "phalanx.collectives.registry"
+TRAINING = ("phalanx.train.main", "phalanx.train.elastic_loop")
 # The fork server's own, which a worker knows by another name.
 _LOADED = "_phalanx_forkserver"
 PROBE_MODULE = f"{_LOADED}.probe.probe"

@@ -16,7 +16,7 @@ from phalanx.launch.command import Command
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launch.output import filters
 from phalanx.launch.output.filters import Choice, Std
-from phalanx.recover.decision import Budget
+from phalanx.recover.decision import RestartPolicy
 
 TEE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 
@@ -147,8 +147,8 @@ class Plan:
         return self.placement.on(self.node)
 
     @property
-    def budget(self) -> Budget:
-        return Budget(self.max_restarts if self.restarts_told else None, self.restart_window)
+    def budget(self) -> RestartPolicy:
+        return RestartPolicy(self.max_restarts if self.restarts_told else None, self.restart_window)
 
     def environment(
         self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str

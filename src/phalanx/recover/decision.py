@@ -11,7 +11,7 @@ OUTSIDE = 10  # of deaths by SIGKILL, likewise: a machine that has too little me
 AT_ONCE = 30.0  # seconds after a start. Where a script does not tell its steps, time has to say whether it got anywhere
 
 
-class Way(Enum):
+class RecoveryAction(Enum):
     REGROUP = "regroup"  # survivors stay, the dead are replaced
     RESTART = "restart"  # all ranks are stopped, and started again
     STOP = "stop"
@@ -29,7 +29,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Budget:
+class RestartPolicy:
     """So many recoveries; a healthy `window` of seconds fills it again.
 
     `most` None: the user has not said. A script that can regroup then does so for as long as it makes progress, and
@@ -42,28 +42,28 @@ class Budget:
 
 @dataclass(frozen=True)
 class Recovery:
-    way: Way
+    way: RecoveryAction
     used: int = 0  # recoveries of the budget, with this one
     why: str = ""  # it stops
 
 
-def decide(past: Sequence[Fault], fault: Fault, budget: Budget, *, able: bool) -> Recovery:
+def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: bool) -> Recovery:
     """`able`: everybody who is left can regroup."""
     recent = [each for each in since_healthy([*past, fault], budget.window) if not each.together]
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
-        return Recovery(Way.STOP)
+        return Recovery(RecoveryAction.STOP)
     if repeats(recent) >= REPEATS:
         why = f"the same crash {REPEATS} times in a row, and nothing done in between: another try would end alike"
-        return Recovery(Way.STOP, used, why)
+        return Recovery(RecoveryAction.STOP, used, why)
     # Whoever kills may have reasons that are not the script's; and one that does not tell its steps has a budget.
     if able and kills(recent) >= OUTSIDE:
         why = f"killed {OUTSIDE} times in a row, and nothing done in between: another try would end alike"
-        return Recovery(Way.STOP, used, why)
+        return Recovery(RecoveryAction.STOP, used, why)
     if budget.most is not None and used > budget.most:
         were = "recovery was allowed, and is" if budget.most == 1 else "recoveries were allowed, and are"
-        return Recovery(Way.STOP, used, f"{budget.most} {were} used up")
-    return Recovery(Way.REGROUP if able else Way.RESTART, used)
+        return Recovery(RecoveryAction.STOP, used, f"{budget.most} {were} used up")
+    return Recovery(RecoveryAction.REGROUP if able else RecoveryAction.RESTART, used)
 
 
 def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from phalanx.cluster.sharing import HOST
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.train import pieces
+from phalanx.train import tensor_transfer
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape
-from phalanx.train.parcel import Opened, Packing, Parcel
-from phalanx.train.past import Past, Received, label, offers, shapes
+from phalanx.train.memfd_tensors import MemfdTensors, OpenedMemfd, PackingThread
 from phalanx.train.shard_handover import ShardDeal, ShardHandover, receive_label, send_label
+from phalanx.train.state_offer import ReceivedState, StateOffer, label, offers, shapes
 from phalanx.worker.rendezvous.membership import Membership
 from phalanx.worker.rendezvous.store import Store
 
@@ -62,7 +62,7 @@ class Deal:
 class Handover:
     """Of one generation, as one rank sees it."""
 
-    def __init__(self, membership: Membership, past: Past | None) -> None:
+    def __init__(self, membership: Membership, past: StateOffer | None) -> None:
         self._rank = membership.identity.rank
         self._membership = membership
         # Where NCCL takes the ranks of a node for several hosts, it is much slower than memory that they share.
@@ -71,7 +71,7 @@ class Handover:
         words, nodes = [person.word for person in membership.people], membership.topology.nodes
         self._deal, self._shards = Deal.of(words, nodes), ShardDeal.of(offers(words), nodes)
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
-        self._packing: Packing | None = None
+        self._packing: PackingThread | None = None
         self.spoilt = False  # the objects of the past are being written over
 
     @property
@@ -90,14 +90,14 @@ class Handover:
         givers = deal.near(rank)
         mine = _share(near, givers.index(rank), len(givers))
         named = label(held, past) if rank == givers[0] else {}
-        self._packing = Packing(lambda: self._pack(mine, named))
+        self._packing = PackingThread(lambda: self._pack(mine, named))
 
-    def _pack(self, tensors: Mapping[str, torch.Tensor], named: dict[str, object]) -> Parcel:
-        parcel = Parcel(tensors, named)
+    def _pack(self, tensors: Mapping[str, torch.Tensor], named: dict[str, object]) -> MemfdTensors:
+        parcel = MemfdTensors(tensors, named)
         self._store.set(f"from {self._rank}", parcel.address)
         return parcel
 
-    def complete(self, kept: Mapping[str, object]) -> Received | None:
+    def complete(self, kept: Mapping[str, object]) -> ReceivedState | None:
         """The newest state is in the objects of this rank. None: there is none to be had."""
         deal, rank, past = self._deal, self._rank, self._past
         self._past = None
@@ -111,7 +111,7 @@ class Handover:
             past.put_back()
             self._send(past)
             _keep_on(kept, past)
-            return Received(past.step, past.epoch, past.layouts if deal.alike else [])
+            return ReceivedState(past.step, past.epoch, past.layouts if deal.alike else [])
         self.spoilt = past is not None and any(thing is past.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
 
@@ -129,7 +129,7 @@ class Handover:
     def _takers(self) -> list[int]:
         return [rank for rank in self._deal.lacking if self._rank in self._deal.near(rank)]
 
-    def _send(self, past: Past) -> None:
+    def _send(self, past: StateOffer) -> None:
         takers = [rank for rank in self._deal.lacking if self._deal.giver(rank) == self._rank]
         if not takers:
             return
@@ -140,9 +140,9 @@ class Handover:
                 send_label(self._store, label(held, past), taker, self._wire(False))
             for far in self._by_backend(near):
                 theirs = {name: one for name, one in held.tensors.items() if one.is_cuda is far}
-                pieces.send(theirs, taker, self._wire(far))
+                tensor_transfer.send(theirs, taker, self._wire(far))
 
-    def _receive(self, kept: Mapping[str, object]) -> Received:
+    def _receive(self, kept: Mapping[str, object]) -> ReceivedState:
         deal, rank = self._deal, self._rank
         near = deal.near(rank)
         if not near:
@@ -150,7 +150,7 @@ class Handover:
             targets = state.targets(kept, told["plain"], shapes(told))
         else:
             with contextlib.ExitStack() as stack:
-                parcels = [stack.enter_context(Opened(self._store.get(f"from {one}").decode())) for one in near]
+                parcels = [stack.enter_context(OpenedMemfd(self._store.get(f"from {one}").decode())) for one in near]
                 told = parcels[0].label
                 there = shapes(told)
                 if len([one for one in deal.lacking if deal.near(one) == near]) == 1:
@@ -165,16 +165,16 @@ class Handover:
             self._store.set(f"taken {rank}", "")
         for far in self._by_backend(bool(near)):
             mine = {name: targets[name] for name, _, _, is_far, _ in told["tensors"] if is_far is far}
-            pieces.receive(mine, deal.giver(rank), self._wire(far))
+            tensor_transfer.receive(mine, deal.giver(rank), self._wire(far))
         state.restore(kept, told["plain"], targets)
-        return Received(told["step"], told["epoch"], told["layouts"] if deal.alike else [])
+        return ReceivedState(told["step"], told["epoch"], told["layouts"] if deal.alike else [])
 
     def _by_backend(self, near: bool) -> tuple[bool, ...]:
         """Which tensors go by the backend: those on a GPU (True), those of the CPU (False)."""
         return () if near and self._by_memory else (True,) if near else (True, False)
 
     def _wire(self, far: bool) -> torch.device:
-        return pieces.wire(self._membership, far)
+        return tensor_transfer.wire(self._membership, far)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _There(Shape):
     """A tensor that lies in a parcel, in which nobody else is interested."""
 
     name: str
-    parcel: Opened
+    parcel: OpenedMemfd
 
     def empty(self) -> torch.Tensor:
         return self.parcel.tensor(self.name, self.dtype, self.shape)
@@ -199,7 +199,7 @@ def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[
     return mine
 
 
-def _keep_on(kept: Mapping[str, object], past: Past) -> None:
+def _keep_on(kept: Mapping[str, object], past: StateOffer) -> None:
     """What this rank held, in the objects that it has now; many are the very ones."""
     changed = {name for name, thing in kept.items() if thing is not past.kept.get(name)}
     if not changed:

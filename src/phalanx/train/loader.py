@@ -21,9 +21,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx.errors import UsageError
-from phalanx.train import chance
+from phalanx.train import rng
 from phalanx.train.order import Last, Order, Position, Step, check_last, count_steps, deal, steps
-from phalanx.train.shards import Deal, Dealt, Parted, Shards, Stream, can_shard, find_stateful_loader, is_stateful
+from phalanx.train.shards import (
+    AssignedShard,
+    Parted,
+    ShardAssignment,
+    Shards,
+    Stream,
+    can_shard,
+    find_stateful_loader,
+    is_stateful,
+)
 
 VERSION = 1
 _AHEAD = 4096  # places that are looked up at once: one by one, they would cost more than a small step allows
@@ -112,10 +121,10 @@ class Loader:
         self._parted: Parted | None = None
         self._reading: _Indexed | Stream | Shards = self._feed
         self._times = 0
-        self._dealt: Dealt | None = None
+        self._dealt: AssignedShard | None = None
 
     def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> _Indexed | Stream | Shards:
-        part = Deal(self.batches, self.rank, self.last)
+        part = ShardAssignment(self.batches, self.rank, self.last)
         if not _is_iterable(self.dataset):
             self._refuse_nothing(len(self.dataset))
             dataset = self.dataset
@@ -196,7 +205,7 @@ class Loader:
         position, done = self._committed
         if self._own_generator:
             # Not torch's own generator: a DataLoader draws from it whenever it starts, and a resumed one starts again.
-            self._generator.manual_seed(chance.number(self.seed, position.epoch, position.consumed, self.rank))
+            self._generator.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
         resume, self._resume = self._resume, None
         self._reading = self._feed
         if self._parted is not None and isinstance(self._feed, Shards):
@@ -204,7 +213,7 @@ class Loader:
         self._times += 1
         return self._hand_out(self._reading.open(position, done, resume), self._times)
 
-    def _hand_out(self, batches: Iterator[Dealt], time: int) -> Iterator[Any]:
+    def _hand_out(self, batches: Iterator[AssignedShard], time: int) -> Iterator[Any]:
         for dealt in batches:
             if time != self._times:
                 raise UsageError(
@@ -329,14 +338,14 @@ class _Indexed:
         # One for all epochs, so that its workers can persist. It asks for indices anew each time.
         self._loader = DataLoader(dataset, batch_sampler=indices, **options)
 
-    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[Dealt]:
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedShard]:
         del steps, state
         self._indices.position = position
         return self._read(self._indices.steps(), self._indices.part.rank)
 
-    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[Dealt]:
+    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedShard]:
         for step, batch in zip(steps, self._loader, strict=True):
-            yield Dealt(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
+            yield AssignedShard(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
 
     def snapshot(self) -> None:
         return None
@@ -345,7 +354,7 @@ class _Indexed:
 class _Indices:
     """The indices of this rank's batches from `position` on: a batch sampler."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool, part: Deal, seeded: bool) -> None:
+    def __init__(self, length: int, seed: int, shuffle: bool, part: ShardAssignment, seeded: bool) -> None:
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
@@ -360,7 +369,7 @@ class _Indices:
         batches = self._batches()
         if not self.seeded:
             return batches
-        numbers = (chance.number(self.seed, *step.position, self.part.rank) for step in self.steps())
+        numbers = (rng.number(self.seed, *step.position, self.part.rank) for step in self.steps())
         return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
 
     def _batches(self) -> Iterator[list[int]]:
@@ -401,7 +410,7 @@ class _Seeded:
 
     def __getitems__(self, batch: list[int]) -> list[Any]:
         seed, *indices = batch
-        chance.seed(seed)
+        rng.seed(seed)
         if self._many is not None:
             return list(self._many(indices))
         return [self._dataset[index] for index in indices]

@@ -83,9 +83,9 @@ def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
 
 def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any]) -> Result:
     """Under `phalanx run`, where somebody takes the place of a rank that has died."""
-    from phalanx.train.generations import Generations
+    from phalanx.train.elastic_loop import ElasticLoop
 
-    generations = Generations(line, options)
+    generations = ElasticLoop(line, options)
     try:
         run, result = generations.live(train)
     except Halted:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.board import Board
+from phalanx.train.tensorboard import TensorBoardWriter
 
 NAME = "metrics.jsonl"
 PREVIOUS = "metrics.{}.jsonl"  # of trainings that began here before
@@ -52,13 +52,13 @@ class Metrics:
         self._clock = clock
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
-        self._board: Board | None = None
+        self._board: TensorBoardWriter | None = None
         with self._or_none():
             os.makedirs(folder, exist_ok=True)
             _prepare(self.path, resumed_at)
             self._file = open(self.path, "ab")  # noqa: SIM115
             if tensorboard:
-                self._board = Board(os.path.join(folder, "tensorboard"), resumed_at + 1)
+                self._board = TensorBoardWriter(os.path.join(folder, "tensorboard"), resumed_at + 1)
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> bool:
         """Of a committed step, as `held` returned them. Whether a GPU has just been waited for."""

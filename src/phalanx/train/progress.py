@@ -30,7 +30,7 @@ _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Sight:
+class ProgressView:
     """What there is to see at one moment."""
 
     step: int
@@ -41,7 +41,7 @@ class Sight:
     left: float | None = None  # seconds
 
 
-def bar(sight: Sight, width: int, *, ascii_only: bool = False) -> str:
+def bar(sight: ProgressView, width: int, *, ascii_only: bool = False) -> str:
     """One row of at most `width` columns: what matters least is left out first, and the bar takes what is left."""
     count = str(sight.step) if sight.total is None else f"{sight.step}/{sight.total}"
     parts = [part for part in (sight.title, count, *_facts(sight)) if part]
@@ -58,7 +58,7 @@ def bar(sight: Sight, width: int, *, ascii_only: bool = False) -> str:
     return text[:width]
 
 
-def line(sight: Sight) -> str:
+def line(sight: ProgressView) -> str:
     """The same for a log file."""
     count = f"step {sight.step}"
     if sight.total:
@@ -66,7 +66,7 @@ def line(sight: Sight) -> str:
     return "  ".join(part for part in (sight.title, count, *_facts(sight)) if part)
 
 
-def _facts(sight: Sight) -> list[str]:
+def _facts(sight: ProgressView) -> list[str]:
     facts = [f"{name} {value:.4g}" for name, value in sight.values.items()]
     if sight.samples is not None:
         facts.append(f"{_short(sight.samples)} samples/s")
@@ -158,7 +158,7 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def sight(self) -> Sight:
+    def sight(self) -> ProgressView:
         """What would be drawn now."""
         now = self._clock()
         then, step, samples = self._marks[0]
@@ -171,7 +171,7 @@ class Progress:
         if now >= self._stale:
             self._numbers = {name: _number(value) for name, value in self._values.items()}
             self._stale = now + READ_EVERY
-        return Sight(self._step, self.total, self.title, self._numbers, rate, left)
+        return ProgressView(self._step, self.total, self.title, self._numbers, rate, left)
 
     def _draw(self) -> None:
         sight = self.sight()

@@ -33,7 +33,7 @@ import torch
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import CheckpointError, LaunchError, UsageError
-from phalanx.train import chance
+from phalanx.train import rng
 from phalanx.train.halting import Halted
 from phalanx.train.interval import Interval
 from phalanx.train.loader import Loader
@@ -51,8 +51,8 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 if TYPE_CHECKING:
     from phalanx.contract.worker_messages import Measured
     from phalanx.train.handover import Handover
-    from phalanx.train.once import Once
-    from phalanx.train.past import Past
+    from phalanx.train.made_once import Once
+    from phalanx.train.state_offer import StateOffer
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
@@ -83,7 +83,7 @@ class Run(WorkerProcessGroup):
     epoch = 0
     resumed: Info | None = None  # the checkpoint that it goes on from
     generation = 0  # how often the group has formed anew
-    past: Past | None = None  # what this process held when the last group was lost
+    past: StateOffer | None = None  # what this process held when the last group was lost
     handover: Handover | None = None  # in a group that has formed anew
     made: Once | None = None  # where the process may be in more than one
     taken_over = False  # its state is that of a living rank
@@ -299,7 +299,7 @@ class Run(WorkerProcessGroup):
         fresh = self._stepper.fresh
         while True:
             epoch, consumed = data.taken
-            number = chance.number(self.seed, self.rank, epoch, consumed)
+            number = rng.number(self.seed, self.rank, epoch, consumed)
             fresh.begin(number, self.device)
             self._number = number + 1
             try:
@@ -414,10 +414,10 @@ class Run(WorkerProcessGroup):
         """Where the only copy of a shard is that of its rank, snapshots are as frequent as they are cheap."""
         if self._snapshots is None or self._snapshot_chosen is not None:
             return
-        from phalanx.train import placement
+        from phalanx.train import shard_placement
         from phalanx.train.snapshot.cadence import Cadence
 
-        if placement.is_sharded(self._kept) and not placement.is_replicated(self._kept):
+        if shard_placement.is_sharded(self._kept) and not shard_placement.is_replicated(self._kept):
             self._snapshot_due = Cadence(self._snapshots, self._snapshots.say)
 
     def _begin(self, values: dict[str, Any]) -> None:
@@ -642,10 +642,10 @@ class Run(WorkerProcessGroup):
         """Called before each update; raises where there is to be none."""
         self._stepper.before_update.append(call)
 
-    def standing(self, *, asleep: bool = False) -> Past | None:
+    def standing(self, *, asleep: bool = False) -> StateOffer | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
         `asleep`: the thread that trains is still in the middle of the next one, whose tensors are left alone."""
-        from phalanx.train.past import Past
+        from phalanx.train.state_offer import StateOffer
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past
@@ -667,7 +667,7 @@ class Run(WorkerProcessGroup):
         if self.steps > self._began:
             layouts = self._laid_out if asleep else self._stepper.layouts
         settings = Settings(self._kept)
-        return Past(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
+        return StateOffer(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
 
     @property
     def remembers(self) -> bool:

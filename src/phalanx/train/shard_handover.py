@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from phalanx.train import pieces, placement
+from phalanx.train import shard_placement, tensor_transfer
 from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.plain import Tensors
-from phalanx.train.past import Offer, Past, Received, label, shapes
+from phalanx.train.state_offer import Offer, ReceivedState, StateOffer, label, shapes
 from phalanx.worker.process_group import objects
 from phalanx.worker.rendezvous.membership import Membership
 from phalanx.worker.rendezvous.store import Store
@@ -85,9 +85,9 @@ class ShardHandover:
     def __init__(self, membership: Membership, store: Store, deal: ShardDeal) -> None:
         self._membership, self._store, self._deal = membership, store, deal
 
-    def complete(self, kept: Mapping[str, object], past: Past | None) -> Received:
+    def complete(self, kept: Mapping[str, object], past: StateOffer | None) -> ReceivedState:
         """The newest state is in the objects of this rank."""
-        indices = placement.indices(kept)
+        indices = shard_placement.indices(kept)
         same, givers = self._deal.keeps(indices), self._deal.givers(indices)
         rank = self._membership.identity.rank
         if rank in self._deal.holders and past is not None:
@@ -108,17 +108,17 @@ class ShardHandover:
         if not same:
             self._spread(told, own, targets)
         state.restore(kept, told["plain"], targets)
-        return Received(told["step"], told["epoch"], [])
+        return ReceivedState(told["step"], told["epoch"], [])
 
     def _send(self, told: dict[str, Any], own: Tensors, taker: int, *, same: bool) -> None:
         send_label(self._store, told, taker, self._wire(False))
         for far in (True, False):
-            pieces.send({name: _local(own[name]) for name in _names(told, far, same)}, taker, self._wire(far))
+            tensor_transfer.send({name: _local(own[name]) for name in _names(told, far, same)}, taker, self._wire(far))
 
     def _receive(self, told: dict[str, Any], targets: Tensors, giver: int, *, same: bool) -> None:
         for far in (True, False):
             mine = {name: _local(targets[name]) for name in _names(told, far, same)}
-            pieces.receive(mine, giver, self._wire(far))
+            tensor_transfer.receive(mine, giver, self._wire(far))
 
     def _spread(self, told: dict[str, Any], own: Tensors, targets: Tensors) -> None:
         """All shards to all ranks, which take from them what they hold now."""
@@ -139,7 +139,7 @@ class ShardHandover:
                 _take(targets[name], whole)
 
     def _wire(self, far: bool) -> torch.device:
-        return pieces.wire(self._membership, far)
+        return tensor_transfer.wire(self._membership, far)
 
 
 def divided(whole: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
@@ -153,12 +153,12 @@ def divided(whole: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
 def send_label(store: Store, told: dict[str, Any], taker: int, wire: torch.device) -> None:
     text = objects.encode(told)
     store.set(f"to {taker}", str(len(text)))
-    pieces.send({"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, taker, wire)
+    tensor_transfer.send({"": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, taker, wire)
 
 
 def receive_label(store: Store, taker: int, giver: int, wire: torch.device) -> dict[str, Any]:
     body = torch.empty(int(store.get(f"to {taker}")), dtype=torch.uint8)
-    pieces.receive({"": body}, giver, wire)
+    tensor_transfer.receive({"": body}, giver, wire)
     return objects.decode(bytes(body.tolist()))  # type: ignore[no-any-return]
 
 

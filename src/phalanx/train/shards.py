@@ -30,12 +30,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from phalanx.train import chance
+from phalanx.train import rng
 from phalanx.train.order import Last, Position, share
 
 
 @dataclass(slots=True)
-class Dealt:
+class AssignedShard:
     """One rank's batch: `size` samples, of which the first `count` count; `total` count on all ranks together."""
 
     batch: Any
@@ -46,7 +46,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Deal:
+class ShardAssignment:
     """How a step is dealt: the batch size of every rank, which of them is ours, and what becomes of the rest."""
 
     batches: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Feed:
 
     kind = ""
 
-    def __init__(self, dataset: Any, deal: Deal, options: dict[str, Any], seed: int) -> None:
+    def __init__(self, dataset: Any, deal: ShardAssignment, options: dict[str, Any], seed: int) -> None:
         self._dataset = dataset
         self._deal = deal
         self._options = options
@@ -93,14 +93,14 @@ class _Feed:
         self._exhausted = False
         self._start: Any = None
 
-    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[Dealt]:
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedShard]:
         """From `position` on, which is `steps` into the epoch; at once, if `state` is a snapshot of just there."""
         self._rewind(position.epoch)
         self._exhausted = False
         self._loader = _loader(self._source(position), self._options, state)
         return self._read_out(self._read(position, 0 if state else steps), self._loader)
 
-    def _read_out(self, batches: Iterator[Dealt], loader: Any) -> Iterator[Dealt]:
+    def _read_out(self, batches: Iterator[AssignedShard], loader: Any) -> Iterator[AssignedShard]:
         try:
             yield from batches
         finally:
@@ -123,7 +123,7 @@ class _Feed:
     def _source(self, position: Position) -> _Source:
         raise NotImplementedError
 
-    def _read(self, position: Position, replay: int) -> Iterator[Dealt]:
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
         raise NotImplementedError
 
 
@@ -136,11 +136,11 @@ class Stream(_Feed):
     def _source(self, position: Position) -> _Source:
         return _Source(_Blocks, self._dataset, self._deal, position, self.start, self._seed)
 
-    def _read(self, position: Position, replay: int) -> Iterator[Dealt]:
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
         del replay  # the workers pass over what was consumed
         for batch, count, size, total in self._loader:
             position = Position(position.epoch, position.consumed + total)
-            yield Dealt(batch, count, size, total, position)
+            yield AssignedShard(batch, count, size, total, position)
         self._exhausted = True
 
 
@@ -150,7 +150,7 @@ class Shards(_Feed):
     kind = "shards"
 
     def __init__(
-        self, dataset: Any, deal: Deal, options: dict[str, Any], seed: int, total: Callable[[int], int]
+        self, dataset: Any, deal: ShardAssignment, options: dict[str, Any], seed: int, total: Callable[[int], int]
     ) -> None:
         super().__init__(dataset, deal, options, seed)
         self._total = total
@@ -164,9 +164,9 @@ class Shards(_Feed):
     def _source(self, position: Position) -> _Source:
         return _Source(_Shard, self._dataset, self._deal, position, 0, self._seed)
 
-    def _read(self, position: Position, replay: int) -> Iterator[Dealt]:
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
         batches = self._batches()
-        with chance.untouched() if replay else contextlib.nullcontext():
+        with rng.untouched() if replay else contextlib.nullcontext():
             for _ in range(replay):
                 next(batches)
         spare: tuple[Any, int] | None = None
@@ -179,7 +179,7 @@ class Shards(_Feed):
                 # Others still have samples. This rank steps along with what does not count: nobody waits for it.
                 batch, size = spare = spare or self._padding(position.epoch)
             position = Position(position.epoch, position.consumed + total)
-            yield Dealt(batch, count, size, total, position)
+            yield AssignedShard(batch, count, size, total, position)
 
     def _batches(self) -> Iterator[tuple[Any, int, int]]:
         """Those of this rank's part, and then nothing, for ever."""
@@ -193,8 +193,8 @@ class Shards(_Feed):
         """The first sample of the whole data set. Not this rank's last batch, which a resumed run may not have."""
         size = self._deal.batch if self._deal.last == "pad" else 1
         collate = self._options.get("collate_fn") or default_collate
-        first = _Elements(self._dataset.shard(index=0, count=1), chance.number(self._seed, epoch)).take(1)
-        with chance.untouched():
+        first = _Elements(self._dataset.shard(index=0, count=1), rng.number(self._seed, epoch)).take(1)
+        with rng.untouched():
             return collate(first * size), size
 
 
@@ -203,7 +203,7 @@ class _Elements:
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
-        self._numbers = chance.Numbers(seed)
+        self._numbers = rng.RngState(seed)
         self.ended = False
         with self._reading():
             self._iterator: Any = iter(dataset)
@@ -279,7 +279,7 @@ class _Rest:
 
 
 def _part(dataset: Any, index: int, count: int, seed: int, epoch: int) -> _Elements:
-    return _Elements(dataset.shard(index=index, count=count), chance.number(seed, epoch, index))
+    return _Elements(dataset.shard(index=index, count=count), rng.number(seed, epoch, index))
 
 
 @dataclass(eq=False)
@@ -288,7 +288,7 @@ class _Source(IterableDataset):  # type: ignore[misc]
 
     reader: type[_Reader]
     dataset: Any
-    deal: Deal
+    deal: ShardAssignment
     position: Position
     start: int
     seed: int
@@ -328,7 +328,7 @@ class _Reader:
     def seed_batch(self, reader: int) -> None:
         """For what is drawn to put a batch together: in the training's process that is the training's matter."""
         if self.apart:
-            chance.seed(chance.number(self.seed, self.position.epoch, reader, self.read))
+            rng.seed(rng.number(self.seed, self.position.epoch, reader, self.read))
 
     # torchdata's StatefulDataLoader asks for these, in the worker.
     def state_dict(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class _Blocks(_Reader):
     """All ranks' batches of a step are one run of the stream; the workers of a rank take the steps in turn."""
 
     def open(self, dataset: Any) -> _Elements:
-        return _Elements(dataset, chance.number(self.seed, self.position.epoch))
+        return _Elements(dataset, rng.number(self.seed, self.position.epoch))
 
     def __next__(self) -> tuple[list[Any], int, int, int]:
         whole = sum(self.deal.batches)

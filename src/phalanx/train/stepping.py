@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.chance import Fresh
+from phalanx.train.rng import FreshRng
 
 if TYPE_CHECKING:
     from phalanx.train.wrapped import Wrapped
@@ -58,7 +58,7 @@ class Stepper:
         self.accumulate = 1  # of the latest window
         self.before_forward: Callable[[], None] | None = None  # called before the first forward of a step
         self.before_update: list[Callable[[], None]] = []  # called before gradients are used; may raise
-        self.fresh = Fresh()
+        self.fresh = FreshRng()
         self.torn = False  # an update has begun; whoever commits it says when it is whole
         self.ranks_before: int | None = None  # of the state that was loaded
         self._ranks = world_size

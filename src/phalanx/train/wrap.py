@@ -31,7 +31,7 @@ _FOR = {  # options that not every way has
 }
 
 
-class Group(Protocol):
+class WrapGroup(Protocol):
     """All that is asked of a group."""
 
     @property
@@ -48,7 +48,7 @@ def wrap(
     model: Any,
     how: str = "ddp",
     *,
-    group: Group,
+    group: WrapGroup,
     stepper: Stepper | None = None,
     accumulate: int = 1,
     precision: str | None = None,
@@ -176,7 +176,7 @@ def _close(wrapped: Wrapped | None) -> None:
         wrapped.close()
 
 
-def _nodes(group: Group) -> Sequence[Sequence[int]]:
+def _nodes(group: WrapGroup) -> Sequence[Sequence[int]]:
     topology = getattr(group, "topology", None)
     return topology.nodes if topology is not None else [range(group.world_size)]
 

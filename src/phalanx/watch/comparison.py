@@ -17,7 +17,7 @@ from phalanx.contract import events
 from phalanx.watch.curve import Curve
 from phalanx.watch.figures import number, seconds
 from phalanx.watch.plot import Series
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.svg import Chart, Mark
 
 Over = Literal["step", "time"]
@@ -60,7 +60,7 @@ class Track:
     """A run as its events are seen, one after the other. `scene` is what is to be seen of it."""
 
     def __init__(self, run: str, *, metric: str = "loss") -> None:
-        self.scene = Scene()
+        self.scene = RunModel()
         self._run = run
         self._metric = metric
         self._first: float | None = None  # when it began

@@ -14,7 +14,7 @@ from typing import get_args
 
 from phalanx.watch.histogram import BOUNDS, Histogram
 from phalanx.watch.rank import HEALTH, RankView
-from phalanx.watch.scene import SAMPLES, STEPS, Scene, State
+from phalanx.watch.run_model import SAMPLES, STEPS, RunModel, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,11 +26,11 @@ _COUNTERS = (
 )
 
 
-def text(scene: Scene) -> str:
+def text(scene: RunModel) -> str:
     return "\n".join([*_run(scene), *_counters(scene), *_steps(scene), *_ranks(scene), *_measured(scene), ""])
 
 
-def _run(scene: Scene) -> Iterator[str]:
+def _run(scene: RunModel) -> Iterator[str]:
     run, over = _labels(run=scene.run), scene.ended is not None
     about = _labels(run=scene.run, command=shlex.join(scene.command))
     yield from _family("run_info", "gauge", "What runs.", [(about, 1)])
@@ -56,7 +56,7 @@ def _run(scene: Scene) -> Iterator[str]:
             yield from _family(name, "gauge", words, [(run, value)])
 
 
-def _counters(scene: Scene) -> Iterator[str]:
+def _counters(scene: RunModel) -> Iterator[str]:
     run = _labels(run=scene.run)
     for name, kind, words in _COUNTERS:
         yield from _family(f"{name}_total", "counter", words, [(run, scene.story.counts[kind])])
@@ -64,7 +64,7 @@ def _counters(scene: Scene) -> Iterator[str]:
     yield from _family("seconds_lost_total", "counter", words, [(run, scene.losses.seconds)])
 
 
-def _steps(scene: Scene) -> Iterator[str]:
+def _steps(scene: RunModel) -> Iterator[str]:
     yield "# HELP phalanx_step_seconds What ranks spend a step on."
     yield "# TYPE phalanx_step_seconds histogram"
     for phase, histogram in scene.times.items():
@@ -80,7 +80,7 @@ def _histogram(name: str, labels: Mapping[str, str], histogram: Histogram) -> It
     yield f"{name}_count{_labels(**labels)} {so_far}"
 
 
-def _ranks(scene: Scene) -> Iterator[str]:
+def _ranks(scene: RunModel) -> Iterator[str]:
     views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
     if not views:
         return
@@ -116,7 +116,7 @@ def _ranks(scene: Scene) -> Iterator[str]:
     yield from family("gpu_memory_bytes", "Of its GPU, that is used.", memory)
 
 
-def _measured(scene: Scene) -> Iterator[str]:
+def _measured(scene: RunModel) -> Iterator[str]:
     values = [
         (_labels(run=scene.run, name=name), curve.last)
         for name, curve in scene.curves.items()

@@ -17,9 +17,9 @@ from html import escape
 from phalanx.watch import comparison, figures, masking, sheet, svg, timeline
 from phalanx.watch.comparison import Course
 from phalanx.watch.figures import seconds
-from phalanx.watch.ledger import Entry, Ledger
+from phalanx.watch.incidents import Incident, Incidents
 from phalanx.watch.markup import Html, facts, folded, joined, pre, table, tag
-from phalanx.watch.scene import RankView, Scene
+from phalanx.watch.run_model import RankView, RunModel
 
 SIGN = '<meta name="generator" content="phalanx report'
 _CHARTS = 12
@@ -73,7 +73,7 @@ class Account:
     with_logs: bool = True
 
 
-def html(account: Account, scene: Scene, course: Course, ledger: Ledger, *, page: str = "") -> str:
+def html(account: Account, scene: RunModel, course: Course, ledger: Incidents, *, page: str = "") -> str:
     """`page`: the page of a browser in one file, with its data inside, for those who want to look closer."""
     sections = [
         _head(account, scene, course),
@@ -128,7 +128,7 @@ def _section(title: str, *children: str) -> Html:
     return tag("section", tag("h2", title), *children)
 
 
-def _head(account: Account, scene: Scene, course: Course) -> Html:
+def _head(account: Account, scene: RunModel, course: Course) -> Html:
     state = "stopped" if account.state.startswith("stopped") else account.state
     how = {"done": "well", "running": "going", "stopped": "calm"}.get(state, "bad")
     told = [
@@ -145,7 +145,7 @@ def _head(account: Account, scene: Scene, course: Course) -> Html:
     return tag("header", title, tag("div", *tiles, class_="tiles"))
 
 
-def _story(account: Account, scene: Scene, course: Course, ledger: Ledger) -> Html:
+def _story(account: Account, scene: RunModel, course: Course, ledger: Incidents) -> Html:
     """In sentences, for somebody who was not there."""
     began = figures.moment(account.started or scene.started)
     told = [f"It began at {began} with {figures.count(course.ranks, 'rank')}{_where(scene)}."]
@@ -191,14 +191,14 @@ def _ending(account: Account, course: Course) -> str:
     return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."
 
 
-def _where(scene: Scene) -> str:
+def _where(scene: RunModel) -> str:
     hosts = dict.fromkeys(view.host for view in scene.ranks.values() if view.host)
     devices = {view.device for view in scene.ranks.values() if view.device}
     told = f" on {figures.count(len(hosts), 'node')}" if hosts else ""
     return told + (", each with a GPU" if devices and all(view.device for view in scene.ranks.values()) else "")
 
 
-def _ran(account: Account, scene: Scene) -> Html:
+def _ran(account: Account, scene: RunModel) -> Html:
     by_host: dict[str, list[RankView]] = {}
     for view in sorted(scene.ranks.values(), key=lambda view: view.rank):
         by_host.setdefault(view.host or account.host or "?", []).append(view)
@@ -234,7 +234,7 @@ def _ran(account: Account, scene: Scene) -> Html:
     return joined(parts)
 
 
-def _fast(scene: Scene, course: Course) -> Html:
+def _fast(scene: RunModel, course: Course) -> Html:
     told = facts(
         [
             ("steps/s", _known(course.rates.get("steps/s"), "median")),
@@ -248,7 +248,7 @@ def _fast(scene: Scene, course: Course) -> Html:
     return joined([told, tag("ul", *(tag("li", masking.hidden(text)) for text in slow)) if slow else ""])
 
 
-def _imports(scene: Scene) -> str:
+def _imports(scene: RunModel) -> str:
     """What the first seconds went to."""
     if scene.imports is None:
         return ""
@@ -274,7 +274,7 @@ def _charts(course: Course) -> list[Html]:
     return parts
 
 
-def _failed(account: Account, course: Course, ledger: Ledger) -> list[Html]:
+def _failed(account: Account, course: Course, ledger: Incidents) -> list[Html]:
     parts: list[Html] = []
     if ledger.entries:
         start = account.started
@@ -303,13 +303,13 @@ def _failed(account: Account, course: Course, ledger: Ledger) -> list[Html]:
     return parts
 
 
-def _row(entry: Entry, start: float) -> tuple[str, ...]:
+def _row(entry: Incident, start: float) -> tuple[str, ...]:
     after = seconds(max(0.0, entry.time - start)) if start else figures.moment(entry.time)
     lost = "" if entry.seconds is None else seconds(entry.seconds)
     return (after, masking.hidden(entry.text), figures.spans(entry.ranks), entry.outcome, lost)
 
 
-def _timeline(scene: Scene, course: Course, ledger: Ledger) -> list[Html]:
+def _timeline(scene: RunModel, course: Course, ledger: Incidents) -> list[Html]:
     first = _first_step(course)
     begin = None if first is None else scene.started + first
     end = scene.ended or scene.now
@@ -329,7 +329,7 @@ def _timeline(scene: Scene, course: Course, ledger: Ledger) -> list[Html]:
     return parts
 
 
-def _ranks(scene: Scene) -> list[Html]:
+def _ranks(scene: RunModel) -> list[Html]:
     views = sorted(scene.ranks.values(), key=lambda view: view.rank)
     head = (
         "rank",

@@ -20,7 +20,7 @@ class LogPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     """A line that was looked for."""
 
     rank: int
@@ -29,7 +29,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     line: str
 
 
-class Because(msgspec.Struct, frozen=True, kw_only=True):
+class WhyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing goes on, or that something does."""
 
     report: str
@@ -51,8 +51,8 @@ class Source(Protocol):
         """From there on; None: the end of it."""
         ...
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]: ...
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]: ...
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         """With all stacks."""
         ...

@@ -7,8 +7,8 @@ from html import escape
 
 from phalanx.contract.events import LETTERS, UNSEEN
 from phalanx.watch.axis import Axis
-from phalanx.watch.ledger import Entry
-from phalanx.watch.scene import RankView
+from phalanx.watch.incidents import Incident
+from phalanx.watch.run_model import RankView
 from phalanx.watch.strip import TICK
 
 WIDTH = 880
@@ -43,7 +43,7 @@ def style() -> str:
     )
 
 
-def whole(start: float, first: float | None, end: float, entries: Sequence[Entry]) -> str:
+def whole(start: float, first: float | None, end: float, entries: Sequence[Incident]) -> str:
     """The run from its start to its end: until the first step, after faults, and standing still."""
     axis, wide = Axis(0.0, max(end - start, 1e-3), "seconds"), WIDTH - _LEFT - _RIGHT
     parts = [_head(92, "the time of the run"), f'<g transform="translate({_LEFT} 16)">']

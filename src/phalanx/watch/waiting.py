@@ -34,7 +34,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Held:
+class WaitedFor:
     """How long a rank kept the others waiting."""
 
     rank: int
@@ -74,7 +74,7 @@ def stretches(strips: Mapping[int, Strip], start: float, end: float) -> list[Str
     return found
 
 
-def held(strips: Mapping[int, Strip], start: float, end: float) -> list[Held]:
+def held(strips: Mapping[int, Strip], start: float, end: float) -> list[WaitedFor]:
     """Of that time: who was waited for, the longest first."""
     letters = {rank: strip.between(start, end) for rank, strip in strips.items()}
     ranks, columns = _columns(letters)
@@ -120,7 +120,7 @@ class Tally:
         self._slow.clear()
         self._ticks = 0
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[WaitedFor]:
         return _ordered(self._seen, self._ticks, {})
 
     @property
@@ -164,10 +164,12 @@ def _late(column: str) -> list[tuple[int, str]]:
     return [(place, letter) for place, letter in enumerate(column) if letter not in (_WAITS, UNSEEN)]
 
 
-def _ordered(seen: Mapping[int, Counter[str]], ticks: int, steps: Mapping[int, int]) -> list[Held]:
+def _ordered(seen: Mapping[int, Counter[str]], ticks: int, steps: Mapping[int, int]) -> list[WaitedFor]:
     every = []
     for rank, letters in seen.items():
         count = letters.total()
         phase = PHASES.get(max(letters, key=letters.__getitem__), "idle")
-        every.append(Held(rank, round(count * TICK, 1), count / ticks if ticks else 0.0, phase, steps.get(rank, 0)))
+        every.append(
+            WaitedFor(rank, round(count * TICK, 1), count / ticks if ticks else 0.0, phase, steps.get(rank, 0))
+        )
     return sorted(every, key=lambda one: (-one.share, one.rank))

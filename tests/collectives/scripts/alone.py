@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import mpi, registration
+from phalanx.collectives import mpi_engine, registration
 
 without = dist.is_mpi_available()
 registration.register()
@@ -22,6 +22,6 @@ os.environ["WORLD_SIZE"] = "2"
 for _ in range(2):
     try:
         dist.init_process_group("mpi")
-    except mpi.Refused as error:
+    except mpi_engine.Refused as error:
         print(f"Refused: {error}")
     sys.modules["mpi4py"] = None  # type: ignore[assignment]

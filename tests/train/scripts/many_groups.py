@@ -18,8 +18,8 @@ import torch.distributed as dist
 from regroup import join
 from torch import nn
 
-from phalanx.collectives import living
-from phalanx.collectives.trouble import Aborted
+from phalanx.collectives import registry
+from phalanx.collectives.errors import GroupAborted
 from phalanx.train.run import Run
 
 GROUPS, WIDTH = 50, 600  # so wide that gradients lie in memory which ranks share
@@ -50,7 +50,7 @@ def trained(run: Run) -> int:
 def forked() -> None:
     """A child has no part in the group, whatever it does with its copy."""
     if (pid := os.fork()) == 0:
-        living.abort()
+        registry.abort()
         dist.destroy_process_group()
         gc.collect()
         os._exit(0)
@@ -62,12 +62,12 @@ def aborted(run: Run, group: object) -> float:
     if run.rank:
         run.store.get("aborted")
         return 0.0
-    timer = threading.Timer(0.2, living.abort)
+    timer = threading.Timer(0.2, registry.abort)
     timer.start()
     begin = time.monotonic()
     try:
         dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
-    except Aborted:
+    except GroupAborted:
         run.store.set("aborted", "")
         return time.monotonic() - begin
     raise AssertionError("it did not wait")

@@ -17,11 +17,11 @@ from torch import nn
 import phalanx
 from phalanx.contract.worker_messages import Assignment
 from phalanx.train.handover import Handover
-from phalanx.train.past import Past
 from phalanx.train.run import Run
+from phalanx.train.state_offer import StateOffer
 
 
-def join(generation: int, past: Past | None) -> Run:
+def join(generation: int, past: StateOffer | None) -> Run:
     environ = os.environ
     size = int(environ["WORLD_SIZE"])
     world = Assignment(

@@ -12,7 +12,7 @@ from phalanx.contract import events
 from phalanx.errors import LaunchError
 from phalanx.watch import simulation
 from phalanx.watch.page import guard, server
-from phalanx.watch.source import Because, Found, LogPart, Stream
+from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 
 class Simulated:
@@ -32,11 +32,11 @@ class Simulated:
             raise LaunchError("node 1 has not answered within 5 s")
         return LogPart(start=start or 0, end=size, text=f"{stream} of rank {rank}")
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
-        return [Found(rank=rank, stream="stdout", at=most, line=text) for rank in ranks or (0,)]
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
+        return [SearchResult(rank=rank, stream="stdout", at=most, line=text) for rank in ranks or (0,)]
 
-    async def why(self) -> Because:
-        return Because(report="nothing is wrong", stacks={0: "train.py"})
+    async def why(self) -> WhyAnswer:
+        return WhyAnswer(report="nothing is wrong", stacks={0: "train.py"})
 
 
 guard.LIMITS = dataclasses.replace(guard.LIMITS, patience=1.0)

@@ -26,7 +26,7 @@ def _is_folder(option: Option) -> bool:
 
 
 _BASH = """\
-# Completes phalanx run, explain and chaos, up to the script; behind it, files.
+# Completes phalanx run, plan and chaos, up to the script; behind it, files.
 _phalanx() {
     local cur=${COMP_WORDS[COMP_CWORD]} option= script= verb=${COMP_WORDS[1]} word i IFS=$' \\t\\n'
     COMPREPLY=()
@@ -34,7 +34,7 @@ _phalanx() {
         COMPREPLY=($(compgen -W "@VERBS@" -- "$cur"))
         return
     fi
-    [[ $verb == run || $verb == explain || $verb == chaos ]] || return
+    [[ $verb == run || $verb == plan || $verb == chaos ]] || return
     # bash takes --option=value for three words, the second of them "=".
     for ((i = 2; i < COMP_CWORD; i++)); do
         word=${COMP_WORDS[i]}
@@ -66,7 +66,7 @@ _phalanx() {
         COMPREPLY=($(compgen -W "@UNDERSCORED@" -- "$cur"))
     elif [[ $cur == -* ]]; then
         COMPREPLY=($(compgen -W "@DASHED@" -- "$cur"))
-        [[ $verb == explain ]] && COMPREPLY+=($(compgen -W "@EXPLAIN@" -- "$cur"))
+        [[ $verb == plan ]] && COMPREPLY+=($(compgen -W "@PLAN@" -- "$cur"))
         [[ $verb == chaos ]] && COMPREPLY+=($(compgen -W "@CHAOS@" -- "$cur"))
     else
         IFS=$'\\n'
@@ -93,7 +93,7 @@ def _bash(verbs: Sequence[str]) -> str:
         "VALUES": "\n".join(values),
         "UNDERSCORED": " ".join(name for option in options for name in option.spellings if "_" in name),
         "DASHED": " ".join(name for option in options for name in option.shown),
-        "EXPLAIN": " ".join(option.name for option in options_of("explain") if option.only),
+        "PLAN": " ".join(option.name for option in options_of("plan") if option.only),
         "CHAOS": " ".join(option.name for option in options_of("chaos") if option.only),
     }
     script = _BASH
@@ -105,7 +105,7 @@ def _bash(verbs: Sequence[str]) -> str:
 def _zsh(verbs: Sequence[str]) -> str:
     lines = [
         "#compdef phalanx",
-        "# Completes phalanx run, explain and chaos, up to the script; behind it, files.",
+        "# Completes phalanx run, plan and chaos, up to the script; behind it, files.",
         "",
     ]
     lines += ["_phalanx_options() {", "    local -a options=("]
@@ -122,7 +122,7 @@ def _zsh(verbs: Sequence[str]) -> str:
     ]
     lines += [
         "    case $state:$words[1] in",
-        "        rest:(run|explain|chaos)) _phalanx_options $words[1] ;;",
+        "        rest:(run|plan|chaos)) _phalanx_options $words[1] ;;",
         "    esac",
         "}",
         "",

@@ -13,14 +13,14 @@ STATIC_PORT = 29500
 C10D_PORT = 29400
 
 
-class Meeting(NamedTuple):
+class RendezvousOptions(NamedTuple):
     run_id: str | None  # None: a random one
     address: str | None  # None: not told
     port: int | None  # None: a free one
     notes: tuple[str, ...] = ()
 
 
-def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> Meeting:
+def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> RendezvousOptions:
     """`values` by option, `names` as the user spelled those that were given."""
 
     def unused(dests: Iterable[str], why: str) -> tuple[str, ...]:
@@ -38,32 +38,34 @@ def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) ->
     several = max_nodes > 1
     if values.standalone:
         why = "with --standalone the port is a free one and the id is random"
-        return Meeting(None, None, None, unused(("rdzv_endpoint", "rdzv_id", "master_addr", "master_port"), why))
+        return RendezvousOptions(
+            None, None, None, unused(("rdzv_endpoint", "rdzv_id", "master_addr", "master_port"), why)
+        )
     if values.rdzv_backend == "static":
         if values.rdzv_endpoint:
             host, port = _endpoint(values, names, verb)
             if port is None:
                 raise _no_port(values.rdzv_endpoint, names, verb)
             notes = unused(("master_addr", "master_port"), f"{names['rdzv_endpoint']} says it")
-            return Meeting(run_id, host, port or None, notes)
+            return RendezvousOptions(run_id, host, port or None, notes)
         if values.master_port is None and not several:
             why = "on one node without --master-port, the port is a free one and the id is random"
-            return Meeting(None, None, None, unused(("rdzv_id", "master_addr"), why))
+            return RendezvousOptions(None, None, None, unused(("rdzv_id", "master_addr"), why))
         port = STATIC_PORT if values.master_port is None else values.master_port
         if values.master_addr is None:
-            return Meeting(run_id, None if several else "127.0.0.1", port or None)
-        return Meeting(run_id, _host(values, names, verb), port or None)
+            return RendezvousOptions(run_id, None if several else "127.0.0.1", port or None)
+        return RendezvousOptions(run_id, _host(values, names, verb), port or None)
 
     backend = f"{names['rdzv_backend']} {values.rdzv_backend}"
     notes = unused(("master_addr", "master_port"), f"with {backend} the address is --rdzv-endpoint's")
     if values.rdzv_backend != "c10d":
         etcd = f"{backend} has no effect: nodes meet at node 0, and no etcd server is asked"
-        return Meeting(run_id, None, None, (etcd, *notes))
+        return RendezvousOptions(run_id, None, None, (etcd, *notes))
     if not values.rdzv_endpoint or values.rdzv_conf.get("store_type") == "file":
-        return Meeting(run_id, None, C10D_PORT if several else None, notes)
+        return RendezvousOptions(run_id, None, C10D_PORT if several else None, notes)
     host, port = _endpoint(values, names, verb)
     # Other nodes have to know the port; on one node only a port that was named is worth being bound to.
-    return Meeting(run_id, host, C10D_PORT if port is None and several else port or None, notes)
+    return RendezvousOptions(run_id, host, C10D_PORT if port is None and several else port or None, notes)
 
 
 def _take_master(values: Any, names: dict[str, str], verb: str) -> None:

@@ -17,7 +17,7 @@ from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 from phalanx.errors import OptionError
 
-__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_chaos", "parse_explain", "parse_run"]
+__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_chaos", "parse_plan", "parse_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
     return _parse(argv, environ, "run")[0]
 
 
-def parse_explain(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunOptions, bool]:
-    """The options of the run to explain, and whether JSON is wanted."""
-    options, values = _parse(argv, environ, "explain")
+def parse_plan(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[RunOptions, bool]:
+    """The options of the planned run, and whether JSON is wanted."""
+    options, values = _parse(argv, environ, "plan")
     return options, bool(values.json)
 
 

@@ -64,7 +64,7 @@ OPTIONS = (
         "--check-collectives",
         "Compares every collective of all ranks before it is started: two that differ are told at once.",
     ),
-    _ours(OFTEN, "--json", "Prints the plan as JSON.", only="explain"),
+    _ours(OFTEN, "--json", "Prints the plan as JSON.", only="plan"),
     _ours(OFTEN, "--kill-every", "Pause between two faults, on average.", kinds.DURATION, "5s", only="chaos"),
     _ours(OFTEN, "--seed", "Repeats the faults of another time. Not given: a random one.", kinds.ID, only="chaos"),
     _ours(

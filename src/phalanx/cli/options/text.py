@@ -20,7 +20,7 @@ def help_text(verb: str) -> str:
     first = {
         "run": "Runs a script in several processes: on every GPU of this machine, or as many as -g says.",
         "chaos": "Runs a script as phalanx run does, and disturbs its workers by a plan that --seed repeats.",
-        "explain": "Says what phalanx run would do with the same words, and runs nothing.",
+        "plan": "Says what phalanx run would do with the same words, and runs nothing.",
     }[verb]
     lines = [
         f"usage: phalanx {verb} [options] script [arguments of the script]",
@@ -64,7 +64,7 @@ def markdown() -> str:
     lines = [
         "# Options of `phalanx run`",
         "",
-        "`phalanx run [options] script [arguments]`. `phalanx explain` and `phalanx chaos` take the same.",
+        "`phalanx run [options] script [arguments]`. `phalanx plan` and `phalanx chaos` take the same.",
         "",
         "Every option of torchrun is one here, and means the same. Options stand before the script; whatever",
         "is behind it belongs to the script. Underscores do for dashes (`--log_dir`), the beginning of a",

@@ -215,7 +215,7 @@ class NodeAgent:
     def _knows(self, pid: int) -> bool:
         return self._attempt is not None and self._attempt.knows(pid)
 
-    def letter(self, who: int | None, letter: messages.Letter) -> None:
+    def letter(self, who: int | None, letter: messages.RpcFrame) -> None:
         self.post.heard(who, letter)
 
     def note(self, text: str) -> None:

@@ -25,7 +25,7 @@ from phalanx.launch.output.log_forwarder import LogForwarder
 from phalanx.launch.plan import Plan
 from phalanx.launch.runs import root_cause
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.recover.decision import Way
+from phalanx.recover.decision import RecoveryAction
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AgentView(Protocol):
     def note(self, text: str) -> None: ...
     def waiting(self, text: str | None) -> None: ...
     def pass_on(self, number: signal.Signals) -> None: ...
-    def letter(self, who: int | None, letter: messages.Letter) -> None: ...
+    def letter(self, who: int | None, letter: messages.RpcFrame) -> None: ...
 
 
 class Coordinator(Protocol):
@@ -88,7 +88,7 @@ class Coordinator(Protocol):
         """The clock of this node minus that of the one that leads."""
         ...
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
     def address(self, member: int) -> str:
@@ -156,7 +156,7 @@ class SingleNodeCoordinator:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         pass
 
     def address(self, member: int) -> str:  # noqa: ARG002
@@ -189,7 +189,7 @@ class SingleNodeCoordinator:
     @property
     def _restarts(self) -> bool:
         """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
-        return self._recoveries.way is Way.RESTART and not self._preemption.begun
+        return self._recoveries.way is RecoveryAction.RESTART and not self._preemption.begun
 
     async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
         self._preemption.over()
@@ -221,7 +221,7 @@ class SingleNodeCoordinator:
         if self._preemption.halted:  # nothing is lost by it
             self._supervised.leave()
             return
-        if self._recoveries.decide(fall, able=self._able) is Way.REGROUP:
+        if self._recoveries.decide(fall, able=self._able) is RecoveryAction.REGROUP:
             self._supervised.regroup(self._anew(fall.reason, halt=self._preemption.begun))
         else:
             self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)

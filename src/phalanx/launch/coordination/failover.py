@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from phalanx.contract import worker_messages as words
 from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
-from phalanx.control.messages import Letter, Roll
+from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.agent.worker_group import WorkerFailure
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
@@ -85,7 +85,7 @@ class FailoverCoordinator:
                 return
         following.give_up(why)
 
-    async def _lead(self, why: str, roll: Roll, *, silent: bool) -> None:
+    async def _lead(self, why: str, roll: PeerList, *, silent: bool) -> None:
         following, peers = self._following, roll.peers
         size = len(peers) + 1
         others = frozenset(peer.member for peer in peers if peer.member > following.id)
@@ -141,7 +141,7 @@ class FailoverCoordinator:
     def members(self) -> dict[int, tuple[int, ...]]:
         return self._role.members()
 
-    def carry(self, letter: Letter, to: int | None) -> None:
+    def carry(self, letter: RpcFrame, to: int | None) -> None:
         self._role.carry(letter, to)
 
     def address(self, member: int) -> str:

@@ -69,7 +69,7 @@ class FollowerCoordinator:
     def __init__(
         self, plan: Plan, gathering: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
     ) -> None:
-        self.roll: messages.Roll | None = None  # who else is here, where nodes may come and go
+        self.roll: messages.PeerList | None = None  # who else is here, where nodes may come and go
         self.heir: Heir | None = None
         self.attempt = 0
         self.ordered = 0  # the one that was started last: this node may not have got to it yet
@@ -125,7 +125,7 @@ class FollowerCoordinator:
         self.generation = max(self.generation, next_.generation)
         return StartAttempt(next_.attempt, self._seated(next_.place), None, next_.generation)
 
-    def _seated(self, place: messages.Place) -> Plan:
+    def _seated(self, place: messages.StartRanks) -> Plan:
         member = self._member
         seats = seats_of(self._plan, place)
         plan = self._plan.seated(
@@ -163,17 +163,17 @@ class FollowerCoordinator:
             case messages.Hold():
                 if self._running and message.attempt == self.attempt and self._supervised is not None:
                     self._supervised.hold(message.why)
-            case messages.Roll():
+            case messages.PeerList():
                 self.roll = message
-            case messages.Halt():
+            case messages.HaltAll():
                 if self._running and self._supervised is not None:
                     self._supervised.halt(message.step)
             case messages.Stop():
                 self._stop(message)
-            case messages.Pass():
+            case messages.ForwardSignal():
                 if self._supervised is not None:
                     self._supervised.pass_on(signal.Signals(message.signal))
-            case messages.Letter():
+            case messages.RpcFrame():
                 if self._supervised is not None:
                     self._supervised.letter(None, message)
             case messages.Note():
@@ -186,7 +186,7 @@ class FollowerCoordinator:
     def skew(self) -> float:
         return self._member.skew
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         if to is None:
             self._member.send(letter)
 
@@ -281,7 +281,7 @@ class FollowerCoordinator:
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self.ability = (called, ended, ready)
-        self._member.send(messages.Able(called=called, ended=ended, ready=ready))
+        self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
 
     def going(self, message: words.FirstStep) -> None:
         self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
@@ -290,10 +290,12 @@ class FollowerCoordinator:
         match message:
             case words.HaltAck():
                 self._member.send(
-                    messages.Standing(rank=rank, step=message.step, generation=message.generation, stuck=message.stuck)
+                    messages.NodeHaltAck(
+                        rank=rank, step=message.step, generation=message.generation, stuck=message.stuck
+                    )
                 )
             case words.Halted():
-                self._member.send(messages.Halted(step=message.step))
+                self._member.send(messages.NodeHalted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
         # Where nodes come and go, this one goes, and the others go on.
@@ -339,12 +341,12 @@ class FollowerCoordinator:
             await self._member.leave(min(code, 255), text[:_LONGEST])
 
 
-def _first(report: AttemptReport) -> messages.Casualty | None:
+def _first(report: AttemptReport) -> messages.FailureReport | None:
     """The first cause of this node: the first of all is the first of one of them."""
     death = root_cause.first_cause(report.deaths)
     if death is None:
         return None
-    return messages.Casualty(
+    return messages.FailureReport(
         rank=death.rank,
         code=death.code,
         time=death.time,

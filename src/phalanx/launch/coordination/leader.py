@@ -22,7 +22,7 @@ from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages, roster
 from phalanx.control.leader import Calling, Leader, Timing
 from phalanx.control.member import STEADILY, Endpoint, answers
-from phalanx.control.roster import Seating
+from phalanx.control.roster import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.preemption import Preemption
 from phalanx.launch.agent.worker_group import RegroupPlan, WorkerFailure
@@ -39,7 +39,7 @@ from phalanx.launch.output.noise import Noise
 from phalanx.launch.plan import Plan
 from phalanx.launch.runs import root_cause
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.recover.decision import Way
+from phalanx.recover.decision import RecoveryAction
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LeaderCoordinator:
         self._supervised: AgentView | None = None
         self._leader: Leader | None = None
         self._store: socket.socket | None = None
-        self._seats: dict[int, Seating] = {}
+        self._seats: dict[int, RankTable] = {}
         self._feeds: dict[tuple[int, int], LogTail] = {}
         self._overs: dict[int, messages.Over] = {}
         self._attempt = 0
@@ -129,10 +129,10 @@ class LeaderCoordinator:
         )
         await self._leader.open(self._sockets)
         if gathering.meeting is not None:
-            from phalanx.control.meeting import Place
+            from phalanx.control.leader_file import LeaderFilePath
 
             addresses = tuple(str(sock.getsockname()[0]) for sock in self._sockets)
-            gathering.meeting.announce(Place(addresses, self._sockets[0].getsockname()[1]))
+            gathering.meeting.announce(LeaderFilePath(addresses, self._sockets[0].getsockname()[1]))
         await self._leader.roll_call(gathering.join_timeout)
 
     async def take_over(self, past: Inheritance, patience: float) -> None:
@@ -153,7 +153,7 @@ class LeaderCoordinator:
             least=gathering.least,
             spares=gathering.spares,
         )
-        nothing = Seating(0, (), (), 0)
+        nothing = RankTable(0, (), (), 0)
         everybody = past.others | {leader.id}
         self._abilities = {leader.id: past.ability[:2]}
         self._seats = dict.fromkeys(everybody & past.worked, nothing)
@@ -187,7 +187,7 @@ class LeaderCoordinator:
         self._preemption.able(called, ended)  # what workers can do, they have told the leader before
         text = f"node {past.leader} is lost: {past.why}"
         fall = WorkerFailure(0, text, "", time.time(), 0.0, None)
-        self._recoveries.moved(fall, Way.REGROUP if called and not ended else Way.RESTART)
+        self._recoveries.moved(fall, RecoveryAction.REGROUP if called and not ended else RecoveryAction.RESTART)
         if not called or ended:
             self._moving = True
             self._stop_all(text, self._plan.ending.failure_grace)
@@ -247,13 +247,13 @@ class LeaderCoordinator:
         self._feeds.clear()
         self._settle_console()
 
-    def _place(self, member: int) -> messages.Place:
+    def _place(self, member: int) -> messages.StartRanks:
         store = self._store
         if store is None:
             raise LaunchError("there is no store")
-        nothing = Seating(0, (), (), 0)
+        nothing = RankTable(0, (), (), 0)
         seating = self._seats.get(member, nothing)
-        return messages.Place(
+        return messages.StartRanks(
             world_size=sum(len(each.ranks) for each in self._seats.values()),
             node=seating.node,
             nodes=len({each.node for each in self._seats.values()}),
@@ -295,12 +295,12 @@ class LeaderCoordinator:
                 self._log(member, message)
             case messages.Failing():
                 self._member_failing(member, message)
-            case messages.Able():
+            case messages.RegroupReady():
                 self._heard_able(member, message)
-            case messages.Standing():
+            case messages.NodeHaltAck():
                 told = words.HaltAck(message.step, message.generation, message.stuck)
                 self.halting(message.rank, told)
-            case messages.Halted():
+            case messages.NodeHalted():
                 self.halting(0, words.Halted(message.step))
             case messages.Signalled() if message.preempt and self._preempted_at(member, message):
                 pass
@@ -329,7 +329,7 @@ class LeaderCoordinator:
                     self._count()
             case messages.Note():
                 self.note(f"{self._name(member)}: {message.text}")
-            case messages.Letter():
+            case messages.RpcFrame():
                 if self._supervised is not None:
                     self._supervised.letter(member, message)
             case messages.Leaving():
@@ -348,7 +348,7 @@ class LeaderCoordinator:
         own, guests = self._leader.id, self._leader.guests
         return {id_: seating.ranks for id_, seating in self._seats.items() if id_ != own and id_ in guests}
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         if to is not None:
             self._own().send(to, letter)
 
@@ -420,7 +420,7 @@ class LeaderCoordinator:
             grace = self._plan.ending.failure_grace
             self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
 
-    def _heard_able(self, member: int, able: messages.Able) -> None:
+    def _heard_able(self, member: int, able: messages.RegroupReady) -> None:
         if member in self._seats:
             self._abilities[member] = (able.called, able.ended)
             self._preemption.able(*self._ability())
@@ -461,7 +461,7 @@ class LeaderCoordinator:
         if len(self._seats) + len(self._ready) < self._least:
             return
         who = ", ".join(self._name(member) for member in sorted(self._ready)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), Way.REGROUP)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP)
         self._regroup(f"{who} joined")
 
     def _wait_for_plain(self) -> None:
@@ -476,7 +476,7 @@ class LeaderCoordinator:
         if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._ability()):
             return
         who = ", ".join(self._name(member) for member in sorted(came)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), Way.RESTART)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART)
         self._moving = True
         self._stop_all(f"{who} joined", self._plan.ending.failure_grace)
 
@@ -505,7 +505,7 @@ class LeaderCoordinator:
             return
         fall = WorkerFailure(gone.ranks[0], text, "", time.time(), time.monotonic() - self._began, None)
         enough = len(self._seats) + len(self._ready) >= self._least
-        self._recoveries.moved(fall, Way.REGROUP if called else Way.RESTART)
+        self._recoveries.moved(fall, RecoveryAction.REGROUP if called else RecoveryAction.RESTART)
         if not called:
             self._moving = True
             self.note(text)
@@ -644,7 +644,7 @@ class LeaderCoordinator:
     @property
     def _restarts(self) -> bool:
         """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
-        return self._recoveries.way is Way.RESTART and not self._preemption.begun
+        return self._recoveries.way is RecoveryAction.RESTART and not self._preemption.begun
 
     def failing(self, fall: WorkerFailure) -> None:
         self._fell(fall)
@@ -671,7 +671,7 @@ class LeaderCoordinator:
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
             return
         called, ended = self._ability()
-        if self._recoveries.decide(fall, able=called and not ended) is not Way.REGROUP:
+        if self._recoveries.decide(fall, able=called and not ended) is not RecoveryAction.REGROUP:
             stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
             self._stop_all(fall.reason, self._plan.ending.failure_grace, beside=stopped)
             return
@@ -682,7 +682,7 @@ class LeaderCoordinator:
         return member is not None and self._abilities.get(member) == (True, False)
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
-        self._heard_able(self._own().id, messages.Able(called=called, ended=ended, ready=ready))
+        self._heard_able(self._own().id, messages.RegroupReady(called=called, ended=ended, ready=ready))
 
     # -- preemption
 
@@ -700,7 +700,7 @@ class LeaderCoordinator:
         return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
 
     def halt(self, step: int | None) -> None:
-        self._own().broadcast(messages.Halt(step=step))
+        self._own().broadcast(messages.HaltAll(step=step))
         if self._supervised is not None:
             self._supervised.halt(step)
 
@@ -739,7 +739,7 @@ class LeaderCoordinator:
     def passed(self, number: signal.Signals) -> None:
         # A scheduler tells all of its tasks by itself.
         if self._leader is not None and self._gathering.task is None:
-            self._leader.broadcast(messages.Pass(signal=number))
+            self._leader.broadcast(messages.ForwardSignal(signal=number))
 
     async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
         self._preemption.over()
@@ -829,7 +829,7 @@ class LeaderCoordinator:
             sock.close()
 
 
-def _death(casualty: messages.Casualty, skew: float) -> root_cause.ProcessFailure:
+def _death(casualty: messages.FailureReport, skew: float) -> root_cause.ProcessFailure:
     return root_cause.ProcessFailure(
         rank=casualty.rank,
         code=casualty.code,

@@ -7,13 +7,13 @@ import time
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.control.messages import Arrival, Claim, Place
+from phalanx.control.messages import Claim, NodeInfo, StartRanks
 from phalanx.errors import DeviceError
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launch.plan import Plan
 
 
-def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = "", door: int = 0) -> Arrival:
+def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
     """What this node says about itself at the door."""
     task = gathering.task
     claim = None
@@ -25,7 +25,7 @@ def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = ""
             local_size=task.local_size,
             node=task.node,
         )
-    return Arrival(
+    return NodeInfo(
         run=gathering.run,
         member=gathering.member,
         host=os.uname().nodename,
@@ -40,7 +40,7 @@ def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = ""
     )
 
 
-def seats_of(plan: Plan, start: Place) -> list[Seat]:
+def seats_of(plan: Plan, start: StartRanks) -> list[Seat]:
     """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank.
 
     A spare node's are numbered from behind the last rank.
@@ -56,7 +56,7 @@ def seats_of(plan: Plan, start: Place) -> list[Seat]:
     ]
 
 
-def _slot(plan: Plan, start: Place) -> Slot:
+def _slot(plan: Plan, start: StartRanks) -> Slot:
     slots = [seat.slot for seat in plan.seats]
     if len(slots) == 1:
         return slots[0]

@@ -7,18 +7,18 @@ import time
 from phalanx.contract import events
 from phalanx.launch.agent.worker_group import WorkerFailure
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.recover.decision import Budget, Fault, Recovery, Way, decide
+from phalanx.recover.decision import Fault, Recovery, RecoveryAction, RestartPolicy, decide
 
 
 class Recoveries:
     """Of the node that decides: the only one, or node 0."""
 
-    def __init__(self, budget: Budget, folder: RunFolder) -> None:
+    def __init__(self, budget: RestartPolicy, folder: RunFolder) -> None:
         self.generation = 0
         self._budget = budget
         self._folder = folder
         self._faults: list[Fault] = []
-        self._latest = Recovery(Way.STOP)
+        self._latest = Recovery(RecoveryAction.STOP)
         self._moves = 0  # of nodes
         self._open: list[WorkerFailure] = []  # those that the group has not got over yet
         self._since = 0.0  # the first of them
@@ -27,11 +27,11 @@ class Recoveries:
         self._lost = 0.0  # seconds from a fault to the next step, or to the next start
 
     @property
-    def way(self) -> Way:
+    def way(self) -> RecoveryAction:
         """What the latest fault has led to."""
         return self._latest.way
 
-    def decide(self, fall: WorkerFailure, *, able: bool) -> Way:
+    def decide(self, fall: WorkerFailure, *, able: bool) -> RecoveryAction:
         now = time.monotonic()
         together = bool(self._open) and 0 <= fall.generation < self.generation
         fault = Fault(fall.place, now, fall.lived, fall.step, together)
@@ -44,9 +44,9 @@ class Recoveries:
         return self._latest.way
 
     def _note(self, fall: WorkerFailure) -> None:
-        if self._latest.way is Way.REGROUP:
+        if self._latest.way is RecoveryAction.REGROUP:
             self._begin_anew(fall)
-        elif self._latest.way is Way.RESTART and not self._stopped:
+        elif self._latest.way is RecoveryAction.RESTART and not self._stopped:
             self._stopped = time.monotonic()
 
     def _begin_anew(self, fall: WorkerFailure) -> None:
@@ -54,7 +54,7 @@ class Recoveries:
         self._since = self._since if self._open else time.monotonic()
         self._open.append(fall)
 
-    def moved(self, fall: WorkerFailure, way: Way) -> None:
+    def moved(self, fall: WorkerFailure, way: RecoveryAction) -> None:
         """A node has come or gone, as it may: it costs nothing of the budget."""
         self._latest = Recovery(way)
         self._folder.event(events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))

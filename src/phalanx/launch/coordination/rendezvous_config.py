@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from phalanx.cluster.sources.task import Task
 
 if TYPE_CHECKING:  # a run on one node has no use for it, and would start later
-    from phalanx.control.meeting import Meeting
+    from phalanx.control.leader_file import LeaderFile
     from phalanx.control.tokens import Token
 
 
@@ -25,7 +25,7 @@ class RendezvousConfig:
     addresses: tuple[str, ...] = ()  # the leader's, where it told them
     promised: tuple[int, ...] = ()  # workers of every node, where the user said them
     task: Task | None = None  # this process is one that a scheduler started
-    meeting: Meeting | None = None  # where tasks find their leader if no name leads to it
+    meeting: LeaderFile | None = None  # where tasks find their leader if no name leads to it
     join_timeout: float = 300.0
     lost_after: float = 15.0
     least: int = 0  # with so many it can begin and go on; 0: with all of them

@@ -20,10 +20,10 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import encoding, events
-from phalanx.control import obstacles
+from phalanx.control import join_problems
 from phalanx.diagnose import absent, diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, Node
-from phalanx.diagnose.standing import LONGER
+from phalanx.diagnose.rank_state import LONGER
 from phalanx.diagnose.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
@@ -364,7 +364,7 @@ class HangDetector:
 
     async def _way(self, member: int) -> str:
         address = self._company.address(member)
-        return await obstacles.way(address, timeout=_REACH) if address else ""
+        return await join_problems.way(address, timeout=_REACH) if address else ""
 
     async def _testify(self, number: int) -> None:
         self._post.send("testimony", number, node_evidence.encode(await self._testimony()))

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from phalanx.diagnose import desync
+from phalanx.diagnose.divergence import partings
 from phalanx.diagnose.evidence import Evidence, Rank
-from phalanx.diagnose.parting import partings
-from phalanx.diagnose.standing import survey
+from phalanx.diagnose.rank_state import survey
 from phalanx.launch.hangs import node_evidence
 from phalanx.launch.hangs.source_lines import Sources
 

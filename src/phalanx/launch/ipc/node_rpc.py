@@ -25,7 +25,7 @@ class RpcCarrier(Protocol):
         """The clock of this node minus that of the one that leads."""
         ...
 
-    def carry(self, letter: messages.Letter, to: int | None) -> None:
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
     def address(self, member: int) -> str:
@@ -50,10 +50,10 @@ class NodeRpc:
         size = messages.LETTER_LIMIT
         parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
         for index, part in enumerate(parts):
-            letter = messages.Letter(kind=kind, number=number, content=part, more=index + 1 < len(parts))
+            letter = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
             self._carrier.carry(letter, to)
 
-    def heard(self, who: int | None, letter: messages.Letter) -> None:
+    def heard(self, who: int | None, letter: messages.RpcFrame) -> None:
         """Of a letter that is too long, nothing is read, and nobody has more than one that is not at its end."""
         begun = self._begun.pop(who, None)
         if begun is None or begun.of != (letter.kind, letter.number):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from phalanx.contract import events
-from phalanx.watch.source import Found, LogPart, Stream
+from phalanx.watch.source import LogPart, SearchResult, Stream
 
 PART = 1 << 16  # bytes of a log that are given at a time
 LOOKED = 1 << 26  # bytes of one that are looked through, the newest
@@ -52,7 +52,7 @@ def _whole(data: bytes) -> bytes:
     return data
 
 
-def search(folders: Mapping[int, str], text: str, most: int, *, patience: float = PATIENCE) -> list[Found]:
+def search(folders: Mapping[int, str], text: str, most: int, *, patience: float = PATIENCE) -> list[SearchResult]:
     """Lines that have it, in capitals or not, the newest of each file. Those of rank -1 say what was left out."""
     looks = _Looks(text.encode().lower(), most, time.monotonic() + patience)
     files = [(rank, stream) for rank in sorted(folders) for stream in _STREAMS]
@@ -63,7 +63,7 @@ def search(folders: Mapping[int, str], text: str, most: int, *, patience: float 
         share = max(1, most // len(found))
         found = [lines[-share:] for lines in found]
     shown = [line for lines in found for line in lines][:most]
-    return shown + [Found(rank=-1, stream="stdout", at=0, line=why) for why in sorted(looks.left)]
+    return shown + [SearchResult(rank=-1, stream="stdout", at=0, line=why) for why in sorted(looks.left)]
 
 
 class _Looks:
@@ -73,12 +73,12 @@ class _Looks:
         self._most = most
         self._end = end
 
-    def into(self, path: str, rank: int, stream: Stream) -> list[Found]:
+    def into(self, path: str, rank: int, stream: Stream) -> list[SearchResult]:
         try:
             file = open(path, "rb")  # noqa: SIM115
         except OSError:
             return []
-        found: deque[Found] = deque(maxlen=max(1, self._most))
+        found: deque[SearchResult] = deque(maxlen=max(1, self._most))
         with file:
             length = os.fstat(file.fileno()).st_size
             at = max(0, length - LOOKED)
@@ -100,7 +100,7 @@ class _Looks:
                     cut = len(data)
                 rest = data[cut:]
                 found.extend(
-                    Found(rank=rank, stream=stream, at=base + start, line=line.decode(errors="replace"))
+                    SearchResult(rank=rank, stream=stream, at=base + start, line=line.decode(errors="replace"))
                     for start, line in self._hits(data[:cut])
                 )
         return list(found)

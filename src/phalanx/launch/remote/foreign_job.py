@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from phalanx.diagnose import diagnosis, frames, report
 from phalanx.diagnose.evidence import Call, Evidence, Node, Rank, decode, encode
-from phalanx.diagnose.standing import PATIENCE, RESTS
+from phalanx.diagnose.rank_state import PATIENCE, RESTS
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.launch.hangs import stacks

@@ -25,7 +25,7 @@ from phalanx.launch.ipc import control_socket
 from phalanx.launch.output import log_reader
 from phalanx.launch.runs import event_cursor, postmortem, run_folder
 from phalanx.launch.runs.run_folder import RunRecord
-from phalanx.watch.source import Because, Found, LogPart, Source, Stream
+from phalanx.watch.source import LogPart, SearchResult, Source, Stream, WhyAnswer
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know
 _AGAIN = 0.2  # seconds between two tries to reach a supervisor
@@ -146,19 +146,19 @@ class LiveRun:
         said = await self._ask({"ask": "log", "rank": rank, "stream": stream, "start": start, "size": size})
         return self._read(said, LogPart)
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
         if not self.alive:
             return await FinishedRun(self._record).search(text, ranks, most=most)
         wanted = None if ranks is None else list(ranks)
         said = await self._ask({"ask": "search", "text": text, "ranks": wanted, "most": most})
-        return self._read(said.get("found"), list[Found])
+        return self._read(said.get("found"), list[SearchResult])
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         if not self.alive:
             return await FinishedRun(self._record).why()
         said = await self._ask({"ask": "why"})
         evidence = msgspec.convert(said["evidence"], Evidence)
-        return Because(
+        return WhyAnswer(
             report=str(said["report"]),
             verdicts=tuple(str(verdict["text"]) for verdict in said["verdicts"]),
             stacks=_stacks(evidence),
@@ -229,19 +229,19 @@ class FinishedRun:
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = log_reader.PART) -> LogPart:
         return await asyncio.to_thread(lambda: log_reader.part(self._folders().get(rank), stream, start, size))
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[Found]:
-        def look() -> list[Found]:
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
+        def look() -> list[SearchResult]:
             there = {rank: path for rank, path in self._folders().items() if ranks is None or rank in ranks}
             return log_reader.search(there, text, most)
 
         return await asyncio.to_thread(look)
 
-    async def why(self) -> Because:
+    async def why(self) -> WhyAnswer:
         return await asyncio.to_thread(self._why)
 
-    def _why(self) -> Because:
+    def _why(self) -> WhyAnswer:
         remains = postmortem.read(self._record)
-        return Because(
+        return WhyAnswer(
             report=postmortem.report(remains),
             verdicts=tuple(verdict.text for verdict in remains.verdicts),
             stacks=self._stacks(),

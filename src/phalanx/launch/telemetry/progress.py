@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Phase, Rank
-from phalanx.diagnose.progress import Alarm, Reading, Watch
-from phalanx.diagnose.standing import COMPUTES
+from phalanx.diagnose.progress import Alarm, ProgressWatch, Reading
+from phalanx.diagnose.rank_state import COMPUTES
 
 if TYPE_CHECKING:
     from phalanx.launch.agent.worker_group import Worker
@@ -65,7 +65,7 @@ class ProgressTracker:
         self.of = of
         self.began = time.monotonic()
         self.looks: dict[int, ProgressLook] = {}
-        self._watch = Watch(after) if after is not None else Watch()
+        self._watch = ProgressWatch(after) if after is not None else ProgressWatch()
         self._marks: dict[int, tuple[tuple[int, int, int], float]] = {}  # of every rank: how far, and since when
         self._paces: dict[int, _Pace] = {}  # by process
 

@@ -106,7 +106,7 @@ def _is_certain(one: Straggler, totals: Sequence[Total]) -> bool:
     return bool(gap > _SURE * math.hypot(_doubt(mine, one.what), _doubt(middle, one.what)))
 
 
-def _doubt(row: stragglers.Row, what: str) -> float:
+def _doubt(row: stragglers.StragglerRow, what: str) -> float:
     """Of so many looks, so many more or fewer might as well have found it there."""
     seen = sum(row.total.samples.values())
     share = getattr(row, what) / row.whole if row.whole else 0.0
@@ -260,7 +260,7 @@ class StepTimings:
             answer.set_result(content)
 
 
-def _event(row: stragglers.Row) -> events.StepTiming:
+def _event(row: stragglers.StragglerRow) -> events.StepTiming:
     total = row.total
     return events.StepTiming(
         rank=total.rank,

@@ -29,7 +29,7 @@ from phalanx.launch.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from phalanx.launch.viewers.terminal import TerminalProcess
-    from phalanx.watch.page.place import Place
+    from phalanx.watch.page.place import PageAddress
 
 _FILE = "page"  # in the run folder, for its owner alone: the address, and the key
 _LOG = "page.log"
@@ -146,7 +146,7 @@ class Dashboard:
         # Said, and not noted: the key is in no file that is shown to others.
         self._console.say(self._announcement(where, link, self._listener.getsockname()))
 
-    def _announcement(self, where: Place, link: str, bound: tuple[Any, ...]) -> str:
+    def _announcement(self, where: PageAddress, link: str, bound: tuple[Any, ...]) -> str:
         if not where.loopback:
             return f"see {link}\n  {where.warning}"
         if not self._plan.environ.get("SSH_CONNECTION"):

@@ -26,7 +26,7 @@ from phalanx.launch.output import log_reader
 from phalanx.launch.runs import event_cursor
 from phalanx.launch.runs.event_cursor import EventCursor
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.watch.source import Found, Stream
+from phalanx.watch.source import SearchResult, Stream
 
 if TYPE_CHECKING:
     from phalanx.launch.agent.agent import NodeAgent
@@ -411,10 +411,10 @@ def _patience(to: int | None) -> float:
     return _ANSWER if to is not None else 2 * _ANSWER
 
 
-def _found(answer: Question, wanted: Sequence[int]) -> list[Found]:
+def _found(answer: Question, wanted: Sequence[int]) -> list[SearchResult]:
     """What another node has found, of its own ranks; or why it has not."""
     why = answer.get("why", "a node has answered what cannot be read")
     with contextlib.suppress(msgspec.ValidationError):
-        found = msgspec.convert(answer.get("found"), list[Found])
+        found = msgspec.convert(answer.get("found"), list[SearchResult])
         return [line for line in found if line.rank in wanted or line.rank < 0]
-    return [Found(rank=-1, stream="stdout", at=0, line=str(why))]
+    return [SearchResult(rank=-1, stream="stdout", at=0, line=str(why))]

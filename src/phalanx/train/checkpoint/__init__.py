@@ -10,6 +10,6 @@ from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.checkpoints import Checkpoints
 from phalanx.train.checkpoint.export import export
 from phalanx.train.checkpoint.folder import Info
-from phalanx.train.checkpoint.peers import Alone, Peers
+from phalanx.train.checkpoint.peers import Peers, SingleRank
 
-__all__ = ["Alone", "CheckpointError", "Checkpoints", "Info", "Peers", "export"]
+__all__ = ["CheckpointError", "Checkpoints", "Info", "Peers", "SingleRank", "export"]

@@ -28,11 +28,11 @@ from phalanx.errors import CheckpointError, OptionError
 from phalanx.train.checkpoint import loading, randomness, state
 from phalanx.train.checkpoint.buffer import Buffer
 from phalanx.train.checkpoint.folder import Folder, Info
-from phalanx.train.checkpoint.keeping import Keeping
 from phalanx.train.checkpoint.manifest import Values
-from phalanx.train.checkpoint.peers import Alone, Peers
+from phalanx.train.checkpoint.peers import Peers, SingleRank
 from phalanx.train.checkpoint.plain import Tensors, packed, unpacked
-from phalanx.train.checkpoint.saver import Order, Save
+from phalanx.train.checkpoint.retention import Retention
+from phalanx.train.checkpoint.saver import Save, SaveRequest
 from phalanx.train.checkpoint.shares import share
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class Checkpoints:
         if buffers < 1:
             raise OptionError(f"buffers={buffers}: at least one is needed", fix="buffers=2")
         self._folder = Folder(os.fspath(folder))
-        self._peers: Peers = peers if peers is not None else Alone()
-        self._keeping = Keeping(keep_last, keep_best, best, mode)
+        self._peers: Peers = peers if peers is not None else SingleRank()
+        self._keeping = Retention(keep_last, keep_best, best, mode)
         self._busy = busy
         self._patience = patience
         self._generators = generators  # of this rank, beside those that torch, Python and NumPy have
@@ -143,7 +143,7 @@ class Checkpoints:
         chunks = share(found.tensors, self._peers.rank, self._peers.world_size, frozenset(found.own))
         buffer = self._free[-1]
         self._number += 1
-        order = Order(
+        order = SaveRequest(
             self._folder,
             self._folder.staging(step, self._token, self._number),
             self._peers.rank,

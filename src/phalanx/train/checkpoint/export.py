@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CheckpointError, OptionError
-from phalanx.train.checkpoint import seal, tensorfile
+from phalanx.train.checkpoint import integrity, tensorfile
 from phalanx.train.checkpoint.buffer import Buffer
-from phalanx.train.checkpoint.peers import Alone, Peers
+from phalanx.train.checkpoint.peers import Peers, SingleRank
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.checkpoint.state import plain_name, unwrapped
 
@@ -27,7 +27,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None =
     Tensors are made whole one at a time. A .safetensors file takes each at once, so that no rank ever has the whole of
     a sharded model; for a .pt file rank 0 has to.
     """
-    peers = peers if peers is not None else Alone()
+    peers = peers if peers is not None else SingleRank()
     path = os.path.abspath(os.fspath(path))
     kind = os.path.splitext(path)[1]
     if kind not in (".safetensors", ".pt"):
@@ -48,7 +48,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None =
             else:
                 _write_safetensors(tensors, wholes, part)
             os.rename(part, path)
-            seal.sync_folder(os.path.dirname(path))
+            integrity.sync_folder(os.path.dirname(path))
         except (OSError, RuntimeError) as error:
             failure = str(getattr(error, "strerror", None) or error)
         finally:
@@ -87,11 +87,11 @@ def _write_safetensors(tensors: Mapping[str, torch.Tensor], wholes: Named, path:
     buffer = Buffer()
     try:
         with open(path, "xb", buffering=0) as file:
-            seal.write_all(file.fileno(), memoryview(header))
+            integrity.write_all(file.fileno(), memoryview(header))
             for name, tensor in wholes:
                 (placed,) = buffer.take([Chunk(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)])
                 buffer.ready()
-                seal.write_all(file.fileno(), buffer.view(0, placed.end))
+                integrity.write_all(file.fileno(), buffer.view(0, placed.end))
             os.fsync(file.fileno())
     finally:
         buffer.close()

@@ -22,7 +22,7 @@ import shutil
 from dataclasses import dataclass, field
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import seal
+from phalanx.train.checkpoint import integrity
 from phalanx.train.checkpoint.manifest import FORMAT, MANIFEST, Entry, Manifest
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\Z")
@@ -77,7 +77,7 @@ class Folder:
                 data = opened.read()
         except OSError as error:
             raise CheckpointError(f"{name}/{MANIFEST}: {error.strerror}") from None
-        manifest = seal.opened(data, Manifest, f"{name}/{MANIFEST}")
+        manifest = integrity.opened(data, Manifest, f"{name}/{MANIFEST}")
         if manifest.format != FORMAT:
             raise CheckpointError(f"{name}/{MANIFEST}: format {manifest.format}, this phalanx reads {FORMAT}")
         for entry in manifest.files:
@@ -165,7 +165,7 @@ class Folder:
             # Another of this step is there, good or bad: it is not touched.
             name = f"{name}.{max(taken) + 1}"
         os.rename(staging, os.path.join(self.path, name))
-        seal.sync_folder(self.path)
+        integrity.sync_folder(self.path)
         return name
 
     def remove(self, name: str) -> None:

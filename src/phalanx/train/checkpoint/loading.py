@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import seal, tensorfile
+from phalanx.train.checkpoint import integrity, tensorfile
 from phalanx.train.checkpoint.folder import Info
 from phalanx.train.checkpoint.manifest import STATE, Manifest, Piece, Table, Values, table_file
 from phalanx.train.checkpoint.plain import Tensors
@@ -59,17 +59,18 @@ def contents(info: Info, manifest: Manifest) -> Contents:
             continue
         with open(os.path.join(info.path, entry.name), "rb") as file:
             data = file.read()
-        if seal.checksum(data) != entry.checksum:
-            found = f"checksum is {seal.checksum(data):08x}, {entry.checksum:08x} was written"
+        if integrity.checksum(data) != entry.checksum:
+            found = f"checksum is {integrity.checksum(data):08x}, {entry.checksum:08x} was written"
             raise CheckpointError(f"{name}/{entry.name}: {found}")
         read[entry.name] = data
     for wanted in (STATE, *(table_file(rank) for rank in range(manifest.world_size))):
         if wanted not in read:
             raise CheckpointError(f"{name}/manifest.json: does not name {wanted}")
     tables = [
-        seal.opened(read[table_file(rank)], Table, f"{name}/{table_file(rank)}") for rank in range(manifest.world_size)
+        integrity.opened(read[table_file(rank)], Table, f"{name}/{table_file(rank)}")
+        for rank in range(manifest.world_size)
     ]
-    return Contents(info, seal.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
+    return Contents(info, integrity.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
 
 
 def differences(path: str, tables: Sequence[Table]) -> list[str]:
@@ -147,7 +148,7 @@ class _File:
     def __init__(self, path: str, table: Table) -> None:
         self._name = f"{os.path.basename(path)}/{table.file}"
         self._file = open(os.path.join(path, table.file), "rb", buffering=0)  # noqa: SIM115
-        self._scratch = memoryview(bytearray(seal.PIECE))
+        self._scratch = memoryview(bytearray(integrity.PIECE))
         size = os.fstat(self._file.fileno()).st_size
         if size != table.size:
             self._file.close()
@@ -161,10 +162,10 @@ class _File:
 
     def checksum(self, begin: int, end: int) -> int:
         found = 0
-        for place in range(begin, end, seal.PIECE):
-            part = self._scratch[: min(seal.PIECE, end - place)]
+        for place in range(begin, end, integrity.PIECE):
+            part = self._scratch[: min(integrity.PIECE, end - place)]
             self._fill(part, place)
-            found = seal.checksum(part, found)
+            found = integrity.checksum(part, found)
         return found
 
     def box(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
@@ -188,7 +189,7 @@ class _File:
     def _fill(self, memory: memoryview, place: int) -> None:
         self._file.seek(place)
         while len(memory):
-            got = self._file.readinto(memory[: seal.PIECE])
+            got = self._file.readinto(memory[: integrity.PIECE])
             if not got:
                 raise CheckpointError(f"{self._name}: ends before its time")
             memory = memory[got:]

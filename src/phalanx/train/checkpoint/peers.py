@@ -16,7 +16,7 @@ class Peers(Protocol):
     def gather(self, obj: Any, *, all: bool = False) -> Any: ...  # noqa: A002  (a list of all ranks' values)
 
 
-class Alone:
+class SingleRank:
     """One process, no other ranks."""
 
     rank = 0

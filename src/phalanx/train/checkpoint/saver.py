@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import randomness, seal, tensorfile
+from phalanx.train.checkpoint import integrity, randomness, tensorfile
 from phalanx.train.checkpoint.buffer import Buffer, Placed
 from phalanx.train.checkpoint.folder import Folder, Info
-from phalanx.train.checkpoint.keeping import Keeping
 from phalanx.train.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -37,12 +36,13 @@ from phalanx.train.checkpoint.manifest import (
     tensor_file,
 )
 from phalanx.train.checkpoint.plain import tensor_names
+from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.version import __version__
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """Everything about a save that is not the bytes."""
 
     folder: Folder
@@ -52,7 +52,7 @@ class Order:
     values: Values
     metrics: dict[str, float | None]
     random: dict[str, Any]  # of this rank, not packed yet
-    keeping: Keeping
+    keeping: Retention
     bad: frozenset[str]  # checkpoints that are known not to be good
     patience: float  # seconds for the slowest rank, from when rank 0 has written
 
@@ -60,7 +60,7 @@ class Order:
 class Save:
     """Under way from `start` on. `written` when this rank has its share on the disk; rank 0 goes on from there."""
 
-    def __init__(self, order: Order, buffer: Buffer, placed: Sequence[Placed]) -> None:
+    def __init__(self, order: SaveRequest, buffer: Buffer, placed: Sequence[Placed]) -> None:
         self.order = order
         self.buffer = buffer
         self.written = threading.Event()
@@ -117,7 +117,7 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed], needless: threading.Event) -> None:
+def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], needless: threading.Event) -> None:
     def look() -> None:
         if needless.is_set():
             raise CheckpointError("it was given up: the group forms anew, and has the state in memory")
@@ -133,21 +133,23 @@ def _write_share(order: Order, buffer: Buffer, placed: Sequence[Placed], needles
     end = len(header)
     fd = os.open(f"{order.staging}/{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        seal.write_all(fd, memoryview(header))
+        integrity.write_all(fd, memoryview(header))
         for item in placed:
             look()
             data = buffer.view(item.begin, item.end)
             begin, end = end, end + len(data)
-            pieces.append(piece_of(item.chunk, begin, end, seal.checksum(data)))
-            seal.write_all(fd, data)
+            pieces.append(piece_of(item.chunk, begin, end, integrity.checksum(data)))
+            integrity.write_all(fd, data)
         look()
         os.fsync(fd)
     finally:
         os.close(fd)
-    table = Table(order.rank, file, end, len(header), seal.checksum(header), pieces, randomness.packed(order.random))
+    table = Table(
+        order.rank, file, end, len(header), integrity.checksum(header), pieces, randomness.packed(order.random)
+    )
     if order.rank == 0:
-        seal.write_durably(f"{order.staging}/{STATE}", seal.sealed(order.values))
-    seal.write_durably(f"{order.staging}/{table_file(order.rank)}", seal.sealed(table))
+        integrity.write_durably(f"{order.staging}/{STATE}", integrity.sealed(order.values))
+    integrity.write_durably(f"{order.staging}/{table_file(order.rank)}", integrity.sealed(table))
 
 
 def piece_of(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
@@ -176,7 +178,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 # -- rank 0
 
 
-def _gathered(order: Order, give_up: threading.Event) -> dict[str, bytes]:
+def _gathered(order: SaveRequest, give_up: threading.Event) -> dict[str, bytes]:
     """The table of every rank, as it is on the disk."""
     wanted = {table_file(rank) for rank in range(order.world_size)}
     failures = {failure_file(rank): rank for rank in range(order.world_size)}
@@ -204,25 +206,25 @@ def _gathered(order: Order, give_up: threading.Event) -> dict[str, bytes]:
     return found
 
 
-def _commit(order: Order, tables: dict[str, bytes]) -> None:
-    decoded = [seal.opened(data, Table, name) for name, data in tables.items()]
+def _commit(order: SaveRequest, tables: dict[str, bytes]) -> None:
+    decoded = [integrity.opened(data, Table, name) for name, data in tables.items()]
     _check_whole(order, decoded)
     with open(f"{order.staging}/{STATE}", "rb") as file:
         state = file.read()
-    files = [Entry(STATE, len(state), seal.checksum(state))]
-    files += [Entry(name, len(data), seal.checksum(data)) for name, data in tables.items()]
+    files = [Entry(STATE, len(state), integrity.checksum(state))]
+    files += [Entry(name, len(data), integrity.checksum(data)) for name, data in tables.items()]
     files += [Entry(table.file, table.size) for table in decoded]
     torch_version = str(torch.__version__)
     step = order.values.step
     manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
-    seal.write_durably(f"{order.staging}/{MANIFEST}", seal.sealed(manifest))
+    integrity.write_durably(f"{order.staging}/{MANIFEST}", integrity.sealed(manifest))
     order.folder.commit(order.staging, step)
     # One that cannot be removed is not worth a training run.
     with contextlib.suppress(OSError, CheckpointError):
         _prune(order)
 
 
-def _check_whole(order: Order, tables: Sequence[Table]) -> None:
+def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
     """Ranks that did not agree on who writes what would leave a hole that only a load would find."""
     written: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -242,7 +244,7 @@ def _check_whole(order: Order, tables: Sequence[Table]) -> None:
         )
 
 
-def _prune(order: Order) -> None:
+def _prune(order: SaveRequest) -> None:
     good: list[Info] = []
     bad = []
     for name in order.folder.names():

@@ -27,7 +27,7 @@ _RECENT = 100  # measurements that count
 _told: set[int] = set()  # trainings of this process whose first choice was explained
 
 
-class Measured(NamedTuple):
+class MeasuredCopy(NamedTuple):
     """By one rank, in seconds."""
 
     cost: float  # of a snapshot: what it takes from the training
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
     step: float  # a step's time without it
 
 
-def interval(measured: Sequence[Measured], budget: float = BUDGET) -> int:
+def interval(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> int:
     """Steps from one snapshot to the next: none is begun before the last one is complete, and together they cost at
     most `budget`. `measured`: by each rank; the slowest counts, for all wait for it."""
     step = max(statistics.median(one.step for one in measured), 1e-6)
@@ -48,7 +48,7 @@ def _steps(seconds: float, step: float) -> int:
     return math.ceil(seconds / step - 1e-9)
 
 
-def reason(measured: Sequence[Measured], chosen: int, budget: float = BUDGET) -> str:
+def reason(measured: Sequence[MeasuredCopy], chosen: int, budget: float = BUDGET) -> str:
     """One line, for whoever runs the training."""
     step = max(statistics.median(one.step for one in measured), 1e-6)
     cost = max(one.cost for one in measured)
@@ -102,7 +102,7 @@ class Cadence:
         if min(count for count, *_ in told) < _LEAST:
             self._review = run.steps + _FIRST
             return
-        measured = [Measured(*one) for _, *one in told]
+        measured = [MeasuredCopy(*one) for _, *one in told]
         before, self.steps = self.steps, interval(measured)
         self._review = run.steps + max(_REVIEW, _SNAPSHOTS * self.steps)
         if self.steps != before:

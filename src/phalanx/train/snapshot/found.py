@@ -12,7 +12,7 @@ from phalanx.train.snapshot.exchange import Transfer
 RESCUE = 2  # the turn of what a rank has written alone, beside the two that all write in turn
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldPart(msgspec.Struct, frozen=True):
     """A sealed part in the memory of a node."""
 
     node: int  # or one of several on it, where each of its ranks has a supervisor of its own
@@ -43,7 +43,7 @@ def division(replicas: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], 
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSnapshot:
     step: int
     turn: int
     holders: Mapping[int, Sequence[int]]  # the rank that wrote a part -> nodes that have it
@@ -63,9 +63,9 @@ class Found:
         return f"{rank}.{self.turn}"
 
 
-def newest(held: Iterable[Held]) -> Found | None:
+def newest(held: Iterable[HeldPart]) -> FoundSnapshot | None:
     """Only parts of one step and one era belong together."""
-    snapshots: dict[tuple[int, str, int], list[Held]] = {}
+    snapshots: dict[tuple[int, str, int], list[HeldPart]] = {}
     for one in held:
         snapshots.setdefault((one.step, one.era, one.turn), []).append(one)
     for (step, _, turn), parts in sorted(snapshots.items(), reverse=True):
@@ -74,11 +74,11 @@ def newest(held: Iterable[Held]) -> Found | None:
             holders.setdefault(part.rank, []).append(part.node)
         wholes = sorted({part.together for part in parts if set(part.together) <= set(holders)})
         if wholes:
-            return Found(step, turn, holders, wholes)
+            return FoundSnapshot(step, turn, holders, wholes)
     return None
 
 
-def transfers(found: Found, needed: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> list[Transfer]:
+def transfers(found: FoundSnapshot, needed: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> list[Transfer]:
     """So that each node has what its ranks need (`needed`, by rank): once a node, by turns of its ranks."""
     planned = []
     for node, ranks in enumerate(nodes):

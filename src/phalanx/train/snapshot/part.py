@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import loading, seal
+from phalanx.train.checkpoint import integrity, loading
 from phalanx.train.checkpoint.buffer import Buffer, Placed
 from phalanx.train.checkpoint.manifest import Piece, Table
 from phalanx.train.checkpoint.saver import piece_of
@@ -99,12 +99,12 @@ class Writer:
         for item in placed:
             if self.abandoned:
                 return
-            checksum = seal.checksum(self._buffer.view(item.begin, item.end))
+            checksum = integrity.checksum(self._buffer.view(item.begin, item.end))
             pieces.append(piece_of(item.chunk, item.begin, item.end, checksum))
         table = msgspec.json.encode(msgspec.structs.replace(part, pieces=pieces))
         begin = max((item.end for item in placed), default=HEAD)
         _write(self._fd, table, begin)
-        make_seal(self._fd, Seal(begin, len(table), seal.checksum(table)))
+        make_seal(self._fd, Seal(begin, len(table), integrity.checksum(table)))
 
     def close(self) -> None:
         self._buffer.close()
@@ -150,7 +150,7 @@ def read(fd: int) -> Part | None:
     if found is None:
         return None
     table = os.pread(fd, found.length, found.begin)
-    if seal.checksum(table) != found.checksum:
+    if integrity.checksum(table) != found.checksum:
         return None
     try:
         return msgspec.json.decode(table, type=Part)

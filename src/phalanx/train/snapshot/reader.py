@@ -16,7 +16,7 @@ from phalanx.train.checkpoint.manifest import Values
 from phalanx.train.checkpoint.plain import Tensors, unpacked
 from phalanx.train.snapshot.counter import is_counter
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import Found, Held, newest, transfers
+from phalanx.train.snapshot.found import FoundSnapshot, HeldPart, newest, transfers
 from phalanx.train.snapshot.part import DESCRIPTORS, Part, differences, read
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
@@ -47,7 +47,7 @@ class Reader:
         self.here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
         self.place = vaults[self.here].index(self._group.rank)
 
-    def newest(self) -> Found | None:
+    def newest(self) -> FoundSnapshot | None:
         """The newest that is whole, and is what was written, wherever its parts are."""
         held = self.held()
         while True:
@@ -58,7 +58,9 @@ class Reader:
             self._tell(found, next(iter(bad.values())))
             held = [one for one in held if one.turn != found.turn or (one.node, one.rank) not in bad]
 
-    def load(self, found: Found, kept: Mapping[str, object], between: Callable[[], Exchange]) -> dict[str, Any] | None:
+    def load(
+        self, found: FoundSnapshot, kept: Mapping[str, object], between: Callable[[], Exchange]
+    ) -> dict[str, Any] | None:
         """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
         parts = self._parts(found)
         whole = found.whole_for(self.here)
@@ -94,7 +96,7 @@ class Reader:
             problem = f"rank {self._group.rank}: {error}"
         return next(filter(None, self._group.gather(problem, all=True) or []), "")
 
-    def _read(self, found: Found, parts: Sequence[Part], targets: Tensors) -> None:
+    def _read(self, found: FoundSnapshot, parts: Sequence[Part], targets: Tensors) -> None:
         fds: list[int] = []
         try:
             tables = []
@@ -107,18 +109,18 @@ class Reader:
             for fd in fds:
                 os.close(fd)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldPart]:
         """By all vaults; each is looked at by its first rank."""
         mine = []
         for name in self._vault.names() if not self.place else ():
             part = self._part(name) if not is_counter(name) else None
             if part is not None:
                 turn = int(name.partition(".")[2])
-                mine.append(Held(self.here, part.rank, turn, part.step, part.era, part.together))
+                mine.append(HeldPart(self.here, part.rank, turn, part.step, part.era, part.together))
         told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
-        return [one for text in told for one in msgspec.json.decode(text, type=list[Held])]
+        return [one for text in told for one in msgspec.json.decode(text, type=list[HeldPart])]
 
-    def _bad(self, found: Found) -> dict[tuple[int, int], str]:
+    def _bad(self, found: FoundSnapshot) -> dict[tuple[int, int], str]:
         """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
         node = self.here
         here = [rank for rank, holders in found.holders.items() if node in holders]
@@ -134,7 +136,7 @@ class Reader:
         told = self._group.gather(mine, all=True) or []
         return {(where, rank): why for rows in told for where, rank, why in rows}
 
-    def _parts(self, found: Found) -> dict[int, Part]:
+    def _parts(self, found: FoundSnapshot) -> dict[int, Part]:
         """All that is known, on all ranks."""
         mine = []
         for rank, holders in found.holders.items():
@@ -151,7 +153,7 @@ class Reader:
         finally:
             os.close(fd)
 
-    def _tell(self, found: Found, why: str) -> None:
+    def _tell(self, found: FoundSnapshot, why: str) -> None:
         if self._group.is_main:
             self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
 

@@ -22,11 +22,11 @@ from phalanx.train.snapshot.found import RESCUE
 from phalanx.train.snapshot.part import Part, Writer
 
 if TYPE_CHECKING:
-    from phalanx.train.past import Past
+    from phalanx.train.state_offer import StateOffer
     from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 
-def rescue(past: Past, vault: SnapshotMemoryClient, still: str) -> str:
+def rescue(past: StateOffer, vault: SnapshotMemoryClient, still: str) -> str:
     """Why not, if not; then there is nothing of it. Raises LaunchError where there is no room.
 
     `still`: the `stillness` of the main thread, before it was looked at what it holds.

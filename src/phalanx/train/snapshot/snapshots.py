@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import LaunchError
-from phalanx.train import placement
+from phalanx.train import shard_placement
 from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
 from phalanx.train.checkpoint.checkpoints import step_back
@@ -36,7 +36,7 @@ from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
-from phalanx.train.snapshot.found import RESCUE, Division, Found, division, newest
+from phalanx.train.snapshot.found import RESCUE, Division, FoundSnapshot, division, newest
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.reader import Reader, carry
 from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -150,7 +150,7 @@ class Snapshots:
         found = state.taken(kept)
         sharded = self._sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
         if sharded and self._divided is None:
-            self._divided = division(placement.replicas(kept), self._nodes, self._group.rank)
+            self._divided = division(shard_placement.replicas(kept), self._nodes, self._group.rank)
         divided = self._divided if sharded and self._divided is not None else Division(self._local)
         together, place = divided.together, divided.together.index(self._group.rank)
         chunks = share(
@@ -323,11 +323,11 @@ class Snapshots:
 
     # -- finding and loading
 
-    def newest(self) -> Found | None:
+    def newest(self) -> FoundSnapshot | None:
         """The newest that is whole, and is what was written, wherever its parts are."""
         return self._reader.newest()
 
-    def load(self, found: Found, kept: Mapping[str, object]) -> dict[str, Any] | None:
+    def load(self, found: FoundSnapshot, kept: Mapping[str, object]) -> dict[str, Any] | None:
         """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
         extra = self._reader.load(found, kept, self._between)
         if extra is not None:

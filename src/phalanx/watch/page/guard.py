@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from phalanx.control.door import Limits
+from phalanx.control.connection_gate import GateLimits
 from phalanx.watch.page.keys import Keys
 
 # A browser has six connections, and the page itself may come by a slow line. Its headers are long: it sends the cookies
 # of everything that ever was on this host, on any port.
-LIMITS = Limits(most=128, patience=30.0, allowance=1 << 16, field=1 << 13)
+LIMITS = GateLimits(most=128, patience=30.0, allowance=1 << 16, field=1 << 13)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",

@@ -18,7 +18,7 @@ _EXAMPLE = "--page-at 127.0.0.1:29580, --page-at 29580 or --page-at 0.0.0.0"
 
 
 @dataclass(frozen=True)
-class Place:
+class PageAddress:
     host: str = HOST
     port: int | None = None  # None: PORT, or the next that is free
 
@@ -36,10 +36,10 @@ class Place:
         return address is not None and address.is_unspecified
 
 
-def parse(text: str | None) -> Place:
+def parse(text: str | None) -> PageAddress:
     """HOST, PORT, HOST:PORT or [ADDRESS]:PORT. Raises OptionError."""
     if text is None:
-        return Place()
+        return PageAddress()
     host, port = text.strip(), ""
     if not text.isascii():
         raise _unreadable(text, "that is no address")
@@ -56,14 +56,14 @@ def parse(text: str | None) -> Place:
         raise _unreadable(text, f'"{port}" is no port')
     if not text.strip() or any(char in host for char in "/ #?@"):
         raise _unreadable(text, "that is no address")
-    return Place(host or HOST, int(port) if port else None)
+    return PageAddress(host or HOST, int(port) if port else None)
 
 
 def _unreadable(text: str, why: str) -> OptionError:
     return OptionError(f'--page-at is "{text}": {why}', details=["expected: HOST, PORT or HOST:PORT"], fix=_EXAMPLE)
 
 
-def listen(place: Place) -> socket.socket:
+def listen(place: PageAddress) -> socket.socket:
     """Raises PortError."""
     ports = (place.port,) if place.port is not None else (*range(PORT, PORT + _NEXT), 0)
     failed: OSError | None = None
@@ -95,7 +95,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _refused(place: Place, error: OSError | None) -> PortError:
+def _refused(place: PageAddress, error: OSError | None) -> PortError:
     where = f"{place.host} port {place.port if place.port is not None else PORT}"
     if error is not None and error.errno == errno.EADDRINUSE:
         return PortError(
@@ -114,13 +114,13 @@ def _refused(place: Place, error: OSError | None) -> PortError:
     return PortError(f"the page cannot listen on {where}: {error}", fix=_EXAMPLE)
 
 
-def link(place: Place, sock: socket.socket, key: str) -> str:
+def link(place: PageAddress, sock: socket.socket, key: str) -> str:
     """For the address bar. What follows # stays in the browser."""
     host = os.uname().nodename if place.everywhere else place.host
     return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/#{key}"
 
 
-def names(place: Place) -> frozenset[str]:
+def names(place: PageAddress) -> frozenset[str]:
     """What a browser may call it, beside loopback's addresses."""
     own = {"localhost", place.host.lower().rstrip(".")}
     return frozenset(own | {os.uname().nodename.lower(), socket.getfqdn().lower()} if place.everywhere else own)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
-    """A rank, as watch/scene.py's RankView. In a whole, all of them; in an update, those that have changed."""
+class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
+    """A rank, as watch/run_model.py's RankView. In a whole, all of them; in an update, those that have changed."""
 
     rank: int
     node: int
@@ -57,7 +57,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A Happening."""
+    """A TimelineEvent."""
 
     time: float
     kind: str
@@ -69,7 +69,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     head: Head
-    rows: tuple[Row, ...] = ()
+    rows: tuple[RankRow, ...] = ()
     gone: tuple[int, ...] = ()  # ranks that are no more
     strips: dict[int, tuple[float, str]] = {}  # new letters of a rank, and when the first of them begins
     curves: dict[str, list[tuple[int, float, float]]] = {}  # new points: step, time, value

@@ -24,14 +24,14 @@ from typing import Any
 from aiohttp import web
 
 from phalanx.contract import encoding
-from phalanx.control.door import Door
+from phalanx.control.connection_gate import ConnectionGate
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
 from phalanx.watch.page import guard, keys, place
-from phalanx.watch.page.crowd import Crowd
 from phalanx.watch.page.keys import Keys
-from phalanx.watch.page.place import Place
-from phalanx.watch.source import Because, Source, Stream
+from phalanx.watch.page.place import PageAddress
+from phalanx.watch.page.subscribers import Subscribers
+from phalanx.watch.source import Source, Stream, WhyAnswer
 
 _ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 _TYPES = {
@@ -68,9 +68,9 @@ def serve(source: Source, at: str | None = None, fd: int | None = None, key: str
         return asyncio.run(_served(source, where, key, sock, stays=fd is None))
 
 
-async def _served(source: Source, where: Place, key: str, sock: socket.socket, *, stays: bool) -> int:
+async def _served(source: Source, where: PageAddress, key: str, sock: socket.socket, *, stays: bool) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    page = Page(source, where, Keys(key, sock.getsockname()[1], source.run))
+    page = PageServer(source, where, Keys(key, sock.getsockname()[1], source.run))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=_LAST)
@@ -94,17 +94,17 @@ async def _served(source: Source, where: Place, key: str, sock: socket.socket, *
     return 0
 
 
-class Page:
-    def __init__(self, source: Source, where: Place, own: Keys) -> None:
-        self.crowd = Crowd(source)
-        self.door = Door(self._handle, guard.LIMITS)
+class PageServer:
+    def __init__(self, source: Source, where: PageAddress, own: Keys) -> None:
+        self.crowd = Subscribers(source)
+        self.door = ConnectionGate(self._handle, guard.LIMITS)
         self._source = source
         self._keys = own
         self._names = place.names(where)
         self._digits = where.everywhere
         self._assets = _assets()
         self._asking = asyncio.Lock()
-        self._because: tuple[float, Because] | None = None
+        self._because: tuple[float, WhyAnswer] | None = None
         self._routes: dict[tuple[str, str], Answer] = {
             ("GET", "/live"): self._live,
             ("GET", "/log"): self._log,

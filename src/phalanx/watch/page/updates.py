@@ -13,9 +13,9 @@ import msgspec
 
 from phalanx.contract import encoding
 from phalanx.watch.curve import Point
-from phalanx.watch.page.protocol import Head, Row, Told, Update
+from phalanx.watch.page.protocol import Head, RankRow, Told, Update
 from phalanx.watch.rank import RankView
-from phalanx.watch.scene import Happening, Scene
+from phalanx.watch.run_model import RunModel, TimelineEvent
 from phalanx.watch.strip import TICK, Strip
 
 SECONDS = 30.0  # of phases, in a whole
@@ -30,11 +30,11 @@ def encode(update: Update) -> bytes:
 class Updates:
     """`seconds`: of phases, that a whole has."""
 
-    def __init__(self, scene: Scene, *, seconds: float = SECONDS) -> None:
+    def __init__(self, scene: RunModel, *, seconds: float = SECONDS) -> None:
         self._scene = scene
         self._seconds = seconds
         self._latest: Update | None = None  # with all that is told each time, and nothing that is told once
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, RankRow] = {}
         self._ends: dict[int, float] = {}  # how far the strips were told
         self._given: dict[str, int] = {}  # how far the curves were told
         self._told = 0
@@ -141,8 +141,8 @@ class Updates:
         return {"links": pairs, "measured": links.measured}
 
 
-def _row(view: RankView) -> Row:
-    return Row(
+def _row(view: RankView) -> RankRow:
+    return RankRow(
         rank=view.rank,
         node=view.node,
         host=view.host,
@@ -165,7 +165,7 @@ def _row(view: RankView) -> Row:
     )
 
 
-def _head(scene: Scene) -> Head:
+def _head(scene: RunModel) -> Head:
     return Head(
         run=scene.run,
         command=shlex.join(scene.command),
@@ -189,7 +189,7 @@ def _head(scene: Scene) -> Head:
     )
 
 
-def _told(happening: Happening) -> Told:
+def _told(happening: TimelineEvent) -> Told:
     return Told(
         time=happening.time,
         kind=happening.kind,

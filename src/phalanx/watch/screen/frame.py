@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from phalanx.watch import plot
-from phalanx.watch.scene import Happening, Scene
+from phalanx.watch.run_model import RunModel, TimelineEvent
 from phalanx.watch.screen import grid, head, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import KINDS, Signs
@@ -17,7 +17,7 @@ _HIGH = 34  # rows, from which there is room for a curve anyway
 _LEAST_LOG = 4  # rows, with its title
 
 
-def draw(scene: Scene, view: View, canvas: Canvas, now: float) -> list[Line]:
+def draw(scene: RunModel, view: View, canvas: Canvas, now: float) -> list[Line]:
     """That many lines, none of them wider. Also tells the view how much of it is seen."""
     view.keep(scene)
     top = head.draw(scene, canvas, now)
@@ -30,7 +30,7 @@ def draw(scene: Scene, view: View, canvas: Canvas, now: float) -> list[Line]:
     return [*top, *body, *([[]] * (room - len(body))), _bottom(scene, view, canvas.width)]
 
 
-def _body(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
+def _body(scene: RunModel, view: View, canvas: Canvas) -> list[Line]:
     width, room = canvas.width, canvas.height
     news = _news_lines(scene, room)
     rows = len(scene.ranks) + 1 if scene.ranks else 4
@@ -76,7 +76,7 @@ def _rule(title: str, canvas: Canvas, *, right: str = "") -> Line:
 # -- what has happened
 
 
-def _news_lines(scene: Scene, room: int) -> int:
+def _news_lines(scene: RunModel, room: int) -> int:
     """How many lines of it there are to be."""
     if room < 7:
         return 0 if room < 4 else int(bool(scene.happenings))
@@ -84,7 +84,7 @@ def _news_lines(scene: Scene, room: int) -> int:
     return max(1, min(most, len(scene.happenings)))
 
 
-def _news(scene: Scene, canvas: Canvas) -> list[Line]:
+def _news(scene: RunModel, canvas: Canvas) -> list[Line]:
     """The newest last. A verdict that stands stays, and so does what a run has died of."""
     height = canvas.height
     if height <= 0:
@@ -98,7 +98,7 @@ def _news(scene: Scene, canvas: Canvas) -> list[Line]:
     return [_told(one, canvas.width, canvas.signs) for one in last]
 
 
-def _told(one: Happening, width: int, signs: Signs) -> Line:
+def _told(one: TimelineEvent, width: int, signs: Signs) -> Line:
     style = KINDS.get(one.kind, "")
     when = time.strftime("%H:%M:%S", time.localtime(one.time))
     words = text.clean(" ".join(one.text.split()))
@@ -111,12 +111,12 @@ def _told(one: Happening, width: int, signs: Signs) -> Line:
 # -- the curve
 
 
-def _curve_name(scene: Scene) -> str:
+def _curve_name(scene: RunModel) -> str:
     found = head.loss(scene)
     return found[0] if found is not None and len(scene.curves[found[0]].points) > 1 else ""
 
 
-def _curve(scene: Scene, canvas: Canvas) -> list[Line]:
+def _curve(scene: RunModel, canvas: Canvas) -> list[Line]:
     name = _curve_name(scene)
     points = [(float(step), value) for step, _, value in scene.curves[name].points]
     rows = plot.lines([plot.Series(name, points)], canvas.width, canvas.height - 1, ascii_only=canvas.signs.ascii_only)
@@ -127,7 +127,7 @@ def _curve(scene: Scene, canvas: Canvas) -> list[Line]:
 # -- the log
 
 
-def _log(scene: Scene, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
+def _log(scene: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
     width, height, signs = canvas.width, canvas.height, canvas.signs
     title = f"rank {view.rank} {signs.dot} {view.stream}"
     hints = f"{view.back} lines back" if view.back else ""
@@ -145,7 +145,7 @@ def _log(scene: Scene, view: View, canvas: Canvas, *, wrapped: bool = False) -> 
     return [*lines, *([(" " + text.cut(line, width - 1, signs.dots), "")] for line in shown)][:height]
 
 
-def _followed(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
+def _followed(scene: RunModel, view: View, canvas: Canvas) -> list[Line]:
     room = canvas.height
     at = sorted(scene.ranks).index(view.rank) if view.rank in scene.ranks else 0
     lines = grid.draw(scene, view.rank, at, canvas.part(2)) if room >= 6 else []
@@ -158,7 +158,7 @@ def _followed(scene: Scene, view: View, canvas: Canvas) -> list[Line]:
 # -- text over all of it
 
 
-def _pane(_: Scene, view: View, canvas: Canvas) -> list[Line]:
+def _pane(_: RunModel, view: View, canvas: Canvas) -> list[Line]:
     if view.pane is None:
         return []
     view.pane_page = max(canvas.height - 1, 1)
@@ -188,7 +188,7 @@ _KEYS = (
 )
 
 
-def _bottom(scene: Scene, view: View, width: int) -> Line:
+def _bottom(scene: RunModel, view: View, width: int) -> Line:
     if view.question == "stop":
         more = "; Ctrl-C again: at once" if view.held else ""
         return _said(f"stop the run, with all its ranks?  y / n{more}", "chosen", width)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from phalanx.watch.scene import RankView, Scene
+from phalanx.watch.run_model import RankView, RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import STYLES, Signs
@@ -34,7 +34,7 @@ class _Layout:
     place: int
 
 
-def draw(scene: Scene, chosen: int, top: int, canvas: Canvas) -> list[Line]:
+def draw(scene: RunModel, chosen: int, top: int, canvas: Canvas) -> list[Line]:
     """A line of titles, and as many ranks as there is room for, beginning with the one at `top`."""
     views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
     layout = _layout(views, canvas.width)
@@ -53,7 +53,7 @@ def _title(bar: int) -> str:
     return next((title for title in _TITLES if len(title) <= bar), "")
 
 
-def _roll_call(scene: Scene, width: int) -> list[Line]:
+def _roll_call(scene: RunModel, width: int) -> list[Line]:
     """Who is here, as long as somebody is not."""
     if scene.roll is None:
         return [[("   no ranks yet", "dim")]]
@@ -166,7 +166,7 @@ def _rate(view: RankView) -> str:
 # -- a sign each
 
 
-def overview(scene: Scene, chosen: int, canvas: Canvas) -> list[Line]:
+def overview(scene: RunModel, chosen: int, canvas: Canvas) -> list[Line]:
     """Every rank as its sign, node by node: of very many, all are seen at once."""
     width, height, signs = canvas.width, canvas.height, canvas.signs
     nodes: dict[int, list[RankView]] = {}

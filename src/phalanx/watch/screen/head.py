@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import STYLES, Signs
 from phalanx.watch.screen.text import Line
 
 
-def draw(scene: Scene, canvas: Canvas, now: float) -> list[Line]:
+def draw(scene: RunModel, canvas: Canvas, now: float) -> list[Line]:
     return [_who(scene, canvas.width, now, canvas.signs), _progress(scene, canvas.width, canvas.signs)]
 
 
-def state(scene: Scene) -> str:
+def state(scene: RunModel) -> str:
     if scene.state == "failed" and scene.code is not None:
         return f"failed (exit code {scene.code})"
     if scene.state == "gathering" and scene.roll is not None:
@@ -21,7 +21,7 @@ def state(scene: Scene) -> str:
     return scene.state
 
 
-def loss(scene: Scene) -> tuple[str, float] | None:
+def loss(scene: RunModel) -> tuple[str, float] | None:
     """What is drawn as the curve: the loss, or whatever else was measured first."""
     name = next((name for name in scene.curves if "loss" in name.lower()), None)
     name = name or next((name for name in scene.curves if name not in ("steps/s", "samples/s")), None)
@@ -29,7 +29,7 @@ def loss(scene: Scene) -> tuple[str, float] | None:
     return (name, last) if name is not None and last is not None else None
 
 
-def _who(scene: Scene, width: int, now: float, signs: Signs) -> Line:
+def _who(scene: RunModel, width: int, now: float, signs: Signs) -> Line:
     dot = f" {signs.dot} "
     many = scene.world_size or len(scene.ranks)
     words = [_plural(scene.nodes or 1, "node"), _plural(many, "rank")]
@@ -54,7 +54,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _progress(scene: Scene, width: int, signs: Signs) -> Line:
+def _progress(scene: RunModel, width: int, signs: Signs) -> Line:
     dot = f" {signs.dot} "
     if scene.step < 0:
         begun = " no steps yet" if scene.ended is None else " no steps were seen"
@@ -73,7 +73,7 @@ def _progress(scene: Scene, width: int, signs: Signs) -> Line:
     return text.clip(line, width)
 
 
-def _measures(scene: Scene) -> list[str]:
+def _measures(scene: RunModel) -> list[str]:
     words: list[str] = []
     if scene.left is not None and scene.state == "running":
         words.append(f"{numbers.about(scene.left)} left")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.watch.scene import Happening, Scene
+from phalanx.watch.run_model import RunModel, TimelineEvent
 from phalanx.watch.screen import head, numbers, text
 from phalanx.watch.source import Source
 
@@ -21,9 +21,9 @@ def show(source: Source, *, out: TextIO | None = None) -> int:
 
 
 async def _show(source: Source, out: TextIO) -> int:
-    scene = Scene(run=source.run)
+    scene = RunModel(run=source.run)
     began = told = time.time()
-    last: Happening | None = None
+    last: TimelineEvent | None = None
     async for event in source.events():
         scene.see(event)
         for one in _since(scene, last):
@@ -38,9 +38,9 @@ async def _show(source: Source, out: TextIO) -> int:
     return 1 if scene.code is None else scene.code & 0xFF
 
 
-def _since(scene: Scene, last: Happening | None) -> Iterator[Happening]:
+def _since(scene: RunModel, last: TimelineEvent | None) -> Iterator[TimelineEvent]:
     """In order."""
-    new: list[Happening] = []
+    new: list[TimelineEvent] = []
     for one in reversed(scene.happenings):
         if one is last:
             break
@@ -52,12 +52,12 @@ def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
-def happened(one: Happening) -> str:
+def happened(one: TimelineEvent) -> str:
     words = text.clean(" ".join(one.text.split()))
     return words if one.kind == "note" or words.startswith(one.kind) else f"{one.kind}: {words}"
 
 
-def status(scene: Scene) -> str:
+def status(scene: RunModel) -> str:
     words = [head.state(scene)]
     if scene.step >= 0:
         words.append(f"step {scene.step}/{scene.total}" if scene.total else f"step {scene.step}")
@@ -72,7 +72,7 @@ def status(scene: Scene) -> str:
     return ", ".join(words)
 
 
-def ending(scene: Scene) -> str:
+def ending(scene: RunModel) -> str:
     name = text.clean(scene.run) or "the run"
     if scene.ended is None:
         return f"{name}: its end was not seen ({status(scene)})"

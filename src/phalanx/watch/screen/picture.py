@@ -1,6 +1,6 @@
 """The screen as a picture, for docs: the same lines, as SVG.
 
-scene = Scene()
+model = RunModel()
 for event in simulation.run(8, 45):
     scene.see(event)
 Path("screen.svg").write_text(picture.svg(scene))
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import UNICODE
@@ -34,7 +34,9 @@ _STYLES = {
 _FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from elsewhere: whoever has none like it has another
 
 
-def svg(scene: Scene, view: View | None = None, *, columns: int = 110, rows: int = 34, title: str = "phalanx") -> str:
+def svg(
+    scene: RunModel, view: View | None = None, *, columns: int = 110, rows: int = 34, title: str = "phalanx"
+) -> str:
     from rich.console import Console
     from rich.text import Text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.contract.events import ClusterSample, Measured
 from phalanx.errors import PhalanxError
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.hands import Hands
@@ -22,7 +22,7 @@ from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import signs
 from phalanx.watch.screen.terminal import Terminal
 from phalanx.watch.screen.view import Pane, View
-from phalanx.watch.source import Because, Source
+from phalanx.watch.source import Source, WhyAnswer
 
 _PAUSE = 1.0  # seconds between two frames that nobody has asked for: each takes time from ranks that have all cores
 _AT_ONCE = 0.03  # where somebody has typed
@@ -45,7 +45,7 @@ class Screen:
         self._hands = hands
         self._signs = signs(environ)
         self._painter = Painter(colour=not environ.get("NO_COLOR"), ascii_only=self._signs.ascii_only)
-        self._scene = Scene(run=source.run)
+        self._scene = RunModel(run=source.run)
         self._view = View(held=held, able=source.alive)
         self._keys = Keys()
         self._news = asyncio.Event()  # there is something to paint
@@ -303,7 +303,7 @@ def _leave_behind(seconds: float) -> None:
     threading.Thread(target=leave, daemon=True).start()
 
 
-def told(found: Because, first: int) -> list[str]:
+def told(found: WhyAnswer, first: int) -> list[str]:
     """The stacks of the chosen rank before those of the others."""
     lines = found.report.splitlines()
     for rank in sorted(found.stacks, key=lambda rank: (rank != first, rank)):

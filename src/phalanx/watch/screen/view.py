@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.watch.scene import Scene
+from phalanx.watch.run_model import RunModel
 from phalanx.watch.screen import text
 from phalanx.watch.screen.tail import Tail
 from phalanx.watch.source import Stream
@@ -52,7 +52,7 @@ class View:
     over: bool = False  # nothing more comes
     tail: Tail = field(default_factory=Tail)
 
-    def keep(self, scene: Scene) -> None:
+    def keep(self, scene: RunModel) -> None:
         """The chosen rank is one that is there, and to be seen."""
         ranks = sorted(scene.ranks)
         if ranks and self.rank not in scene.ranks:
@@ -60,7 +60,7 @@ class View:
         at = ranks.index(self.rank) if ranks else 0
         self.top = max(min(self.top, at, len(ranks) - self.page), at - self.page + 1, 0)
 
-    def press(self, key: str, scene: Scene) -> Wish:
+    def press(self, key: str, scene: RunModel) -> Wish:
         self.word = ""
         if key == "ctrl-z":
             return "suspend"
@@ -99,7 +99,7 @@ class View:
         self.question = "stopping" if key in ("y", "Y") else ""
         return "stop" if self.question else ""
 
-    def _act(self, key: str, scene: Scene) -> Wish:
+    def _act(self, key: str, scene: RunModel) -> Wish:
         if key not in ("x", "s", "d"):
             return ""
         if not self.able and key != "s":
@@ -113,7 +113,7 @@ class View:
             return ""
         return "stacks" if key == "s" else "debugger"
 
-    def _type(self, digit: str, scene: Scene) -> None:
+    def _type(self, digit: str, scene: RunModel) -> None:
         self.typed = (self.typed + digit)[-_DIGITS:]
         if int(self.typed) in scene.ranks:
             self.choose(int(self.typed))
@@ -124,7 +124,7 @@ class View:
     def choose(self, rank: int) -> None:
         self.rank, self.back = rank, 0
 
-    def _look(self, key: str, scene: Scene) -> Wish:
+    def _look(self, key: str, scene: RunModel) -> Wish:
         match key:
             case "f" | "enter":
                 self.follows, self.back = not self.follows, 0
@@ -144,7 +144,7 @@ class View:
                 self._move(key, scene)
         return ""
 
-    def _move(self, key: str, scene: Scene) -> None:
+    def _move(self, key: str, scene: RunModel) -> None:
         ranks = sorted(scene.ranks)
         by = {
             "up": -1,

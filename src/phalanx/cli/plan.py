@@ -1,0 +1,236 @@
+"""`phalanx plan …`: what `phalanx run` with the same arguments would do, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.cli.options import HelpRequested, parse_plan
+from phalanx.cli.outlook import Outlook, outlook
+from phalanx.cli.planning import make_plan
+from phalanx.cli.surroundings import Surroundings, look_around
+from phalanx.cluster.affinity import spell
+from phalanx.cluster.placement import Seat
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract import topology
+from phalanx.contract.variables import INTERFACES
+from phalanx.launch.plan import Plan
+from phalanx.launch.runs import run_folder
+
+
+def main(argv: list[str]) -> int:
+    environ = environment()
+    try:
+        options, as_json = parse_plan(argv, environ)
+    except HelpRequested as help_:
+        sys.stdout.write(str(help_))
+        return 0
+    around = look_around(options, environ, run_folder.home(environ)) if options.hosts is None else Surroundings()
+    plan = make_plan(options, environ, around)
+    seen = outlook(options, around, len(plan.seats), os.uname().nodename)
+    facts = describe(plan, environ, seen, cpu=options.cpu)
+    if as_json:
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+    else:
+        _show(facts)
+    return 0
+
+
+def describe(
+    plan: Plan, environ: Mapping[str, str], seen: Outlook | None = None, *, cpu: bool = False
+) -> dict[str, Any]:
+    """The plan as plain values: what the table shows is what the JSON holds."""
+    placement = plan.placement if seen is None else seen.placement
+    seats = placement.seats if placement is not None else ()
+    if placement is not None and seen is not None:
+        nodes = [[seat.rank for seat in placement.on(node)] for node in range(len(seen.nodes))]
+        plan = replace(plan, placement=placement, nodes=len(nodes), topology=topology.encode(nodes))
+    environments = {seat.rank: _changed(plan, seat, environ, several=seen is not None) for seat in seats}
+    shared = _shared(list(environments.values())) if environments else {}
+    return {
+        "run": plan.run_id,
+        "command": plan.command.line(0),
+        "way": "fresh: an interpreter a rank" if plan.start.fresh else "fork: torch is imported once",
+        "world_size": placement.world_size if placement is not None else None,
+        "nodes": None if seen is None else _nodes(seen),
+        "source": None if seen is None else seen.source,
+        "least_nodes": _least(plan),
+        "spares": plan.gathering.spares if plan.gathering is not None else plan.spares,
+        "meeting": _meeting(plan),
+        "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
+        if seen is None
+        else "a free port of node 0, on the address that the others reach it by",
+        "restarts": plan.max_restarts,
+        "recovery": _recovery(plan),
+        "environment": shared,
+        "ranks": [
+            {
+                "rank": seat.rank,
+                "node": seat.node,
+                "local_rank": seat.local_rank,
+                "device": _device(seat, several=seen is not None, cpu=cpu),
+                "device_name": None if seat.slot.device is None else seat.slot.device.name,
+                "cores": spell(seat.slot.cores) if seat.slot.cores else "all",
+                "environment": {k: v for k, v in environments[seat.rank].items() if k not in shared},
+            }
+            for seat in seats
+        ],
+        "torchrun": shlex.join(equivalent(plan)) if seen is None else None,
+        "notes": list(plan.notes),
+    }
+
+
+def _device(seat: Seat, *, several: bool, cpu: bool) -> str | None:
+    """Which devices another node has, it says itself when it joins."""
+    if seat.slot.device is not None:
+        return str(seat.slot.device)
+    return "(its own)" if several and not cpu else None
+
+
+def _nodes(seen: Outlook) -> list[dict[str, Any]]:
+    """With the ranks of each, as far as all before it are known."""
+    found: list[dict[str, Any]] = []
+    first: int | None = 0
+    for node, expected in enumerate(seen.nodes):
+        last = first + expected.workers - 1 if first is not None and expected.workers else None
+        found.append(
+            {
+                "node": node,
+                "host": expected.host or None,
+                "workers": expected.workers,
+                "ranks": None if last is None or first is None else f"{first}-{last}" if last > first else str(first),
+            }
+        )
+        first = None if last is None else last + 1
+    return found
+
+
+def _least(plan: Plan) -> int | None:
+    """With so many nodes it goes on, where they may come and go."""
+    gathering = plan.gathering
+    return gathering.least if gathering is not None and 0 < gathering.least < gathering.expected else None
+
+
+def _recovery(plan: Plan) -> str:
+    """What a death leads to."""
+    if not plan.restarts_told:
+        return "phalanx.main: goes on for as long as there is progress; any other script: the run ends"
+    if not plan.max_restarts:
+        return "none (--max-restarts 0): the run ends"
+    times = "once" if plan.max_restarts == 1 else f"{plan.max_restarts} times"
+    return f"{times}, and as often again after {plan.restart_window:g} s without a failure"
+
+
+def _meeting(plan: Plan) -> dict[str, Any] | None:
+    gathering = plan.gathering
+    if gathering is None:
+        return None
+    return {
+        "leads": gathering.leads,
+        "node": gathering.member,
+        "host": gathering.host,
+        "port": gathering.port or None,
+        "token": str(gathering.token),
+    }
+
+
+def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
+    """What a worker has and this shell has not; the run folder and port are known only once the run starts."""
+    whole = replace(plan, node=seat.node).environment(
+        seat,
+        attempt=0,
+        run="RUN",
+        folder="RUN",
+        rank_folder=f"RUN/attempt_0/{seat.rank}",
+        port=plan.master_port,
+        line="(free)",
+        memory="(free)",
+    )
+    if not plan.master_port or several:
+        whole["MASTER_PORT"] = "(free)"
+    if several:
+        whole["MASTER_ADDR"] = "(of node 0)"
+        whole |= {name: "(towards the others)" for name in INTERFACES if name not in environ}
+    return {name: value for name, value in whole.items() if environ.get(name) != value}
+
+
+def _shared(environments: list[dict[str, str]]) -> dict[str, str]:
+    first = environments[0]
+    return {k: v for k, v in first.items() if all(other.get(k) == v for other in environments)}
+
+
+def equivalent(plan: Plan) -> list[str]:
+    """The torchrun command that comes closest."""
+    words = ["torchrun", "--nproc-per-node", str(len(plan.seats))]
+    words += (
+        ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
+        if plan.master_port
+        else ["--standalone"]
+    )
+    if plan.max_restarts:
+        words += ["--max-restarts", str(plan.max_restarts)]
+    if plan.role != "default":
+        words += ["--role", plan.role]
+    if plan.virtual_local_rank:
+        words.append("--virtual-local-rank")
+    if plan.log_dir:
+        words += ["--log-dir", plan.log_dir]
+    words += {"module": ["-m"], "program": ["--no-python"], "path": ["--run-path"]}.get(plan.command.kind, [])
+    if plan.command.local_rank_option:
+        words[:1] = ["python", "-m", "torch.distributed.launch"]
+    return [*words, plan.command.target, *plan.command.args]
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+
+    def line(name: str, value: str) -> None:
+        console.print(Text.assemble((f"{name:<12}", "bold"), value))
+
+    line("run", facts["run"])
+    line("command", shlex.join(facts["command"]))
+    line("start", facts["way"])
+    line("store", facts["store"])
+    if facts["torchrun"] is not None:
+        line("torchrun", facts["torchrun"])
+    if facts["nodes"] is not None:
+        least, most = facts["least_nodes"], len(facts["nodes"])
+        line("nodes", f"{f'{least} to ' if least else ''}{most}, by {facts['source']}")
+        for node in facts["nodes"]:
+            ranks = f"ranks {node['ranks']}" if node["ranks"] else "ranks: known when all have joined"
+            line("", f"{node['node']}  {node['host'] or '?'}: {node['workers'] or '?'} workers, {ranks}")
+    if facts["meeting"] is not None:
+        meeting = facts["meeting"]
+        where = f"{meeting['host'] or 'node 0'}:{meeting['port'] or 'a free port'}"
+        line("meeting", f"{where}, token: {meeting['token']}")
+    if facts["spares"]:
+        what, count = "worker" if facts["nodes"] is None else "node", facts["spares"]
+        line("spares", f"{count} {what}{'s' if count > 1 else ''} standing by")
+    line("recovery", facts["recovery"])
+    for note in facts["notes"]:
+        line("note", note)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("rank", "node", "local", "device", "cores", "environment of its own"):
+        table.add_column(title, overflow="fold")
+    for rank in facts["ranks"]:
+        device = "cpu" if rank["device"] is None else f"{rank['device']} {rank['device_name'] or ''}"
+        own = " ".join(f"{k}={v}" for k, v in rank["environment"].items())
+        cells = (rank["rank"], rank["node"], rank["local_rank"], device, rank["cores"], own)
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    if not facts["ranks"]:
+        return
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(Text("every rank has", style="bold"))
+    for name, value in facts["environment"].items():
+        console.print(Text(f"  {name}={value}"))

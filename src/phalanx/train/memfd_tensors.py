@@ -1,0 +1,183 @@
+"""Tensors in a file that is in memory alone: one process fills it, others of the same user and machine read it.
+
+It has no name, so that nothing is left of it when the process that made it is gone, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+
+import torch
+
+from phalanx.errors import JoinError
+from phalanx.worker.process_group import objects
+
+ALIGNED = 64  # bytes, as torch's own memory is
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page by page, to get memory takes longer than to fill it
+_LINK = "/memfd:phalanx (deleted)"  # what the kernel calls a parcel
+
+
+class MemfdTensors:
+    """`address` is all that a reader has to know."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
+        self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        try:
+            fill = _copied if any(tensor.is_cuda for tensor in tensors.values()) else _written
+            places, end = fill(self._fd, tensors)
+            text = objects.encode({**label, "places": places})
+            _write(self._fd, memoryview(text))
+        except BaseException:
+            self.close()
+            raise
+        self.address = f"{os.getpid()} {self._fd} {end} {len(text)}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class PackingThread:
+    """A parcel that is filled in a thread.
+
+    packing = Packing(lambda: Parcel(tensors, label))
+    packing.result()     wait until it is filled; raises what the thread raised
+    packing.close()
+    """
+
+    def __init__(self, fill: Callable[[], MemfdTensors]) -> None:
+        self._future: Future[MemfdTensors] = Future()
+        # A daemon, unlike the threads of an executor: a copy that never ends must not keep a process alive.
+        threading.Thread(target=self._run, args=(fill,), name="phalanx-handover", daemon=True).start()
+
+    def _run(self, fill: Callable[[], MemfdTensors]) -> None:
+        try:
+            self._future.set_result(fill())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> None:
+        self._future.result()
+
+    def close(self) -> None:
+        """Also before it is filled: then it is closed as soon as it is."""
+        self._future.add_done_callback(_closed)
+
+
+def _closed(filled: Future[MemfdTensors]) -> None:
+    if filled.exception() is None:
+        filled.result().close()
+
+
+class OpenedMemfd:
+    """with Opened(address) as parcel: parcel.label; parcel.read(targets)
+
+    Whoever is the only one to open it may have its very memory: `parcel.tensor(name, …)` copies nothing.
+    """
+
+    def __init__(self, address: str) -> None:
+        pid, fd, start, length = map(int, address.split())
+        try:
+            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise JoinError(
+                f"the state that process {pid} holds ready cannot be read: {error.strerror}",
+                details=["it has ended, or /proc does not show it to other processes of its user"],
+            ) from None
+        if os.readlink(f"/proc/self/fd/{self._fd}") != _LINK:  # whoever writes to the store might name any file of ours
+            os.close(self._fd)
+            raise JoinError(f"what process {pid} was said to hold ready is no state of a training")
+        self.label = objects.decode(os.pread(self._fd, length, start))
+        self._size = start
+        self._memory: mmap.mmap | None = None
+
+    def names(self) -> Iterable[str]:
+        return self.label["places"]  # type: ignore[no-any-return]
+
+    def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._memory is None:
+            self._memory = mmap.mmap(self._fd, self._size, flags=mmap.MAP_SHARED | _POPULATE)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self.label["places"][name]).view(shape)
+
+    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Into the memory of those that it has, or as good as that."""
+        for name in self.names():
+            place = self.label["places"][name]
+            target = targets[name].detach()
+            if self._is_own(target):
+                continue
+            if target.is_cuda:
+                target.copy_(self.tensor(name, target.dtype, tuple(target.shape)))
+                continue
+            near = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+            view = _memory(near)
+            while view:
+                count = os.preadv(self._fd, [view], place)
+                if not count:
+                    raise JoinError(f"the state that was held ready ends in the middle of {name}")
+                view, place = view[count:], place + count
+            if near is not target:
+                target.copy_(near)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        if self._memory is None or tensor.is_cuda:
+            return False
+        start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        return bool(start <= tensor.data_ptr() < start + self._size)
+
+    def __enter__(self) -> OpenedMemfd:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+
+def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """Where each of them is in the file, and where the last one ends."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        packed = tensor.detach().contiguous()  # held until it is written
+        end += _write(fd, _memory(packed))
+        end += _write(fd, memoryview(bytes(-end % ALIGNED)))
+    return places, end
+
+
+def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
+    """The same, for tensors on a GPU: straight into the memory of the file."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = end
+        end += tensor.nbytes + -tensor.nbytes % ALIGNED
+    if end:
+        os.posix_fallocate(fd, 0, end)  # mmap would get the memory, too, but hold the interpreter's lock meanwhile
+        memory = mmap.mmap(fd, end, flags=mmap.MAP_SHARED | _POPULATE)
+        for name, tensor in tensors.items():
+            if count := tensor.numel():
+                there = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=places[name])
+                there.view(tensor.shape).copy_(tensor.detach())
+        os.lseek(fd, end, os.SEEK_SET)
+    return places, end
+
+
+def _write(fd: int, view: memoryview) -> int:
+    rest = view
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    return len(view)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Its bytes, of whatever type. The tensor has to live as long."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
