@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.cluster.sources import mpi
 from phalanx.cluster.sources.launchers import find
-from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.errors import UsageError
 
 
@@ -211,7 +211,7 @@ INSIDE = [
 @pytest.mark.parametrize(("name", "environ", "place"), INSIDE)
 def test_inside_slurm(name: str, environ: dict[str, str], place: tuple[str, str, int, int]) -> None:
     task = find(environ)
-    assert isinstance(task, Task), name
+    assert isinstance(task, SchedulerTask), name
     assert (task.source, task.job, task.rank, task.size) == place
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.cluster.sources import slurm
 from phalanx.cluster.sources.launchers import find
-from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.errors import UsageError
 
 
@@ -228,5 +228,5 @@ def test_the_message() -> None:
 def test_pty() -> None:
     """srun --pty bash, and phalanx typed there: one task, alone."""
     task = find(step("PROCID=0 LOCALID=0 NODEID=0", size=1, tasks="1", nodes=1, nodelist="node1"))
-    assert isinstance(task, Task)
+    assert isinstance(task, SchedulerTask)
     assert (task.size, task.one_a_node) == (1, True)

@@ -20,9 +20,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import hierarchical_engine, neighbours, sums
-from phalanx.collectives.engine import ANYONE, Call, Engine, Kind, Op, Reduction
-from phalanx.collectives.gloo_engine import GlooEngine, reduced
+from phalanx.collectives import neighbours
+from phalanx.collectives.engines import hierarchical, sums
+from phalanx.collectives.engines.engine import ANYONE, CallKind, Engine, EngineCall, Op, Reduction
+from phalanx.collectives.engines.gloo import GlooEngine, reduced
 from tests.collectives.ranks import fork
 
 LIMIT = 60.0
@@ -38,11 +39,11 @@ HOWS = [
 ]
 
 
-def group(places: str, rank: int, path: str) -> hierarchical_engine.HierarchicalEngine:
+def group(places: str, rank: int, path: str) -> hierarchical.HierarchicalEngine:
     store = dist.FileStore(path, len(places))
     known = neighbours.sort([*places], rank)
     try:
-        from phalanx.collectives.shm_engine import join
+        from phalanx.collectives.engines.shm import join
     except ImportError:
         inside = dist.PrefixStore(places[rank], store)
         inner: Engine = GlooEngine(
@@ -50,7 +51,7 @@ def group(places: str, rank: int, path: str) -> hierarchical_engine.Hierarchical
         )
     else:
         inner = join(store, rank, known.here, known.here, LIMIT)
-    return hierarchical_engine.HierarchicalEngine(store, known, inner, LIMIT)
+    return hierarchical.HierarchicalEngine(store, known, inner, LIMIT)
 
 
 def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,59 +78,61 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise AssertionError(f"{what}: {got} instead of {want}")
 
 
-def reductions(engine: hierarchical_engine.HierarchicalEngine, places: str, count: int) -> None:
+def reductions(engine: hierarchical.HierarchicalEngine, places: str, count: int) -> None:
     rank, size = engine.rank, engine.size
     for number, (dtype, how) in enumerate(HOWS):
         parts = [values(of, count, dtype) for of in range(size)]
         want = expected(parts, how, places)
         mine = parts[rank].clone()
-        engine.run(Call(Kind.ALL_REDUCE, outs=[mine], reduction=how, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.ALL_REDUCE, outs=[mine], reduction=how, timeout=LIMIT))
         same(f"all_reduce {dtype} {how}", mine, want)
         mine, root = parts[rank].clone(), number % size
-        engine.run(Call(Kind.REDUCE, outs=[mine], reduction=how, root=root, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.REDUCE, outs=[mine], reduction=how, root=root, timeout=LIMIT))
         same(f"reduce {dtype} {how}", mine, want if rank == root else parts[rank])
         each = count // size
         mine = torch.empty(each, dtype=dtype)
         whole = [part[: each * size] for part in parts]
         ins = [whole[rank]] if number % 2 else [*whole[rank].view(size, each)]
-        engine.run(Call(Kind.REDUCE_SCATTER, ins=ins, outs=[mine], reduction=how, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.REDUCE_SCATTER, ins=ins, outs=[mine], reduction=how, timeout=LIMIT))
         same(f"reduce_scatter {dtype} {how}", mine, want[: each * size].view(size, each)[rank])
         same("what went in", whole[rank], values(rank, count, dtype)[: each * size])
 
 
-def moves(engine: hierarchical_engine.HierarchicalEngine, count: int) -> None:
+def moves(engine: hierarchical.HierarchicalEngine, count: int) -> None:
     rank, size = engine.rank, engine.size
     alls = [values(of, count, torch.float64) for of in range(size)]
     for root in range(size):
         mine = alls[rank].clone()
-        engine.run(Call(Kind.BROADCAST, outs=[mine], root=root, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.BROADCAST, outs=[mine], root=root, timeout=LIMIT))
         same("broadcast", mine, alls[root])
         outs = [torch.empty_like(mine) for _ in range(size)] if rank == root else []
-        engine.run(Call(Kind.GATHER, ins=[alls[rank]], outs=outs, root=root, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.GATHER, ins=[alls[rank]], outs=outs, root=root, timeout=LIMIT))
         for out, want in zip(outs, alls, strict=bool(outs)):
             same("gather", out, want)
         mine = torch.empty_like(mine)
-        engine.run(Call(Kind.SCATTER, ins=alls if rank == root else [], outs=[mine], root=root, timeout=LIMIT))
+        engine.run(
+            EngineCall(CallKind.SCATTER, ins=alls if rank == root else [], outs=[mine], root=root, timeout=LIMIT)
+        )
         same("scatter", mine, alls[rank])
     for outs in ([torch.empty(count * size, dtype=torch.float64)], [torch.empty_like(mine) for _ in range(size)]):
-        engine.run(Call(Kind.ALL_GATHER, ins=[alls[rank]], outs=outs, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.ALL_GATHER, ins=[alls[rank]], outs=outs, timeout=LIMIT))
         same("all_gather", torch.cat(outs), torch.cat(alls))
     uneven = [part[: of * (count // size)] for of, part in enumerate(alls)]  # rank 0 gives nothing
     outs = [torch.empty_like(part) for part in uneven]
-    engine.run(Call(Kind.ALL_GATHER, ins=[uneven[rank]], outs=outs, timeout=LIMIT))
+    engine.run(EngineCall(CallKind.ALL_GATHER, ins=[uneven[rank]], outs=outs, timeout=LIMIT))
     same("uneven all_gather", torch.cat(outs), torch.cat(uneven))
     rows = [[(count // 9) * ((of * 3 + to * 5) % 4) + of % 2 for to in range(size)] for of in range(size)]
     ins = [torch.full((rows[rank][to],), rank * size + to) for to in range(size)]
     outs = [torch.empty(rows[of][rank], dtype=torch.int64) for of in range(size)]
-    engine.run(Call(Kind.ALL_TO_ALL, ins=ins, outs=outs, timeout=LIMIT))
+    engine.run(EngineCall(CallKind.ALL_TO_ALL, ins=ins, outs=outs, timeout=LIMIT))
     for of, out in enumerate(outs):
         same("all_to_all", out, torch.full((rows[of][rank],), of * size + rank))
 
 
-def others(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def others(engine: hierarchical.HierarchicalEngine) -> None:
     rank, size = engine.rank, engine.size
     parts = [torch.full((300,), float(rank + k)) for k in range(4)]
-    started = [engine.start(Call(Kind.ALL_REDUCE, outs=[part], timeout=LIMIT)) for part in parts]
+    started = [engine.start(EngineCall(CallKind.ALL_REDUCE, outs=[part], timeout=LIMIT)) for part in parts]
     if rank == 0:
         one, come = torch.empty(1, dtype=torch.int64), []
         for _ in range(size - 1):
@@ -144,12 +147,12 @@ def others(engine: hierarchical_engine.HierarchicalEngine) -> None:
     for k, (pending, part) in enumerate(zip(started, parts, strict=True)):
         assert pending.wait()
         same("started", part, torch.full((300,), float(sum(range(size)) + k * size)))
-    engine.run(Call(Kind.BARRIER, timeout=LIMIT))
+    engine.run(EngineCall(CallKind.BARRIER, timeout=LIMIT))
 
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        hierarchical_engine.PIECE, sums.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        hierarchical.PIECE, sums.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
@@ -165,37 +168,37 @@ def results(places: str) -> None:
 # -- what goes wrong: four ranks, two on each machine
 
 
-def _all_reduce(engine: hierarchical_engine.HierarchicalEngine, timeout: float = LIMIT) -> None:
-    engine.run(Call(Kind.ALL_REDUCE, outs=[torch.ones(100_000)], timeout=timeout))
+def _all_reduce(engine: hierarchical.HierarchicalEngine, timeout: float = LIMIT) -> None:
+    engine.run(EngineCall(CallKind.ALL_REDUCE, outs=[torch.ones(100_000)], timeout=timeout))
 
 
-def _leader_dies(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _leader_dies(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _other_dies(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _other_dies(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _late(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _late(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(2)
     else:
         _all_reduce(engine, 1.0)
 
 
-def _different(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _different(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank < 2:
         _all_reduce(engine)
     else:
-        engine.run(Call(Kind.BROADCAST, outs=[torch.ones(8)], root=3, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.BROADCAST, outs=[torch.ones(8)], root=3, timeout=LIMIT))
 
 
-def _abort(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _abort(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(1)
         return
@@ -207,14 +210,14 @@ def _abort(engine: hierarchical_engine.HierarchicalEngine) -> None:
         _all_reduce(engine)
 
 
-def _no_message(engine: hierarchical_engine.HierarchicalEngine) -> None:
+def _no_message(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if engine.rank == 0:
         engine.recv(torch.empty(1), 3, 0, LIMIT).wait()
 
 
-TROUBLE: dict[str, Callable[[hierarchical_engine.HierarchicalEngine], None]] = {
+TROUBLE: dict[str, Callable[[hierarchical.HierarchicalEngine], None]] = {
     "the leader of the other machine dies": _leader_dies,
     "a rank of the other machine dies": _other_dies,
     "late": _late,
@@ -232,7 +235,7 @@ def trouble() -> None:
             _: int,
             path: str,
             name: str = name,
-            act: Callable[[hierarchical_engine.HierarchicalEngine], None] = act,
+            act: Callable[[hierarchical.HierarchicalEngine], None] = act,
         ) -> None:
             engine = group("aabb", rank, path)
             _all_reduce(engine)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from phalanx.collectives import _native, segment
-from phalanx.collectives.shm_engine import ShmEngine
+from phalanx.collectives import _native
+from phalanx.collectives.engines import segment
+from phalanx.collectives.engines.shm import ShmEngine
 
 LIMIT = 60.0  # seconds; for a machine that is full
 

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from phalanx.collectives import _native
-from phalanx.collectives.engine import ANYONE, Call, Kind, Op, Reduction
+from phalanx.collectives.engines.engine import ANYONE, CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.engines.shm import ShmEngine, ShmMessage
 from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
-from phalanx.collectives.shm_engine import ShmEngine, ShmMessage
 
 SLOT = 4096
 PATIENCE = 60.0
@@ -227,7 +227,7 @@ def _woken() -> int:
 @scene(2)
 def beside_collectives(place: Place) -> None:
     total = torch.ones(3)
-    call = Call(Kind.ALL_REDUCE, outs=[total], reduction=Reduction(Op.SUM), timeout=PATIENCE)
+    call = EngineCall(CallKind.ALL_REDUCE, outs=[total], reduction=Reduction(Op.SUM), timeout=PATIENCE)
     if place.rank == 0:
         arriving = place.recv(LARGE, 1)
         place.engine.run(call)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives.engine import Op, Reduction, as_bytes
-from phalanx.collectives.gloo_engine import reduced
+from phalanx.collectives.engines.engine import Op, Reduction, as_bytes
+from phalanx.collectives.engines.gloo import reduced
 from tests.collectives.ranks import fork
 
 _FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

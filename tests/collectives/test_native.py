@@ -22,15 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import _native, creation, segment, shm_engine
-from phalanx.collectives.engine import Call, Kind, Op, Reduction
+from phalanx.collectives import _native, creation
+from phalanx.collectives.engines import segment, shm
+from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.engines.shm import DTYPES, ShmEngine
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
-from phalanx.collectives.shm_engine import DTYPES, ShmEngine
 from tests.collectives.forked import LIMIT, ranks
 
 pytestmark = pytest.mark.xdist_group("native")
 
-NATIVE = Path(shm_engine.__file__).parent / "native"
+NATIVE = Path(shm.__file__).parent / "native"
 PROGRAM = Path(__file__).parent / "native" / "ranks.c"
 SUM = Reduction()
 
@@ -204,22 +205,22 @@ def every_kind(engine: ShmEngine, rank: int) -> None:
         engine.broadcast(tensor, size - 1, LIMIT)
         assert torch.equal(tensor, (x + size - 1).to(torch.complex64))
         engine.barrier(LIMIT)
-        root = engine.start(Call(Kind.REDUCE, (), [reduce := mine.clone()], SUM, root=1, timeout=LIMIT))
+        root = engine.start(EngineCall(CallKind.REDUCE, (), [reduce := mine.clone()], SUM, root=1, timeout=LIMIT))
         whole = torch.empty(size * count)
-        engine.run(Call(Kind.ALL_GATHER, [mine], [whole], timeout=LIMIT))
+        engine.run(EngineCall(CallKind.ALL_GATHER, [mine], [whole], timeout=LIMIT))
         assert torch.equal(whole, torch.cat([x + r for r in range(size)]))
         assert root.wait()
         assert torch.equal(reduce, total if rank == 1 else mine)
         parts = [torch.empty(count) for _ in range(size)] if rank == 0 else []
-        engine.run(Call(Kind.GATHER, [mine], parts, root=0, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.GATHER, [mine], parts, root=0, timeout=LIMIT))
         assert all(torch.equal(part, x + r) for r, part in enumerate(parts))
         part = torch.empty(count)
-        engine.run(Call(Kind.SCATTER, [whole] if rank == 0 else (), [part], root=0, timeout=LIMIT))
+        engine.run(EngineCall(CallKind.SCATTER, [whole] if rank == 0 else (), [part], root=0, timeout=LIMIT))
         assert torch.equal(part, mine)
-        engine.run(Call(Kind.REDUCE_SCATTER, [whole], [part], Reduction(Op.MAX), timeout=LIMIT))
+        engine.run(EngineCall(CallKind.REDUCE_SCATTER, [whole], [part], Reduction(Op.MAX), timeout=LIMIT))
         assert torch.equal(part, mine)
         swapped = torch.empty_like(whole)
-        engine.run(Call(Kind.ALL_TO_ALL, [whole + 1000 * rank], [swapped], timeout=LIMIT))
+        engine.run(EngineCall(CallKind.ALL_TO_ALL, [whole + 1000 * rank], [swapped], timeout=LIMIT))
         assert torch.equal(swapped, torch.cat([mine + 1000 * r for r in range(size)]))
 
 
@@ -264,7 +265,7 @@ def test_what_differs_is_told() -> None:
 def test_sizes_that_differ_between_two_are_told_to_all() -> None:
     def body(engine: ShmEngine, rank: int) -> object:
         outs = [torch.zeros(5 if rank == 1 else 4), torch.zeros(5), torch.zeros(5)]
-        call = Call(Kind.ALL_GATHER, [torch.ones(4 if rank == 0 else 5)], outs, timeout=LIMIT)
+        call = EngineCall(CallKind.ALL_GATHER, [torch.ones(4 if rank == 0 else 5)], outs, timeout=LIMIT)
         return raised(lambda: engine.run(call))
 
     said = ranks(3, body)
@@ -342,7 +343,7 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
         if rank == 2:
             return os.read(over, 1).decode()  # it does not come
         if rank == 1:
-            return raised(lambda: engine.start(Call(Kind.BARRIER, timeout=LIMIT)).wait())
+            return raised(lambda: engine.start(EngineCall(CallKind.BARRIER, timeout=LIMIT)).wait())
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
@@ -361,11 +362,13 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
 def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
     def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
-            return raised(lambda: engine.start(Call(Kind.BROADCAST, (), [torch.ones(1)], timeout=LIMIT)).wait())[0]
+            return raised(
+                lambda: engine.start(EngineCall(CallKind.BROADCAST, (), [torch.ones(1)], timeout=LIMIT)).wait()
+            )[0]
         signal.signal(signal.SIGUSR1, lambda *_: engine.barrier(LIMIT))
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(RuntimeError, match="a signal handler cannot wait for a collective of a group in which"):
-            engine.run(Call(Kind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
+            engine.run(EngineCall(CallKind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
         return "refused"
 
     def absent(engine: ShmEngine, rank: int) -> object:
@@ -413,7 +416,7 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
     def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
             return os.read(over, 1).decode()  # it does not come
-        engine.start(Call(Kind.BARRIER, timeout=LIMIT))
+        engine.start(EngineCall(CallKind.BARRIER, timeout=LIMIT))
 
         def close() -> None:
             engine.close()
@@ -448,7 +451,8 @@ def test_what_was_started_goes_on_by_itself_with_tensors_nobody_holds() -> None:
     def body(engine: ShmEngine, rank: int) -> object:
         if rank == 0:
             pending = [
-                engine.start(Call(Kind.BROADCAST, (), [torch.full((50000,), 7.0)], timeout=LIMIT)) for _ in "123"
+                engine.start(EngineCall(CallKind.BROADCAST, (), [torch.full((50000,), 7.0)], timeout=LIMIT))
+                for _ in "123"
             ]
             gc.collect()
             garbage = [torch.zeros(50000) for _ in range(8)]
@@ -483,7 +487,9 @@ def test_what_makes_no_sense_is_refused_before_anybody_waits() -> None:
         return [
             raised(lambda: engine.broadcast(torch.ones(1), 7, LIMIT)),
             raised(lambda: engine.all_reduce(torch.ones(1), Reduction(Op.BAND), LIMIT)),
-            raised(lambda: engine.run(Call(Kind.ALL_GATHER, [torch.ones(1)], [torch.ones(1)] * 3, timeout=LIMIT))),
+            raised(
+                lambda: engine.run(EngineCall(CallKind.ALL_GATHER, [torch.ones(1)], [torch.ones(1)] * 3, timeout=LIMIT))
+            ),
             raised(lambda: engine.barrier(LIMIT)),
         ]
 
@@ -505,7 +511,7 @@ def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path)
 
     def child(rank: int) -> int:
         store = dist.FileStore(path, 3)
-        engine = shm_engine.join(store, rank, [0, 2], [0, 2], LIMIT)
+        engine = shm.join(store, rank, [0, 2], [0, 2], LIMIT)
         engine.all_reduce(ones := torch.ones(2), SUM, LIMIT)
         named = [
             os.readlink(f"/proc/self/fd/{fd}")
@@ -531,7 +537,7 @@ def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
 
     def body(engine: ShmEngine, rank: int) -> object:
         pids = torch.zeros(2, dtype=torch.int64)
-        engine.run(Call(Kind.ALL_GATHER, [torch.tensor([os.getpid()])], [pids], timeout=LIMIT))
+        engine.run(EngineCall(CallKind.ALL_GATHER, [torch.tensor([os.getpid()])], [pids], timeout=LIMIT))
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
         files = []
         with contextlib.suppress(OSError):

@@ -64,15 +64,15 @@ def test_whoever_is_lost_late_or_elsewhere_is_named_on_every_machine() -> None:
     assert told["late"].pop(3) == ""
     assert told["late"].keys() == everyone - {3}
     for text in told["late"].values():
-        assert re.match(r"Late: all_reduce: rank 3 did not come within the timeout of 1 s", text)
+        assert re.match(r"CollectiveTimeout: all_reduce: rank 3 did not come within the timeout of 1 s", text)
     different = (
-        "Mismatched: ranks called different things: rank 0 all_reduce of 100000 float32 (SUM), "
+        "CollectiveMismatch: ranks called different things: rank 0 all_reduce of 100000 float32 (SUM), "
         "rank 2 broadcast of 32 bytes from rank 3"
     )
     # The root of a broadcast has given what it has, and learns of it with its next call.
     assert told["different calls"] == {**dict.fromkeys(everyone - {3}, different), 3: ""}
     assert {rank: text.partition(":")[0] for rank, text in told["abort"].items()} == {
-        **dict.fromkeys(everyone - {3}, "Aborted"),
+        **dict.fromkeys(everyone - {3}, "GroupAborted"),
         3: "",
     }
     assert told["no message"][0].startswith("PeerLost: recv from rank 3: peer lost, it has ended")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.collectives import regions
-from phalanx.collectives.engine import Call, Kind, Op, Reduction
-from phalanx.collectives.regions import Region
+from phalanx.collectives.engines import regions
+from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.engines.regions import Region
 from tests.kit.cli import run
 
 _native = pytest.importorskip("phalanx.collectives._native")
@@ -35,8 +35,8 @@ def opened() -> int:
 
 def staged(rank: int, size: int) -> Any:
     """An engine as where the kernel lets nobody read another's memory."""
-    from phalanx.collectives import segment
-    from phalanx.collectives.shm_engine import ShmEngine
+    from phalanx.collectives.engines import segment
+    from phalanx.collectives.engines.shm import ShmEngine
 
     store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
     fd, pids = segment.make(store, rank, range(size), 60)
@@ -53,7 +53,7 @@ def shown(engine: Any, count: int) -> torch.Tensor:
 
 
 def summed(engine: Any, tensor: torch.Tensor, reduction: Reduction, *, started: bool = False) -> torch.Tensor:
-    call = Call(Kind.ALL_REDUCE, outs=[tensor], reduction=reduction, timeout=60)
+    call = EngineCall(CallKind.ALL_REDUCE, outs=[tensor], reduction=reduction, timeout=60)
     if started:
         engine.start(call).wait()
     else:
@@ -86,7 +86,7 @@ def reduced() -> tuple[int, int, int]:
         summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
         assert not regions.show(engine, [Region.made(regions.LEAST + rank * 4096)], 60)  # not all alike: none
         assert mapped() == before
-        engine.run(Call(Kind.BARRIER, timeout=60))
+        engine.run(EngineCall(CallKind.BARRIER, timeout=60))
     return before, between, mapped()
 
 

@@ -36,6 +36,11 @@ def test_a_module_exists(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
 
 
+@pytest.mark.parametrize("name", [*paths.LOST_PEER, paths.MISMATCH])
+def test_an_exception_exists(name: str) -> None:
+    assert issubclass(getattr(importlib.import_module(paths.ERRORS), name), Exception)
+
+
 @pytest.mark.parametrize("module", LOADED)
 def test_it_has_the_current_one(module: str) -> None:
     assert hasattr(importlib.import_module(module), "current")

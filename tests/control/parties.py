@@ -23,7 +23,7 @@ from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
 from phalanx.control.leader import PATH, Leader, Timing
 from phalanx.control.member import Endpoint, Member
-from phalanx.control.messages import Answer, JoinRequest, NodeInfo, Welcome
+from phalanx.control.messages import JoinAnswer, JoinRequest, NodeInfo, Welcome
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
 
@@ -147,7 +147,7 @@ class Speaker:
 
     async def answered(self) -> messages.Welcome | messages.Refusal:
         answer = messages.door.decode(await self.ws.receive_bytes(timeout=5))
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, JoinAnswer)
         return messages.answer.decode(answer.content)
 
     async def enter(self, member: int | None = 1) -> None:

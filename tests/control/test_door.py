@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.control import connection_gate, messages
 from phalanx.control.leader import PATH, Timing
-from phalanx.control.messages import Note
+from phalanx.control.messages import NoteMessage
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
@@ -118,8 +118,8 @@ def test_a_member_outstays_the_patience_with_strangers() -> None:
         async with leading(timing=FAST) as led, joined(led.port) as (one, ears):
             await led.leader.roll_call(5)
             await asyncio.sleep(3 * FAST.patience)
-            one.send(Note(text="x" * 60_000))
-            one.send(Note(text="y" * 60_000))  # more than a stranger may say
+            one.send(NoteMessage(text="x" * 60_000))
+            one.send(NoteMessage(text="y" * 60_000))  # more than a stranger may say
             await until(lambda: len(led.ears.said) == 2)
             assert led.ears.gone == ears.gone == []
 

@@ -16,7 +16,7 @@ from phalanx.control import channel, messages
 from phalanx.control.channel import Nonces
 from phalanx.control.leader import PATH, Timing
 from phalanx.control.member import Endpoint, Member
-from phalanx.control.messages import Answer, Challenge, JoinRequest, Leaving, Note, Refusal, Welcome
+from phalanx.control.messages import Challenge, JoinAnswer, JoinRequest, Leaving, NoteMessage, Refusal, Welcome
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
@@ -50,14 +50,14 @@ def test_they_come_together_and_talk() -> None:
             assert one.welcome == Welcome(member=1, run="test", leader="host0", lost_after=15.0)
             assert (one.leader_address, one.own_address) == ("127.0.0.1", "127.0.0.1")
             assert {(guest.address, guest.reached) for guest in led.leader.guests.values()} == {("127.0.0.1",) * 2}
-            led.leader.send(1, Note(text="to one"))
-            led.leader.broadcast(Note(text="to all"))
-            one.send(Note(text="first"))
-            one.send(Note(text="second"))
+            led.leader.send(1, NoteMessage(text="to one"))
+            led.leader.broadcast(NoteMessage(text="to all"))
+            one.send(NoteMessage(text="first"))
+            one.send(NoteMessage(text="second"))
             await until(lambda: len(ears.told) == 2 and len(others.told) == 1 and len(led.ears.said) == 2)
-            assert ears.told == [Note(text="to one"), Note(text="to all")]
-            assert others.told == [Note(text="to all")]
-            assert led.ears.said == [(1, Note(text="first")), (1, Note(text="second"))]
+            assert ears.told == [NoteMessage(text="to one"), NoteMessage(text="to all")]
+            assert others.told == [NoteMessage(text="to all")]
+            assert led.ears.said == [(1, NoteMessage(text="first")), (1, NoteMessage(text="second"))]
         assert led.ears.gone == ears.gone == others.gone == []
 
     asyncio.run(meet())
@@ -163,9 +163,9 @@ def test_a_member_that_leaves_before_the_start_may_come_again() -> None:
             assert led.ears.notes == ["node 1 (host1) has left before the start"] * 2
             async with joined(led.port, 1) as (_, ears), joined(led.port, 2):
                 await led.leader.roll_call(5)
-                led.leader.broadcast(messages.End(code=7))
+                led.leader.broadcast(messages.EndMessage(code=7))
                 await led.leader.close()
-                assert ears.told == [messages.End(code=7)]  # though at some time nobody was here
+                assert ears.told == [messages.EndMessage(code=7)]  # though at some time nobody was here
             assert led.ears.gone == []
 
     asyncio.run(meet())
@@ -246,7 +246,7 @@ async def impostor(proof: bytes | None) -> AsyncIterator[int]:
         knock = messages.door.decode(await ws.receive_bytes())
         assert isinstance(knock, JoinRequest)
         content = messages.encode(Welcome(member=1, run="evil", leader="evil", lost_after=15.0))
-        await ws.send_bytes(messages.encode(Answer(content=content, proof=knock.proof if proof is None else proof)))
+        await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=knock.proof if proof is None else proof)))
         await ws.close()
         return ws
 
@@ -286,7 +286,7 @@ TAMPERED = {
     "repeated": lambda frames: [frames[0], frames[0]],
     "left out": lambda frames: [frames[0], frames[2]],
     "out of turn": lambda frames: [frames[0], frames[2], frames[1]],
-    "without a code": lambda frames: [frames[0], messages.encode(Note(text="trust me"))],
+    "without a code": lambda frames: [frames[0], messages.encode(NoteMessage(text="trust me"))],
     "empty": lambda frames: [frames[0], b""],
 }
 
@@ -297,15 +297,15 @@ def test_a_frame_that_is_not_the_next_ends_the_connection(way: str) -> None:
         async with leading(3) as led, joined(led.port, 2) as (good, _), speaking(led.port) as speaker:
             await speaker.enter(1)
             await led.leader.roll_call(5)
-            frames = [speaker.seal(messages.encode(Note(text=str(number)))) for number in range(3)]
+            frames = [speaker.seal(messages.encode(NoteMessage(text=str(number)))) for number in range(3)]
             for frame in TAMPERED[way](frames):
                 await speaker.ws.send_bytes(frame)
             await speaker.closed()
             await until(lambda: led.ears.gone)
             assert led.ears.gone == ["1: it sent what is not a message of phalanx (ForgedFrameError)"]
-            assert led.ears.said == [(1, Note(text="0"))]
-            good.send(Note(text="undisturbed"))
-            await until(lambda: (2, Note(text="undisturbed")) in led.ears.said)
+            assert led.ears.said == [(1, NoteMessage(text="0"))]
+            good.send(NoteMessage(text="undisturbed"))
+            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
 
     asyncio.run(meet())
 
@@ -336,8 +336,8 @@ def test_a_member_that_talks_nonsense_is_lost_alone(frame: bytes | str, why: str
             assert len(led.ears.gone) == 1
             assert led.ears.gone[0].startswith("1: ")
             assert why in led.ears.gone[0]
-            good.send(Note(text="undisturbed"))
-            await until(lambda: (2, Note(text="undisturbed")) in led.ears.said)
+            good.send(NoteMessage(text="undisturbed"))
+            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
             assert ears.gone == []
 
     asyncio.run(meet())
@@ -352,7 +352,7 @@ def test_a_fault_of_those_who_listen_is_told() -> None:
                 raise KeyError("seat")
 
             led.ears.heard = stumble  # type: ignore[method-assign]
-            one.send(Note(text="x"))
+            one.send(NoteMessage(text="x"))
             await until(lambda: led.ears.gone)
             assert led.ears.gone == ["1: what it said could not be followed (KeyError: 'seat')"]
 
@@ -445,7 +445,7 @@ def test_a_leader_that_closes_is_missed_unless_it_said_so() -> None:
         return ears.gone
 
     assert len(asyncio.run(meet(None))) == 1
-    assert asyncio.run(meet(messages.End(code=0))) == []
+    assert asyncio.run(meet(messages.EndMessage(code=0))) == []
 
 
 def test_a_leader_that_stops_is_missed_after_a_while() -> None:
@@ -475,7 +475,7 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
                 job.signal(signal.SIGSTOP)
                 await asyncio.sleep(2.5)
                 job.signal(signal.SIGCONT)
-                await speaker.send(Note(text="still here"))
+                await speaker.send(NoteMessage(text="still here"))
                 await asyncio.to_thread(job.wait_for, "heard 1 Note")
                 assert "lost" not in job.out
                 # Silent of its own it is lost as ever.

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 
 from phalanx.control import messages
 from phalanx.control.messages import (
-    Answer,
     Challenge,
     Claim,
-    End,
+    EndMessage,
     Failing,
     FailureReport,
     Hold,
+    JoinAnswer,
     JoinRequest,
     Leaving,
     Log,
     Message,
     NodeInfo,
-    Note,
+    NoteMessage,
     Over,
     Peer,
     PeerList,
     Ping,
     Pong,
-    Progress,
+    ProgressMessage,
     Refusal,
     Regroup,
     RegroupReady,
@@ -44,7 +44,7 @@ from phalanx.control.messages import (
     Welcome,
 )
 
-DECODERS: dict[str, messages.Reader[Any]] = {
+DECODERS: dict[str, messages.MessageReader[Any]] = {
     name: getattr(messages, name) for name in ("door", "arrival", "answer", "from_leader", "from_member")
 }
 CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
@@ -66,7 +66,7 @@ EXAMPLES: dict[str, list[Message]] = {
     "door": [
         Challenge(protocol=1, nonce=b"n" * 32),
         JoinRequest(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
-        Answer(content=b"c", proof=b""),
+        JoinAnswer(content=b"c", proof=b""),
     ],
     "arrival": [FULL],
     "answer": [
@@ -81,18 +81,18 @@ EXAMPLES: dict[str, list[Message]] = {
         Hold(attempt=0, why="w"),
         PeerList(leader=0, peers=(Peer(member=1, host="h", address="10.0.0.1", port=29500),)),
         Stop(signal=15, reason="r", grace=1.0, ends=True),
-        End(code=3),
-        Note(text="t"),
+        EndMessage(code=3),
+        NoteMessage(text="t"),
     ],
     "from_member": [
         Pong(ping=1.0, time=2.0),
         Failing(rank=1, reason="r", time=1.0),
         RegroupReady(called=True, ready=True),
-        Progress(generation=1, step=7),
+        ProgressMessage(generation=1, step=7),
         Signalled(signal=2),
         Log(rank=0, stream=1, data=b"x\xff", skipped=3, ended=True),
         Over(attempt=1, failed=2, first=DEATH),
-        Note(text="t"),
+        NoteMessage(text="t"),
         Leaving(code=1, text="t"),
     ],
 }
@@ -192,7 +192,7 @@ def test_a_nonce_has_32_bytes(size: int) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("door", Answer(content=b"", proof=b"p" * 33)),
+        ("door", JoinAnswer(content=b"", proof=b"p" * 33)),
         ("door", JoinRequest(nonce=b"n" * 32, arrival=b"a" * (messages.KNOCK_LIMIT + 1), proof=b"")),
         ("arrival", msgspec.structs.replace(FULL, slots=-1)),
         ("arrival", msgspec.structs.replace(FULL, host="h" * 257)),
@@ -200,8 +200,8 @@ def test_a_nonce_has_32_bytes(size: int) -> None:
         ("from_member", Signalled(signal=0)),
         ("from_member", Signalled(signal=40)),
         ("from_member", Log(rank=0, stream=3)),
-        ("from_member", Note(text="x" * ((1 << 16) + 1))),
-        ("from_leader", End(code=256)),
+        ("from_member", NoteMessage(text="x" * ((1 << 16) + 1))),
+        ("from_leader", EndMessage(code=256)),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.diagnose.evidence import Evidence, Group, History, Rank
+from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
 from phalanx.forkserver.probe import flight_recorder
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
 from phalanx.launch.hangs import node_evidence
@@ -90,7 +90,7 @@ def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Seque
 def _rank(number: int, entries: Sequence[Entry], groups: Mapping[str, Sequence[int]]) -> Rank:
     newest = max((each["collective_seq_id"] for each in entries), default=0)
     mine = [
-        Group(name=name, backend="nccl", ranks=tuple(ranks), enqueued=newest, completed=newest)
+        GroupEvidence(name=name, backend="nccl", ranks=tuple(ranks), enqueued=newest, completed=newest)
         for name, ranks in groups.items()
         if number in ranks
     ]

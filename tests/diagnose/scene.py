@@ -8,7 +8,18 @@ from typing import Any
 import msgspec
 
 from phalanx.diagnose.diagnosis import diagnose
-from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Node, Process, Rank, Thread, decode, encode
+from phalanx.diagnose.evidence import (
+    CallEvidence,
+    Evidence,
+    Frame,
+    GroupEvidence,
+    NodeFacts,
+    Process,
+    Rank,
+    ThreadStack,
+    decode,
+    encode,
+)
 from phalanx.diagnose.verdict import Verdict
 
 HOME = "/home/user/work/"
@@ -67,12 +78,12 @@ def workers(line: int = 50) -> list[Frame]:
 
 def call(
     op: str, seq: int, *shape: int, group: str = "0", done: bool = False, dtype: str = "Float", **more: Any
-) -> Call:
+) -> CallEvidence:
     dtypes = (dtype,) if shape else ()
-    return Call(group=group, seq=seq, op=op, shapes=(shape,) if shape else (), dtypes=dtypes, done=done, **more)
+    return CallEvidence(group=group, seq=seq, op=op, shapes=(shape,) if shape else (), dtypes=dtypes, done=done, **more)
 
 
-def past(count: int, *pattern: Call) -> list[Call]:
+def past(count: int, *pattern: CallEvidence) -> list[CallEvidence]:
     """Done ones, from 1 to `count`, that repeat a pattern."""
     return [msgspec.structs.replace(pattern[index % len(pattern)], seq=index + 1, done=True) for index in range(count)]
 
@@ -85,9 +96,9 @@ def process(state: str = "S", **more: Any) -> Process:
 def rank(
     number: int,
     stack: Sequence[Frame] = (),
-    calls: Sequence[Call] = (),
+    calls: Sequence[CallEvidence] = (),
     *,
-    groups: Sequence[Group] | None = None,
+    groups: Sequence[GroupEvidence] | None = None,
     proc: Process | None = None,
     size: int = 4,
     **more: Any,
@@ -97,7 +108,7 @@ def rank(
         done = [each.seq for each in calls if each.group == "0" and each.done]
         groups = [group("0", range(size), max(seqs, default=-1), max(done, default=-1))] if seqs else []
     more.setdefault("since", 40.0)
-    threads = (Thread(name="MainThread", frames=tuple(stack), main=True),) if stack else ()
+    threads = (ThreadStack(name="MainThread", frames=tuple(stack), main=True),) if stack else ()
     return Rank(
         rank=number,
         node=more.pop("node", 0),
@@ -109,8 +120,8 @@ def rank(
     )
 
 
-def group(name: str, ranks: Sequence[int], enqueued: int, completed: int = -1, backend: str = "gloo") -> Group:
-    return Group(name=name, backend=backend, ranks=tuple(ranks), enqueued=enqueued, completed=completed)
+def group(name: str, ranks: Sequence[int], enqueued: int, completed: int = -1, backend: str = "gloo") -> GroupEvidence:
+    return GroupEvidence(name=name, backend=backend, ranks=tuple(ranks), enqueued=enqueued, completed=completed)
 
 
 def waiting(number: int, op: str = "all_reduce", seq: int = 214, *shape: int, line: int = 52, **more: Any) -> Rank:
@@ -124,7 +135,7 @@ def behind(number: int, stack: Sequence[Frame], seq: int = 213, **more: Any) -> 
     return rank(number, stack, [call("all_reduce", seq, 1_625_000, done=True)], **more)
 
 
-def evidence(*ranks: Rank, waited: float = 40.0, nodes: Sequence[Node] = (), **more: Any) -> Evidence:
+def evidence(*ranks: Rank, waited: float = 40.0, nodes: Sequence[NodeFacts] = (), **more: Any) -> Evidence:
     more.setdefault("world_size", len(ranks))
     return Evidence(time=1000.0, waited=waited, ranks=tuple(ranks), nodes=tuple(nodes), **more)
 

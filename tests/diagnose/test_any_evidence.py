@@ -10,18 +10,18 @@ import pytest
 from phalanx.diagnose import report
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import (
-    Call,
+    CallEvidence,
     Evidence,
     Frame,
     Gpu,
-    Group,
+    GroupEvidence,
     History,
-    Node,
+    NodeFacts,
     Process,
     Rank,
     Recorded,
     Signature,
-    Thread,
+    ThreadStack,
 )
 from tests.diagnose.scene import backward, collective, frame, loading, workers
 
@@ -54,7 +54,9 @@ def some(dice: random.Random) -> Evidence:
 def _rank(dice: random.Random, number: int) -> Rank:
     names = dice.sample(("0", "x", "y"), dice.randrange(3))
     threads = [
-        Thread(name="m", frames=tuple(dice.choice(STACKS)), main=dice.random() < 0.9, holds_gil=dice.random() < 0.1)
+        ThreadStack(
+            name="m", frames=tuple(dice.choice(STACKS)), main=dice.random() < 0.9, holds_gil=dice.random() < 0.1
+        )
     ]
     return Rank(
         rank=number,
@@ -67,7 +69,7 @@ def _rank(dice: random.Random, number: int) -> Rank:
         busy=dice.random() < 0.2,
         threads=tuple(threads[: dice.randrange(2)]),
         groups=tuple(
-            Group(
+            GroupEvidence(
                 name=name,
                 backend=dice.choice(("gloo", "nccl", "")),
                 ranks=tuple(dice.sample(range(-1, 12), dice.randrange(6))),
@@ -109,9 +111,9 @@ def _history(dice: random.Random) -> History:
     return History(sites=(tuple(dice.choice(STACKS)),), signatures=tuple(signatures), groups=(group,))
 
 
-def _call(dice: random.Random) -> Call:
+def _call(dice: random.Random) -> CallEvidence:
     site: tuple[Frame, ...] = tuple(dice.choice(STACKS))
-    return Call(
+    return CallEvidence(
         group=dice.choice(("0", "x", "y", "unheard of")),
         seq=dice.randrange(-1, 5),
         op=dice.choice(OPS),
@@ -141,8 +143,8 @@ def _process(dice: random.Random) -> Process:
     )
 
 
-def _node(dice: random.Random, number: int) -> Node:
-    return Node(
+def _node(dice: random.Random, number: int) -> NodeFacts:
+    return NodeFacts(
         node=number,
         host=dice.choice(("", "a")),
         lost=dice.random() < 0.1,

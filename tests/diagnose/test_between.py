@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.diagnosis import diagnose
-from phalanx.diagnose.evidence import Call, Evidence, Gpu, Rank
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, Rank
 from tests.diagnose.scene import (
     C10D,
     GETS,
@@ -27,7 +27,10 @@ from tests.diagnose.scene import (
 
 def message(op: str, number: int, peer: int, tag: int = 0, line: int = 70) -> Rank:
     stack = collective(op, line)
-    calls = [call("all_reduce", 5, 4, done=True), Call(group="0", seq=0, op=op, peer=peer, tag=tag, site=tuple(stack))]
+    calls = [
+        call("all_reduce", 5, 4, done=True),
+        CallEvidence(group="0", seq=0, op=op, peer=peer, tag=tag, site=tuple(stack)),
+    ]
     return rank(number, stack, calls, size=2)
 
 
@@ -76,7 +79,7 @@ def runs_ahead() -> Evidence:
 def pipeline() -> Evidence:
     """Of NCCL's: rank 1 has called its next receive already, and its GPU is still in the send before."""
 
-    def there(number: int, *calls: Call) -> Rank:
+    def there(number: int, *calls: CallEvidence) -> Rank:
         return rank(number, [frame("train.py", 60)], calls, groups=[group("0", (0, 1), -1, backend="nccl")])
 
     send, receive = (call(op, 0, 4, peer=0) for op in ("send", "recv"))

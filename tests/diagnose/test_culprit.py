@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from phalanx.diagnose.evidence import Gpu, Rank, Thread
+from phalanx.diagnose.evidence import Gpu, Rank, ThreadStack
 from tests.diagnose.scene import (
     C10D,
     GETS,
@@ -32,7 +32,7 @@ from tests.diagnose.scene import (
 
 RUN = [frame(STD + "subprocess.py", 2004, "_try_wait"), frame(STD + "subprocess.py", 550, "run"), HERE]
 QUEUE = [frame(STD + "multiprocessing/queues.py", 103, "get"), HERE]
-FORK = Thread(name="process 4711 python", frames=(frame("work.py", 8, "produce"), HERE))
+FORK = ThreadStack(name="process 4711 python", frames=(frame("work.py", 8, "produce"), HERE))
 KEEPS = behind(1, QUEUE, size=2, proc=process(children=("4711 S python",)))
 FORKED = (waiting(0, size=2), replace(KEEPS, threads=(*KEEPS.threads, FORK)))
 

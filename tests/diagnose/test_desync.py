@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.diagnose.evidence import Call, Evidence
+from phalanx.diagnose.evidence import CallEvidence, Evidence
 from tests.diagnose.scene import (
     DDP,
     ITEM,
@@ -24,7 +24,9 @@ IN_LOOP = {"loop": 48, "source": "dist.all_reduce(loss)"}
 AFTER_LOOP = {"loop": 0, "source": "dist.barrier()"}
 
 
-def parted(odd: list[Call], odd_stack: list, usual: list[Call], stack: list, culprit: int = 0) -> Evidence:
+def parted(
+    odd: list[CallEvidence], odd_stack: list, usual: list[CallEvidence], stack: list, culprit: int = 0
+) -> Evidence:
     """Four ranks; one of them has made other calls."""
     return evidence(
         *(

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
-from phalanx.diagnose.evidence import Rank, Thread
+from phalanx.diagnose.evidence import Rank, ThreadStack
 from tests.diagnose.scene import (
     GETS,
     HERE,
@@ -124,14 +124,14 @@ def test_mismatch_comes_before_those_who_died_of_it() -> None:
 
 def test_thread_that_holds_the_lock_is_named() -> None:
     seen = behind(2, collective("all_reduce"), proc=process("R"), silent=38.0)
-    other = Thread(name="logger", frames=(frame("log.py", 5, "write"),), holds_gil=True)
+    other = ThreadStack(name="logger", frames=(frame("log.py", 5, "write"),), holds_gil=True)
     seen = beside(Rank(**{**_fields(seen), "threads": (*seen.threads, other)}))
     assert "spins holding the GIL at log.py:5 in write in thread logger" in diagnose(seen)[0].text
 
 
 def test_main_thread_that_waits_for_the_lock_does_not_hold_it() -> None:
     bare = behind(2, [frame("train.py", 33)], proc=process(wchan="futex_wait_queue"), silent=38.0)
-    one, other = (Thread(name=f"thread {n}", frames=(frame("poll.py", n, "poll"),)) for n in (1, 2))
+    one, other = (ThreadStack(name=f"thread {n}", frames=(frame("poll.py", n, "poll"),)) for n in (1, 2))
     known = beside(Rank(**{**_fields(bare), "threads": (*bare.threads, replace(one, holds_gil=True))}))
     assert "rank 2 holds the GIL at poll.py:1 in poll in thread 1; the other 3 wait" in diagnose(known)[0].text
     unknown = diagnose(beside(Rank(**{**_fields(bare), "threads": (*bare.threads, one, other)})))[0]

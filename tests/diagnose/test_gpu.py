@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
-from phalanx.diagnose.evidence import Call, Evidence, Gpu, Rank, Xid
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, Rank, Xid
 from tests.diagnose.scene import (
     HERE,
     ITEM,
@@ -31,7 +31,7 @@ FULL, IDLE = Gpu(index=1, use=1.0), Gpu(index=1, use=0.0)
 SLICE = Gpu(index=0, use=-1.0, shared=True)
 
 
-def nccl(number: int, stack: list[Any], calls: list[Call], **more: Any) -> Rank:
+def nccl(number: int, stack: list[Any], calls: list[CallEvidence], **more: Any) -> Rank:
     newest = max(each.seq for each in calls)
     done = max((each.seq for each in calls if each.done), default=-1)
     more.setdefault("gpu", Gpu(index=number, use=1.0))
@@ -41,7 +41,7 @@ def nccl(number: int, stack: list[Any], calls: list[Call], **more: Any) -> Rank:
     )
 
 
-def recorded(seq: int, *, done: bool = False, started: bool | None = None) -> Call:
+def recorded(seq: int, *, done: bool = False, started: bool | None = None) -> CallEvidence:
     return call("all_reduce", seq, 1000, done=done, backend="nccl", started=started)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.diagnose.evidence import Gpu, Node, Rank
+from phalanx.diagnose.evidence import Gpu, NodeFacts, Rank
 from tests.diagnose.scene import (
     HERE,
     Case,
@@ -43,7 +43,7 @@ PROVEN: dict[str, Case] = {
     "swapping": (
         beside(
             behind(1, [HERE], proc=process("D", swapped=3_200_000_000, major_faults=900.0)),
-            nodes=[Node(node=0, host="a", memory=16_000_000_000, available=100_000_000)],
+            nodes=[NodeFacts(node=0, host="a", memory=16_000_000_000, available=100_000_000)],
         ),
         "memory",
         (1,),
@@ -62,7 +62,7 @@ PROVEN: dict[str, Case] = {
         ["rank 2 holds the GIL while sleeping at train.py:33"],
     ),
     "GPU": (
-        beside(waiting(1, gpu=Gpu(index=5, use=0.0, lost=True)), nodes=[Node(node=0, host="b")]),
+        beside(waiting(1, gpu=Gpu(index=5, use=0.0, lost=True)), nodes=[NodeFacts(node=0, host="b")]),
         "gpu lost",
         (1,),
         ["GPU 5 of node b"],
@@ -71,7 +71,7 @@ PROVEN: dict[str, Case] = {
         evidence(
             waiting(0, node=0),
             waiting(1, seq=213, node=1),
-            nodes=[Node(node=0, host="a"), Node(node=1, host="b", lost=True)],
+            nodes=[NodeFacts(node=0, host="a"), NodeFacts(node=1, host="b", lost=True)],
         ),
         "node",
         (1,),
@@ -81,7 +81,7 @@ PROVEN: dict[str, Case] = {
         evidence(
             waiting(0, node=0, size=2),
             Rank(rank=1, node=1, note="its node has not answered for 2 s", since=40.0),
-            nodes=[Node(node=0, host="a"), Node(node=1, host="b", silent=2.0)],
+            nodes=[NodeFacts(node=0, host="a"), NodeFacts(node=1, host="b", silent=2.0)],
         ),
         "node",
         (1,),
@@ -91,7 +91,7 @@ PROVEN: dict[str, Case] = {
         evidence(
             waiting(0, node=0),
             waiting(1, seq=213, node=1),
-            nodes=[Node(node=1, host="b", silent=12.0, finding="link down: eth1")],
+            nodes=[NodeFacts(node=1, host="b", silent=12.0, finding="link down: eth1")],
         ),
         "node",
         (1,),

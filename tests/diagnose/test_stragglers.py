@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.diagnose.stragglers import Total, stragglers, table
+from phalanx.diagnose.rules.stragglers import Total, stragglers, table
 
 
 def total(number: int, data: int = 10, compute: int = 100, waiting: int = 40, **more: object) -> Total:

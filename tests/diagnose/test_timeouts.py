@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.diagnose.absent import blame
-from phalanx.diagnose.evidence import Call, Evidence
-from phalanx.diagnose.timeouts import Timeout, read
+from phalanx.diagnose.evidence import CallEvidence, Evidence
+from phalanx.diagnose.rules.absent import blame
+from phalanx.diagnose.rules.timeouts import Timeout, read
 from tests.diagnose.scene import C10D, behind, beside, call, collective, evidence, frame, process, rank, waiting
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
@@ -39,11 +39,11 @@ MESSAGES = {
         Timeout(seconds=5.0, address="127.0.0.1:29500"),
     ),
     "our own": (
-        "Late: all_reduce: rank 1 did not come within the timeout of 3 s",
+        "CollectiveTimeout: all_reduce: rank 1 did not come within the timeout of 3 s",
         Timeout(seconds=3.0, ranks=(1,)),
     ),
     "our own, several": (
-        "Late: barrier: ranks 1, 2 and 5 did not come within the timeout of 0.5 s",
+        "CollectiveTimeout: barrier: ranks 1, 2 and 5 did not come within the timeout of 0.5 s",
         Timeout(seconds=0.5, ranks=(1, 2, 5)),
     ),
     "NCCL's watchdog": (NCCL, Timeout(seconds=600.0, op="all_reduce", seq=5, group="0")),
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
     ),
     "a message": (
         evidence(
-            rank(0, collective("recv", 6), [Call(group="0", seq=0, op="recv", peer=1)], size=2),
+            rank(0, collective("recv", 6), [CallEvidence(group="0", seq=0, op="recv", peer=1)], size=2),
             rank(1, [LOAD]),
         ),
         FIVE,

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 import msgspec
 
 from phalanx.cluster import xids as kernel_xids
-from phalanx.doctor import gpus, machine, versions
-from phalanx.doctor.gpus import Gpus
+from phalanx.doctor import machine
+from phalanx.doctor.checks import gpus, versions
+from phalanx.doctor.checks.gpus import Gpus
 
 
 def main() -> int:

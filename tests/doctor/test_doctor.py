@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.doctor import clock, disk, limits, machine, names, ports, reach, result, versions
+from phalanx.doctor import machine, result
+from phalanx.doctor.checks import clock, disk, limits, names, ports, reach, versions
+from phalanx.doctor.checks.reach import Echo
 from phalanx.doctor.finding import LEVELS
 from phalanx.doctor.preflight import preflight
-from phalanx.doctor.reach import Echo
 from tests.kit.cli import PHALANX, descendants, phalanx, python, run, start, until
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")

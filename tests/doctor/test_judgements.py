@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from phalanx.cluster import xids as kernel_xids
-from phalanx.cluster.xids import Xid
-from phalanx.doctor import (
+from phalanx.cluster.xids import XidLine
+from phalanx.doctor.checks import (
     clock,
     disk,
     firewall,
@@ -19,21 +19,21 @@ from phalanx.doctor import (
     network,
     ports,
     reach,
-    sharedmemory,
+    shared_memory,
     versions,
 )
-from phalanx.doctor.clock import Offset
-from phalanx.doctor.disk import Disk
+from phalanx.doctor.checks.clock import Offset
+from phalanx.doctor.checks.disk import Disk
+from phalanx.doctor.checks.firewall import Firewall
+from phalanx.doctor.checks.gpus import GpuFacts, GpuProcess, Gpus
+from phalanx.doctor.checks.limits import Limits
+from phalanx.doctor.checks.names import NameLookup, Names
+from phalanx.doctor.checks.network import Network, NetworkInterface
+from phalanx.doctor.checks.ports import Ports
+from phalanx.doctor.checks.reach import Reach
+from phalanx.doctor.checks.shared_memory import SharedMemory
+from phalanx.doctor.checks.versions import Versions
 from phalanx.doctor.finding import Finding, worst
-from phalanx.doctor.firewall import Firewall
-from phalanx.doctor.gpus import GpuFacts, GpuProcess, Gpus
-from phalanx.doctor.limits import Limits
-from phalanx.doctor.names import NameLookup, Names
-from phalanx.doctor.network import Network, NetworkInterface
-from phalanx.doctor.ports import Ports
-from phalanx.doctor.reach import Reach
-from phalanx.doctor.sharedmemory import SharedMemory
-from phalanx.doctor.versions import Versions
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -175,8 +175,8 @@ def test_limits(facts: Limits, ranks: int, level: str, words: list[str]) -> None
     ],
 )
 def test_shared_memory(facts: SharedMemory, level: str, brief_level: str) -> None:
-    expect(sharedmemory.judge(facts), level, "/dev/shm")
-    assert worst(sharedmemory.judge(facts, brief=True)) == brief_level
+    expect(shared_memory.judge(facts), level, "/dev/shm")
+    assert worst(shared_memory.judge(facts, brief=True)) == brief_level
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,16 @@ def with_gpu(**changes: object) -> Gpus:
         (with_gpu(memory_used=3 * GIB), "yellow", ["3 GiB of GPU 0", "cannot be seen"]),
         (with_gpu(memory_used=GIB // 2), "green", []),
         (
-            replace(GOOD, xids=(Xid(79, "0000:3b:00", 60, ""),)),
+            replace(GOOD, xids=(XidLine(79, "0000:3b:00", 60, ""),)),
             "red",
             ["Xid 79", "1 time, the last 1 min ago", "fell off"],
         ),
-        (replace(GOOD, xids=(Xid(48, "b", 9e5, ""), Xid(48, "b", 8e4, ""))), "yellow", ["2 times, the last 22 h ago"]),
-        (replace(GOOD, xids=(Xid(31, "b", 60, ""),)), "green", []),  # a program's own fault
+        (
+            replace(GOOD, xids=(XidLine(48, "b", 9e5, ""), XidLine(48, "b", 8e4, ""))),
+            "yellow",
+            ["2 times, the last 22 h ago"],
+        ),
+        (replace(GOOD, xids=(XidLine(31, "b", 60, ""),)), "green", []),  # a program's own fault
     ],
 )
 def test_gpus(facts: Gpus, level: str, words: list[str]) -> None:

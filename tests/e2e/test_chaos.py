@@ -80,7 +80,7 @@ def recoveries(err: str) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     open_: list[str] = []
     for event in told(err):
-        if isinstance(event, events.Fault):
+        if isinstance(event, events.FaultEvent):
             assert event.recovery == "regroup"
             open_.append(event.reason.partition(":")[0])
         elif isinstance(event, events.Recovered):

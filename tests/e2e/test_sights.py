@@ -42,8 +42,8 @@ def sights(of: Told) -> list[events.ClusterSample]:
     return [event for event in of[1] if isinstance(event, events.ClusterSample)]
 
 
-def measured(of: Told) -> list[events.Measured]:
-    return [event for event in of[1] if isinstance(event, events.Measured)]
+def measured(of: Told) -> list[events.MetricsMeasured]:
+    return [event for event in of[1] if isinstance(event, events.MetricsMeasured)]
 
 
 def busy(sight: events.ClusterSample, generation: int) -> bool:

@@ -102,7 +102,7 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
     # It is told at once, and as the reason of the end.
     assert done.code == 1
     assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, when it has lasted long enough
-    verdicts = [event for event in told(folder) if isinstance(event, events.Verdict)]
+    verdicts = [event for event in told(folder) if isinstance(event, events.VerdictEvent)]
     assert (verdicts[0].kind, verdicts[0].ranks, verdicts[0].text) == (expected, ranks, first["text"])
     assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in told(folder))
     assert sorted(path.name for path in stall.iterdir()) == ["evidence.json", "stacks.txt", "verdict.json"]

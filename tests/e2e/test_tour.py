@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.demo import scenes
-from phalanx.demo.scenes import SCENES, Scene
+from phalanx.demo.scenes import SCENES, TourScene
 from tests.kit.cli import alive, descendants, phalanx, terminal, until
 
 
-def values(row: scenes.Row) -> list[scenes.Value]:
+def values(row: scenes.TourRow) -> list[scenes.Value]:
     return ["?" if cell is None else cell.value for cell in row]
 
 
@@ -83,7 +83,7 @@ def test_what_it_does_not_show(words: tuple[str, ...], said: str) -> None:
 
 @pytest.mark.parametrize("scene", [scene for scene in SCENES if scene.after], ids=lambda scene: scene.name)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_a_wrong_number_is_found(scene: Scene, world: int) -> None:
+def test_a_wrong_number_is_found(scene: TourScene, world: int) -> None:
     before = [values(scene.before(rank, world)) for rank in range(world)]
     after = [values(scenes.expected(scene, rank, world)) for rank in range(world)]
     assert scenes.faults(scene, before, after) == []

@@ -178,7 +178,7 @@ def test_ranks_that_differ_are_told_with_their_lines() -> None:
     ]
     assert read_traceback(trace).frames
     placed = read_traceback([*trace, "  rank 0: x.py:3", "      dist.all_reduce(x)", "[rank0]: more"])
-    assert placed.exception == f"Mismatched: {text}\n  rank 0: x.py:3\n      dist.all_reduce(x)"
+    assert placed.exception == f"CollectiveMismatch: {text}\n  rank 0: x.py:3\n      dist.all_reduce(x)"
     assert not placed.frames
 
 

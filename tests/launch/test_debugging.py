@@ -20,7 +20,7 @@ from phalanx.control.messages import RpcFrame
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
-from phalanx.forkserver.debug.terminal import Stream
+from phalanx.forkserver.debug.terminal import TerminalStream
 from phalanx.launch.debug.attached import Attached, AttachRefused
 from phalanx.launch.debug.sessions import KIND, DebugSessions
 from phalanx.launch.ipc import control_socket
@@ -234,7 +234,7 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
 def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> None:
     ours, theirs = socket.socketpair()
     child = ours.dup()  # a data loader's, forked while somebody stepped
-    Stream(ours).close()
+    TerminalStream(ours).close()
     theirs.settimeout(10)
     assert theirs.recv(1) == b""
     child.close()
@@ -244,7 +244,7 @@ def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> N
 class Tracing:
     """A debugger, as far as it matters here."""
 
-    def __init__(self, stdin: Stream) -> None:
+    def __init__(self, stdin: TerminalStream) -> None:
         self.stdin = stdin
 
     def trace_dispatch(self, *_: object) -> None: ...
@@ -252,7 +252,7 @@ class Tracing:
 
 def test_a_child_of_a_rank_is_not_debugged_at_the_terminal_of_its_parent() -> None:
     ours, theirs = socket.socketpair()
-    before, stream = sys.gettrace(), Stream(ours)
+    before, stream = sys.gettrace(), TerminalStream(ours)
     try:
         sys.settrace(Tracing(stream).trace_dispatch)
         debugger.untrace()
@@ -272,7 +272,7 @@ def test_a_thread_that_was_stepped_through_to_its_end_is_through() -> None:
     try:
         terminal.reach(lambda message, _: said.append(message["is"]))
         assert terminal.take_turn()
-        thread = threading.Thread(target=lambda: terminal.begin(None, Stream(ours), waits=True))
+        thread = threading.Thread(target=lambda: terminal.begin(None, TerminalStream(ours), waits=True))
         thread.start()
         thread.join()
         terminal.tidy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose.evidence import Frame, Process, Rank, Thread
+from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
 from phalanx.launch.agent.exits import Exit, decide, waits_for
 
 
@@ -35,8 +35,8 @@ WORK = (Frame(f"{STD}socket.py", 7, "send"), Frame("/home/me/up.py", 12, "put"),
 
 
 def rank(main: tuple[Frame, ...], *threads: str, process: Process | None = None) -> Rank:
-    others = [Thread(name=name, frames=WORK) for name in threads]
-    found = (Thread(name="MainThread", frames=main, main=True), *others)
+    others = [ThreadStack(name=name, frames=WORK) for name in threads]
+    found = (ThreadStack(name="MainThread", frames=main, main=True), *others)
     return Rank(rank=1, node=0, threads=found, process=process)
 
 

@@ -73,9 +73,9 @@ def test_errors_of_a_gpu() -> None:
     )
     said = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
     reported = [
-        xids.Xid(79, "0000:3b:00", 3.0, said),
-        xids.Xid(48, "0000:3b:00", 1e6, said),  # of a run before
-        xids.Xid(48, "0000:5e:00", 3.0, said),  # of another GPU
+        xids.XidLine(79, "0000:3b:00", 3.0, said),
+        xids.XidLine(48, "0000:3b:00", 1e6, said),  # of a run before
+        xids.XidLine(48, "0000:5e:00", 3.0, said),  # of another GPU
     ]
     (found,) = gpus.examined(nvml, [CARD], [PLAIN], reported)
     assert found == Gpu(

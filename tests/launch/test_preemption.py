@@ -74,7 +74,7 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
     async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
-        alone.halting(0, words.Halted(9))
+        alone.halting(0, words.HaltedAt(9))
         alone.failing(FALL)
         assert supervisor.names() == ["halt", "leave"]
         trouble = "" if last else "the zygote was ended from outside"

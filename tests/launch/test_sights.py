@@ -17,7 +17,7 @@ from phalanx.cluster import links
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import encoding, events, worker_messages
-from phalanx.contract.events import UNSEEN, Link, RankInfo, RankSample
+from phalanx.contract.events import UNSEEN, LinkMeasured, RankInfo, RankSample
 from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
@@ -254,7 +254,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def test_node_0_waits_a_moment_for_the_others_and_puts_all_together(play: Play, tmp_path: Path) -> None:
-    links.keep(str(tmp_path), [Link(one="host1", other="host2", latency=1e-5, there=1e9, back=2e9)], 7.0)
+    links.keep(str(tmp_path), [LinkMeasured(one="host1", other="host2", latency=1e-5, there=1e9, back=2e9)], 7.0)
     play(_together)
 
 
@@ -348,7 +348,7 @@ async def _follow(scene: Scene) -> None:
     assert letter.kind == "sight"
     assert seen.faces == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
-    scene.sights.measured(worker_messages.Measured(step=3, values={"loss": 0.5}))
+    scene.sights.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
     assert [sent.kind for sent in scene.company.sent] == ["sight", "measured"]
     scene.company.leads, scene.company.skew, scene.company.ranks = True, 0.0, {}
     scene.second()
@@ -392,28 +392,31 @@ async def _printed(scene: Scene) -> None:
     log = Path(scene.worker.folder, "stdout.log")
     log.write_text("nothing\n" * 100_000 + "step 5/9 loss 0.25\n")
     await _read(scene)
-    (told,) = scene.of(events.Measured)
+    (told,) = scene.of(events.MetricsMeasured)
     assert (told.step, told.total, told.values, told.samples) == (5, 9, {"loss": 0.25}, -1.0)
     scene.page.step(70, 1)
     with log.open("a") as file:
         file.write("loss nan\n")
     await _read(scene)
-    assert (scene.of(events.Measured)[-1].step, scene.of(events.Measured)[-1].values) == (70, {"loss": None})
+    assert (scene.of(events.MetricsMeasured)[-1].step, scene.of(events.MetricsMeasured)[-1].values) == (
+        70,
+        {"loss": None},
+    )
     await _read(scene)
-    assert len(scene.of(events.Measured)) == 2
-    scene.attempt.measured = worker_messages.Measured(step=1)
+    assert len(scene.of(events.MetricsMeasured)) == 2
+    scene.attempt.measured = worker_messages.MeasuredStep(step=1)
     with log.open("a") as file:
         file.write("loss 7\n")
     await _read(scene)
-    assert len(scene.of(events.Measured)) == 2
+    assert len(scene.of(events.MetricsMeasured)) == 2
     # Of all that comes at once the last is kept.
     for step in range(20):
-        scene.sights.measured(worker_messages.Measured(step=step, values={"loss": 1.0}))
+        scene.sights.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0}))
     scene.sights.concluded()
     scene.second()  # nothing more of this attempt
     kept = [events.decode(text) for text in Path(scene.folder.path, "sights.jsonl").read_bytes().splitlines()]
-    assert [event.step for event in kept if isinstance(event, events.Measured)][2:] == [0, 19]
-    assert isinstance(kept[-1], events.Measured)
+    assert [event.step for event in kept if isinstance(event, events.MetricsMeasured)][2:] == [0, 19]
+    assert isinstance(kept[-1], events.MetricsMeasured)
     assert len([event for event in kept if isinstance(event, events.ClusterSample)]) == len(
         scene.of(events.ClusterSample)
     )
@@ -444,13 +447,16 @@ def test_of_every_pair_the_newest_result_is_kept(tmp_path: Path) -> None:
     home = str(tmp_path / "home")
     assert links.known(home, {"a", "b"}) is None
     old = [
-        Link(one="a", other="b", latency=1.0, there=1.0, back=1.0),
-        Link(one="b", other="c", latency=2.0, there=1.0, back=1.0),
+        LinkMeasured(one="a", other="b", latency=1.0, there=1.0, back=1.0),
+        LinkMeasured(one="b", other="c", latency=2.0, there=1.0, back=1.0),
     ]
     links.keep(home, old, 10.0)
-    links.keep(home, [Link(one="b", other="a", latency=3.0, there=1.0, back=1.0)], 20.0)
+    links.keep(home, [LinkMeasured(one="b", other="a", latency=3.0, there=1.0, back=1.0)], 20.0)
     links.keep(home, [], 30.0)
-    assert links.known(home, {"a", "b"}) == (20.0, (Link(one="b", other="a", latency=3.0, there=1.0, back=1.0),))
+    assert links.known(home, {"a", "b"}) == (
+        20.0,
+        (LinkMeasured(one="b", other="a", latency=3.0, there=1.0, back=1.0),),
+    )
     found = links.known(home, {"a", "b", "c"})
     assert found is not None
     assert (found[0], len(found[1])) == (10.0, 2)

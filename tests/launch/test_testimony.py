@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, Thread, decode
+from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, ThreadStack, decode
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
@@ -58,9 +58,9 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
 
 def test_who_has_the_lock_of_python() -> None:
     """The main thread, or if that waits for it the one that waits for nothing."""
-    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
-    spins = Thread(name="logger", frames=(Frame("log.py", 5, "write"),))
-    waits = Thread(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
+    main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    spins = ThreadStack(name="logger", frames=(Frame("log.py", 5, "write"),))
+    waits = ThreadStack(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
     for wakes, threads, names in (
         (False, (spins, waits, main), ["MainThread"]),
         (True, (spins, waits, main), ["logger"]),
@@ -73,7 +73,7 @@ def test_who_has_the_lock_of_python() -> None:
 def test_who_has_answered_is_not_silent() -> None:
     watched = ProgressTracker((0, 0), 30.0)
     watched.see(1.0, [ProgressLook(rank=0, silent=60.0)])
-    main = Thread(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
+    main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
     assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
 

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx.diagnose.evidence import Call, Frame, Group, Thread
+from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, ThreadStack
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import flight_recorder, phases, probe, sampler, status_slot
-from phalanx.forkserver.probe.steps import Steps
+from phalanx.forkserver.probe.steps import StepCounter
 from phalanx.launch.agent import probes
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.forking import fork_servers
@@ -78,7 +78,7 @@ def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) ->
 
 @pytest.mark.xdist_group("witness")
 def test_a_worker_tells_what_it_waits_in(seen: dict[str, Any]) -> None:
-    told = {name: msgspec.convert(one["calls"], list[Call]) for name, one in _framed(seen).items()}
+    told = {name: msgspec.convert(one["calls"], list[CallEvidence]) for name, one in _framed(seen).items()}
     waits = {name: told[name][-1] for name in PHASES if PHASES[name] in ("join", "collective")}
     assert {name: call.op for name, call in waits.items()} == {
         "join": "init_process_group",
@@ -102,14 +102,14 @@ def test_a_worker_tells_what_it_waits_in(seen: dict[str, Any]) -> None:
     received = waits["received"]
     assert (received.peer, received.tag, received.group, received.shapes) == (1, 5, "1", ((3, 4),))
     assert all(any(frame.file.endswith("phases.py") for frame in call.site) for call in waits.values())
-    groups = {group.name: group for group in msgspec.convert(seen["work"]["groups"], list[Group])}
+    groups = {group.name: group for group in msgspec.convert(seen["work"]["groups"], list[GroupEvidence])}
     assert groups["1"].ranks == (0, 1)
     assert groups["1"].backend == "gloo"
     assert groups["0"].enqueued == groups["0"].completed + 1 == waits["work"].seq
-    last = {group.name: group for group in msgspec.convert(seen["shm bucket"]["groups"], list[Group])}["2"]
+    last = {group.name: group for group in msgspec.convert(seen["shm bucket"]["groups"], list[GroupEvidence])}["2"]
     assert (last.backend, last.ranks, last.enqueued) == ("shm", (0, 1), waits["shm bucket"].seq)
     assert last.completed == last.enqueued - 1
-    main, *others = msgspec.convert(_framed(seen)["work"]["threads"], list[Thread])
+    main, *others = msgspec.convert(_framed(seen)["work"]["threads"], list[ThreadStack])
     assert main.main
     assert main.frames[0].file.endswith("phases.py")
     assert [thread.name for thread in others] == ["watch work"]
@@ -412,7 +412,7 @@ def test_a_page_that_is_half_written_says_nothing() -> None:
 )
 def test_steps_are_those_of_one_optimizer(turns: str, steps: int) -> None:
     memory = memoryview(bytearray(status_slot.SIZE))
-    counted = Steps(status_slot.StatusSlot(memory, 0))
+    counted = StepCounter(status_slot.StatusSlot(memory, 0))
     for name in turns:
         counted._stepped(ord(name))
     assert status_slot.read(memory, 0).step == steps

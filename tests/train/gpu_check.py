@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx.train.wrapped import Wrapped
+from phalanx.train.model.wrapped import Wrapped
 
 CPU = "--cpu" in sys.argv
 DEVICE = torch.device("cpu") if CPU else torch.device("cuda", 0)

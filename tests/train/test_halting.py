@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from phalanx.contract import worker_messages as words
-from phalanx.train.elastic_loop import ElasticLoop
-from phalanx.train.halting import Halting
+from phalanx.train.elastic.elastic_loop import ElasticLoop
+from phalanx.train.elastic.halting import Halting
 from phalanx.worker.process_group import nccl
 from tests.kit.cli import until
 

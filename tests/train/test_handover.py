@@ -13,13 +13,13 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.train import tensor_transfer
-from phalanx.train.handover import Deal
-from phalanx.train.made_once import Once
-from phalanx.train.memfd_tensors import MemfdTensors, OpenedMemfd
-from phalanx.train.rng import FreshRng
-from phalanx.train.shard_handover import ShardDeal, divided
-from phalanx.train.state_offer import StateOffer, offers
+from phalanx.train.data.rng import FreshRng
+from phalanx.train.elastic import tensor_transfer
+from phalanx.train.elastic.handover import Deal
+from phalanx.train.elastic.made_once import Once
+from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd
+from phalanx.train.elastic.shard_handover import ShardDeal, divided
+from phalanx.train.elastic.state_offer import StateOffer, offers
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint.plain import packed, unpacked
-from phalanx.train.loader import Loader, look_up
-from phalanx.train.order import Order, Position
+from phalanx.train.data.loader import Loader, look_up
+from phalanx.train.data.order import Order, Position
 from tests.kit.cli import phalanx
 from tests.kit.proc import descendants
 

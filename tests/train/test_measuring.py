@@ -7,12 +7,12 @@ import socket
 import torch
 
 from phalanx.contract import worker_messages as words
-from phalanx.train.measuring import Measuring
+from phalanx.train.reporting.measuring import Measuring
 from phalanx.worker.agent_channel import AgentChannel
 
 
 def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
-    told: list[words.Measured] = []
+    told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, 5000, clock=lambda: now[0])
     for step in range(1, 1001):
@@ -21,12 +21,12 @@ def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
     assert 45 <= len(told) <= 51
     measuring.close()
     measuring.close()
-    assert told[-1] == words.Measured(step=1000, epoch=2, total=5000, values={"loss": 0.001, "odd": None})
+    assert told[-1] == words.MeasuredStep(step=1000, epoch=2, total=5000, values={"loss": 0.001, "odd": None})
     assert len({one.step for one in told}) == len(told)
 
 
 def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:
-    told: list[words.Measured] = []
+    told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
     for step in range(1, 901):
@@ -34,11 +34,11 @@ def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:
         # As `held` leaves one of a GPU.
         measuring.advance(step, 0, {"loss": torch.tensor(step)}, waited=step <= 500 and step % 100 == 0)
     assert [one.step for one in told] == [1, 100, 200, 300, 400, 500, 700, 900]
-    assert told[-1] == words.Measured(step=900, values={"loss": 900.0})
+    assert told[-1] == words.MeasuredStep(step=900, values={"loss": 900.0})
 
 
 def test_no_packet_is_too_long_to_be_heard() -> None:
-    told: list[words.Measured] = []
+    told: list[words.MeasuredStep] = []
     measuring = Measuring(told.append, None)
     measuring.advance(1, 0, {f"{'long' * 1000}{number}": 0.1 for number in range(5000)})
     measuring.advance(2, 0, {f"{number}{'long' * 1000}": 0.1 for number in range(5000)})
@@ -53,7 +53,7 @@ def test_a_supervisor_that_does_not_listen_holds_nobody_up() -> None:
     line._sock = ours
     with ours, theirs:
         for step in range(10_000):
-            line.mention(words.Measured(step=step, values={"loss": 0.5}))
-        line.mention(words.Measured(step=0, values={"\udc80": 0.5}))  # no text at all
+            line.mention(words.MeasuredStep(step=step, values={"loss": 0.5}))
+        line.mention(words.MeasuredStep(step=0, values={"\udc80": 0.5}))  # no text at all
         heard = words.from_worker(theirs.recv(words.LARGEST))
-    assert heard == words.Measured(step=0, values={"loss": 0.5})
+    assert heard == words.MeasuredStep(step=0, values={"loss": 0.5})

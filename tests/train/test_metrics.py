@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
-from phalanx.train import metrics
-from phalanx.train.metrics import FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
+from phalanx.train.reporting import metrics
+from phalanx.train.reporting.metrics import FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
 
 
 def steps(folder: Path) -> list[int]:

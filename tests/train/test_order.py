@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
-from phalanx.train.order import Order, Position, apportion, check_last, count_steps, deal, share, steps
+from phalanx.train.data.order import Order, Position, apportion, check_last, count_steps, deal, share, steps
 
 LASTS = ["drop", "pad", "uneven"]
 fast = settings(max_examples=100, deadline=None)

@@ -105,7 +105,7 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
     told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
     (event,) = [event for event in told if isinstance(event, events.Preempted)]
     assert event.step == step
-    assert not [event for event in told if isinstance(event, events.Fault)]
+    assert not [event for event in told if isinstance(event, events.FaultEvent)]
     play.to_its_end(tmp_path, step)
     for rank in range(2):
         assert steps(tmp_path, rank) == list(range(1, STEPS + 1))

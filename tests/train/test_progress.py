@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.train.progress import DRAW_EVERY, LOG_EVERY, Progress, ProgressView, bar, line
+from phalanx.train.reporting.progress import DRAW_EVERY, LOG_EVERY, ProgressBar, ProgressView, bar, line
 
 FULL = ProgressView(1200, 5000, "epoch 2/10", {"loss": 0.30213, "accuracy": 0.5}, 12345.6, 4000)
 
@@ -92,7 +92,7 @@ def test_samples_a_second(rate: float, words: str) -> None:
 
 def test_in_a_log_file_a_line_now_and_then() -> None:
     clock, file = Clock(), io.StringIO()
-    with Progress(1000, stream=file, clock=clock) as progress:
+    with ProgressBar(1000, stream=file, clock=clock) as progress:
         for _ in range(100):
             clock.now += 1
             progress.advance(samples=64, values={"loss": 0.5})
@@ -105,7 +105,7 @@ def test_in_a_log_file_a_line_now_and_then() -> None:
 
 def test_on_a_terminal_it_writes_over_itself() -> None:
     clock, screen = Clock(), Screen()
-    with Progress(10, stream=screen, clock=clock) as progress:
+    with ProgressBar(10, stream=screen, clock=clock) as progress:
         for _ in range(10):
             clock.now += DRAW_EVERY
             progress.advance()
@@ -117,7 +117,7 @@ def test_on_a_terminal_it_writes_over_itself() -> None:
 
 def test_a_resumed_training_tells_the_whole_and_its_own_speed() -> None:
     clock = Clock()
-    progress = Progress(1000, start=900, stream=io.StringIO(), clock=clock)
+    progress = ProgressBar(1000, start=900, stream=io.StringIO(), clock=clock)
     clock.now += 10
     progress.advance(samples=320, steps=10)
     sight = progress.sight()
@@ -126,7 +126,7 @@ def test_a_resumed_training_tells_the_whole_and_its_own_speed() -> None:
 
 def test_the_speed_is_that_of_late() -> None:
     clock, screen = Clock(), Screen()
-    progress = Progress(10_000, stream=screen, clock=clock)
+    progress = ProgressBar(10_000, stream=screen, clock=clock)
     clock.now += 100  # the first step took long
     progress.advance(samples=1)
     for _ in range(300):
@@ -139,7 +139,7 @@ def test_the_speed_is_that_of_late() -> None:
 
 def test_other_ranks_show_nothing() -> None:
     clock, screen = Clock(), Screen()
-    with Progress(10, shown=False, stream=screen, clock=clock) as progress:
+    with ProgressBar(10, shown=False, stream=screen, clock=clock) as progress:
         clock.now += 1000
         progress.advance()
     assert screen.getvalue() == ""
@@ -147,7 +147,7 @@ def test_other_ranks_show_nothing() -> None:
 
 def test_text_goes_above_the_bar() -> None:
     clock, screen = Clock(), Screen()
-    progress = Progress(10, stream=screen, clock=clock)
+    progress = ProgressBar(10, stream=screen, clock=clock)
     with progress.aside():
         screen.write("first\n")
     assert screen.getvalue() == "first\n"  # there is no bar yet
@@ -161,7 +161,7 @@ def test_text_goes_above_the_bar() -> None:
 
 def test_of_a_training_without_a_step_nothing_is_shown() -> None:
     for stream in (Screen(), io.StringIO()):
-        Progress(10, start=10, stream=stream).close()
+        ProgressBar(10, start=10, stream=stream).close()
         assert stream.getvalue() == ""
 
 
@@ -169,7 +169,7 @@ def test_a_terminal_that_is_gone_ends_the_bar_and_not_the_training() -> None:
     screen, tty = os.openpty()
     clock, closed = Clock(), False
     with contextlib.suppress(OSError), open(tty, "w") as stream:  # its own end cannot be written either
-        progress = Progress(10, stream=stream, clock=clock)
+        progress = ProgressBar(10, stream=stream, clock=clock)
         clock.now += 1
         progress.advance()
         os.close(screen)
@@ -190,7 +190,7 @@ def test_a_value_is_read_only_when_it_is_drawn() -> None:
             return 0.5
 
     clock, screen = Clock(), Screen()
-    progress = Progress(100, stream=screen, clock=clock)
+    progress = ProgressBar(100, stream=screen, clock=clock)
     for _ in range(50):
         progress.advance(values={"loss": Loss()})
     assert not read
@@ -210,7 +210,7 @@ def test_the_width_is_the_terminals() -> None:
     screen, tty = os.openpty()
     resize(screen, 24, 40)
     with open(tty, "w") as stream:
-        progress = Progress(10, title="a title that is much too long for a window like this", stream=stream)
+        progress = ProgressBar(10, title="a title that is much too long for a window like this", stream=stream)
         progress._draw()
         shown = os.read(screen, 4096).decode()
     os.close(screen)
@@ -219,7 +219,7 @@ def test_the_width_is_the_terminals() -> None:
 
 def test_a_step_costs_nearly_nothing() -> None:
     """20 µs at most; the best of a few rounds, for others use this machine too."""
-    progress = Progress(10**9, stream=io.StringIO())
+    progress = ProgressBar(10**9, stream=io.StringIO())
     values = {"loss": 0.5}
     rounds = []
     for _ in range(5):

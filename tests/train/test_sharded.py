@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import OptionError
-from phalanx.train.replicas import rows
+from phalanx.train.model.replicas import rows
 from phalanx.train.snapshot.cadence import Cadence, MeasuredCopy, interval, reason
 from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.found import Division, division

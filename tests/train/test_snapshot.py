@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from phalanx.train.checkpoint.shares import Chunk
+from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.snapshot import part
 from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
 from phalanx.train.snapshot.found import RESCUE, HeldPart, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Snapshots
-from phalanx.train.state_offer import StateOffer
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until

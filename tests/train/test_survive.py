@@ -65,7 +65,7 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     lines = re.findall(again, done.err)
     folder = Path(re.findall(r"output in (\S+)", done.err)[0])
     told = [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
-    faults = [event for event in told if isinstance(event, events.Fault)]
+    faults = [event for event in told if isinstance(event, events.FaultEvent)]
     assert {fault.recovery for fault in faults} == {"regroup"}
     assert sum(fault.rank == 1 for fault in faults) == 4
     assert len(faults) == generation

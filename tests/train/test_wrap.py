@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from phalanx.errors import OptionError, UsageError
-from phalanx.train.compression import PowerSGD
-from phalanx.train.sharding import units
+from phalanx.train.model.compression import PowerSGD
+from phalanx.train.model.sharding import units
+from phalanx.train.model.wrap import wrap
 from phalanx.train.stepping import Stepper
-from phalanx.train.wrap import wrap
 from tests.kit.cli import phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "behaviours.py")

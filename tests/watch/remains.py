@@ -29,7 +29,7 @@ def left(
     files = {"events": [], "sights": []}
     end = START
     for event in happened:
-        kind = "sights" if isinstance(event, events.ClusterSample | events.Measured) else "events"
+        kind = "sights" if isinstance(event, events.ClusterSample | events.MetricsMeasured) else "events"
         files[kind].append(events.encode(event))
         end = max(end, event.time)
     for kind, lines in files.items():

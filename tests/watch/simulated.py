@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.contract import events
 from phalanx.errors import LaunchError
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.screen import screen
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from phalanx.bench.browser import Browser, Page
 from phalanx.contract.events import AnyEvent
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.page import place, server
-from phalanx.watch.page.keys import Keys
+from phalanx.watch.page.keys import PageKeys
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 KEY = "k" * 43
@@ -86,7 +86,7 @@ async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterato
     """Gives the address without the key."""
     where = place.parse(f"127.0.0.1:{port}")
     sock = place.listen(where)
-    page = server.PageServer(source, where, Keys(key, sock.getsockname()[1]))
+    page = server.PageServer(source, where, PageKeys(key, sock.getsockname()[1]))
     runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
     following = asyncio.create_task(page.crowd.follow())

@@ -12,8 +12,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
-from phalanx.watch import simulation
-from phalanx.watch.comparison import Track
+from phalanx.watch.html.comparison import Track
+from phalanx.watch.model import simulation
 from tests.watch.remains import START, home, left
 
 
@@ -36,7 +36,7 @@ def rows(out: str) -> dict[str, list[str]]:
 
 def silent(seconds: int) -> Iterator[AnyEvent]:
     """A run whose training tells nothing: it is only looked at."""
-    return (event for event in simulation.run(2, seconds) if not isinstance(event, events.Measured))
+    return (event for event in simulation.run(2, seconds) if not isinstance(event, events.MetricsMeasured))
 
 
 def test_two_runs_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_what_another_version_wrote_is_left_out(capsys: pytest.CaptureFixture[st
 
 def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     happened = [
-        event for event in simulation.run(2, 20) if not isinstance(event, events.Measured | events.ClusterSample)
+        event for event in simulation.run(2, 20) if not isinstance(event, events.MetricsMeasured | events.ClusterSample)
     ]
     old = left("old", happened)
     lines = [{"step": step, "epoch": 0, "time": START + step / 10, "loss": 10.0 / step} for step in range(1, 101)]
@@ -121,7 +121,7 @@ def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) 
 def test_steps_that_are_made_again_are_there_once() -> None:
     track = Track("again")
     for step in [*range(1, 11), *range(6, 16)]:
-        track.see(events.Measured(time=START + step, step=step, values={"loss": 1 / step}))
+        track.see(events.MetricsMeasured(time=START + step, step=step, values={"loss": 1 / step}))
     assert [step for step, _, _ in track.course().curves["loss"]] == list(range(1, 16))
 
 

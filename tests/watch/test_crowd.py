@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from phalanx.contract import events
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.page import subscribers
 from phalanx.watch.page.subscribers import Subscribers
 

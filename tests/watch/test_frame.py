@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.contract import events
-from phalanx.watch import simulation
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import frame, picture, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.keys import Keys

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 from phalanx.contract import events
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.screen import lines
 from tests.watch.simulated import Simulated
 

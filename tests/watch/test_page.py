@@ -17,10 +17,10 @@ from aiohttp import web
 from phalanx.bench import browser
 from phalanx.bench.browser import Browser, Page
 from phalanx.contract import events
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.page import assets, place
 from phalanx.watch.page.updates import Updates
-from phalanx.watch.run_model import RunModel
 from phalanx.watch.source import WhyAnswer
 from tests.watch.stand import KEY, Made, begun, looked_at, opened, served
 
@@ -211,9 +211,9 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
         made.because = WhyAnswer(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
-        told = events.Verdict(time=time.time(), kind="data", text=evil, ranks=(0,))
+        told = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))
         await made.tell(
-            events.Measured(time=time.time(), step=1, values={evil: 1.0}),
+            events.MetricsMeasured(time=time.time(), step=1, values={evil: 1.0}),
             events.Note(time=time.time(), text=evil),
             told,
         )

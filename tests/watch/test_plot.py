@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.watch import axis, figures, plot
-from phalanx.watch.axis import Axis, spanning
-from phalanx.watch.plot import AXIS, Series
+from phalanx.watch.charts import axis, figures, plot
+from phalanx.watch.charts.axis import Axis, spanning
+from phalanx.watch.charts.plot import AXIS, Series
 
 FALLING = Series("a", [(step, 100 - step) for step in range(101)])
 RISING = Series("b", [(step, step) for step in range(101)])

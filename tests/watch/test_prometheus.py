@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.contract import events
-from phalanx.watch import prometheus, simulation
-from phalanx.watch.rank import HEALTH
-from phalanx.watch.run_model import RunModel
+from phalanx.watch import prometheus
+from phalanx.watch.model import simulation
+from phalanx.watch.model.rank import HEALTH
+from phalanx.watch.model.run_model import RunModel
 from tests.watch.exposition import Family, read
 from tests.watch.made import EVENTS
 
@@ -106,7 +107,7 @@ def test_nothing_that_a_user_writes_breaks_out() -> None:
     scene = RunModel()
     scene.see(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
     scene.see(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
-    scene.see(events.Measured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
+    scene.see(events.MetricsMeasured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
     families = read(prometheus.text(scene))
     measured = {dict(labels)["name"]: value for (_, labels), value in families["phalanx_measured"].samples.items()}
     assert measured == {NASTY: 1e-9, "big": 1e300, "negative": -2.5}

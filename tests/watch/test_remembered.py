@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli import choice, ps
+from phalanx.cli import choice
+from phalanx.cli.commands import ps
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError
 from phalanx.forkserver import linux
 from phalanx.launch.runs import history, run_folder, summary
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from tests.kit.cli import phalanx
 from tests.watch.remains import START, home, left, record_at, wrote
 
@@ -55,11 +56,11 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
 
 def test_of_long_files_only_the_end_is_read() -> None:
     record = left("long", [])
-    fault = events.Fault(time=START, rank=1, reason="killed", recovery="regroup")
+    fault = events.FaultEvent(time=START, rank=1, reason="killed", recovery="regroup")
     sight = events.ClusterSample(
         time=START, seconds=1.0, ranks=tuple(events.RankSample(rank=rank) for rank in range(512))
     )
-    loss = events.Measured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
+    loss = events.MetricsMeasured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
     (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
     (Path(record.folder) / "sights.jsonl").write_bytes(events.encode(sight) * 500 + events.encode(loss))
     before = io_read()

@@ -22,8 +22,9 @@ from phalanx.contract.events import AnyEvent
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux
 from phalanx.launch.runs.run_folder import RunRecord
-from phalanx.watch import masking, simulation
-from phalanx.watch.incidents import Incidents
+from phalanx.watch.html import masking
+from phalanx.watch.model import simulation
+from phalanx.watch.model.incidents import Incidents
 from tests.watch.remains import START, left, record_at, wrote
 
 EVIL = "</script></pre><script>window.evil = 1</script><img src=http://evil.example/x onerror=alert(1)>"
@@ -207,7 +208,7 @@ def test_a_run_that_goes_on_is_told_so_far(tmp_path: Path) -> None:
 
 
 def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) -> None:
-    told = events.Measured(time=START + 5, step=2, values={"tokens": 512.0})
+    told = events.MetricsMeasured(time=START + 5, step=2, values={"tokens": 512.0})
     outline = Outline(reported(tmp_path, left("stopped", [*simulation.run(2, 3, code=130), told], code=130)))
     assert data(outline)["whole"]["curves"]["tokens"] == [[2, START + 5, 512.0]]
     assert "It was stopped after 5.0 s, at step 2." in outline.text("p")
@@ -223,7 +224,8 @@ def thousands() -> bytes:
 def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
     names = [f"metric {number}" for number in range(99)]
     measured = [
-        events.Measured(time=START + 20 + step, step=step, values=dict.fromkeys(names, step / 7)) for step in range(900)
+        events.MetricsMeasured(time=START + 20 + step, step=step, values=dict.fromkeys(names, step / 7))
+        for step in range(900)
     ]
     record = left("big", [*simulation.run(512, 12), *measured], ranks=512)
     for rank in range(40):
@@ -244,16 +246,16 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
 def test_the_ledger_says_what_each_fault_cost() -> None:
     ledger = Incidents()
     for event in (
-        events.Fault(time=5.0, rank=0, reason="node b joined", recovery="regroup"),  # nothing has failed
+        events.FaultEvent(time=5.0, rank=0, reason="node b joined", recovery="regroup"),  # nothing has failed
         events.Recovered(time=6.0, generation=1, seconds=1.0, step=3),
-        events.Fault(time=10.0, rank=1, reason="killed", recovery="regroup"),
-        events.Fault(time=10.1, rank=2, reason="also killed", recovery="regroup"),
+        events.FaultEvent(time=10.0, rank=1, reason="killed", recovery="regroup"),
+        events.FaultEvent(time=10.1, rank=2, reason="also killed", recovery="regroup"),
         events.Recovered(time=11.0, generation=1, seconds=1.0, step=8, redone=2),
         events.Stalled(time=25.0, seconds=5.0),
-        events.Verdict(time=25.1, kind="data", text="rank 3 reads", ranks=(3,)),
-        events.Fault(time=30.0, rank=3, reason="hung", recovery="restart"),
+        events.VerdictEvent(time=25.1, kind="data", text="rank 3 reads", ranks=(3,)),
+        events.FaultEvent(time=30.0, rank=3, reason="hung", recovery="restart"),
         events.Restarted(time=32.0, seconds=2.0),
-        events.Fault(time=40.0, rank=0, reason="broken", recovery="stop"),
+        events.FaultEvent(time=40.0, rank=0, reason="broken", recovery="stop"),
     ):
         ledger.see(event)
     assert [(entry.text, entry.seconds, entry.outcome) for entry in ledger.entries] == [

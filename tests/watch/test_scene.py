@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from phalanx.contract import events
 from phalanx.contract.events import RankInfo, RankSample
-from phalanx.watch import simulation
-from phalanx.watch.rank import HEALTH
-from phalanx.watch.run_model import KINDS, RunModel, State
+from phalanx.watch.model import simulation
+from phalanx.watch.model.rank import HEALTH
+from phalanx.watch.model.run_model import KINDS, RunModel, State
 from tests.watch.made import EVENTS
 
 Any = events.AnyEvent
@@ -44,10 +44,10 @@ def told(*happened: Any) -> RunModel:
     return scene
 
 
-FAULT = events.Fault(time=10.4, rank=1, reason="rank 1 failed: SIGKILL (Killed)", recovery="regroup")
-RESTART = events.Fault(time=10.4, rank=1, reason="rank 1 failed: SIGKILL (Killed)", recovery="restart")
+FAULT = events.FaultEvent(time=10.4, rank=1, reason="rank 1 failed: SIGKILL (Killed)", recovery="regroup")
+RESTART = events.FaultEvent(time=10.4, rank=1, reason="rank 1 failed: SIGKILL (Killed)", recovery="restart")
 STALL = events.Stalled(time=20, seconds=10)
-VERDICT = events.Verdict(time=20, kind="data", text="rank 1 is in data loading", ranks=(1,))
+VERDICT = events.VerdictEvent(time=20, kind="data", text="rank 1 is in data loading", ranks=(1,))
 NOW = events.AttemptStarted(time=12, attempt=1)
 
 STATES = {
@@ -66,7 +66,7 @@ STATES = {
     "steps": ([*started(), sight(2, 1, 1)], "running"),
     "not to be seen yet": ([*started(), *(sight(n, -1, -1, phases="." * 10) for n in range(2, 6))], "starting"),
     "not to be seen": ([*started(), *(sight(n, -1, -1, phases="." * 10) for n in range(2, 8))], "running"),
-    "measured": ([*started(), events.Measured(time=3, step=1, values={})], "running"),
+    "measured": ([*started(), events.MetricsMeasured(time=3, step=1, values={})], "running"),
     "stalled": ([*started(), sight(10, 7, 7), STALL], "stalled"),
     "stalled, seen": ([*started(), sight(10, 7, 7), STALL, VERDICT, sight(21, 8, 8), sight(22, 8, 8)], "stalled"),
     "goes on": ([*started(), STALL, VERDICT, sight(21, 8, 8), sight(22, 9, 9)], "running"),
@@ -91,7 +91,7 @@ STATES = {
         ],
         "stopping",
     ),
-    "given up": ([*started(), events.Fault(time=2, rank=0, reason="x", recovery="stop")], "stopping"),
+    "given up": ([*started(), events.FaultEvent(time=2, rank=0, reason="x", recovery="stop")], "stopping"),
     "preempted": ([*started(), events.Preempted(time=2, step=5, seconds=0.1)], "stopping"),
     "done": ([*started(), events.RunEnded(time=2, code=0, seconds=2), sight(3, 2, 2)], "done"),
     "failed": ([*started(), STALL, events.RunEnded(time=30, code=1, seconds=2), VERDICT], "failed"),
@@ -241,7 +241,7 @@ def test_the_rate_of_what_stands_still_goes_to_nothing() -> None:
 def test_what_is_left() -> None:
     scene = told(*started(), *(sight(second, 2 * second, 2 * second) for second in range(2, 12)))
     assert scene.left is None
-    scene.see(events.Measured(time=11, step=22, total=122, values={"loss": 0.5, "odd": None}, epoch=3))
+    scene.see(events.MetricsMeasured(time=11, step=22, total=122, values={"loss": 0.5, "odd": None}, epoch=3))
     assert scene.left == pytest.approx(50)
     assert (scene.epoch, scene.curves["loss"].points) == (3, [(22, 11, 0.5)])
     assert "odd" not in scene.curves
@@ -251,7 +251,7 @@ def test_of_a_script_whose_steps_nobody_sees_its_own_count() -> None:
     scene = told(*started())
     for second in range(2, 12):
         scene.see(sight(second, -1, -1, phases="n" * 10))
-        scene.see(events.Measured(time=second + 0.5, step=3 * second, values={"loss": 1.0}))
+        scene.see(events.MetricsMeasured(time=second + 0.5, step=3 * second, values={"loss": 1.0}))
     assert (scene.step, scene.rate) == (33, pytest.approx(3, rel=0.1))
 
 
@@ -259,7 +259,7 @@ def test_a_script_that_counts_anew_in_every_epoch_has_a_curve_over_what_was_seen
     scene = told(*started())
     for second in range(2, 42):
         scene.see(sight(second, second, second))
-        scene.see(events.Measured(time=second, step=second % 10, values={"loss": 1.0}))
+        scene.see(events.MetricsMeasured(time=second, step=second % 10, values={"loss": 1.0}))
     steps = [step for step, _, _ in scene.curves["loss"].points]
     assert steps[10:] == sorted(steps[10:])
     assert steps[-1] == 41
@@ -304,7 +304,7 @@ LOSSES = {
         [
             STALL,
             VERDICT,
-            events.Fault(time=22, rank=1, reason="rank 1 failed", recovery="regroup"),
+            events.FaultEvent(time=22, rank=1, reason="rank 1 failed", recovery="regroup"),
             events.Recovered(time=23, generation=1, seconds=1, step=9),
         ],
         12.0 + 1.0,
@@ -312,7 +312,7 @@ LOSSES = {
     "two faults at once": (
         [
             FAULT,
-            events.Fault(time=10.5, rank=0, reason="x", recovery="regroup"),
+            events.FaultEvent(time=10.5, rank=0, reason="x", recovery="regroup"),
             events.Recovered(time=11, generation=2, seconds=0.6, step=9),
         ],
         0.6,
@@ -351,7 +351,7 @@ def test_the_story_is_told_once_and_in_words() -> None:
         FAULT,
         events.Recovered(time=11, generation=1, seconds=0.067, step=74, redone=1),
         events.Note(time=11, text=note),
-        events.Fault(time=12, rank=0, reason=failed, recovery="stop"),
+        events.FaultEvent(time=12, rank=0, reason=failed, recovery="stop"),
         events.Stopping(time=12, reason=failed, signal="SIGTERM"),
         events.WorkerFailed(time=13, rank=0, summary=failed, code=1),
         events.RunEnded(time=14, code=1, seconds=14),
@@ -377,7 +377,7 @@ def test_nodes_that_join_are_told() -> None:
     assert scene.roll.missing == ("b",)
     scene.see(events.RollCall(time=9, expected=3, here=("a", "b", "c")))
     assert scene.roll is None
-    scene.see(events.Fault(time=20, rank=0, reason="d joined", recovery="regroup"))
+    scene.see(events.FaultEvent(time=20, rank=0, reason="d joined", recovery="regroup"))
     assert scene.state == "recovering"
     assert [(one.kind, one.text) for one in scene.happenings] == [
         ("joined", "c: 2 of 3 nodes are here"),
@@ -432,7 +432,7 @@ def test_who_is_stopped_at_once_has_not_died() -> None:
 def test_the_rank_of_another_node_that_has_failed_was_not_stopped() -> None:
     """How it ended, nobody says but the fault."""
     scene = told(*started(1), sight(9, 5, 5))
-    scene.see(events.Fault(time=9.5, rank=1, reason="rank 1 failed: exit code 3", recovery="stop"))
+    scene.see(events.FaultEvent(time=9.5, rank=1, reason="rank 1 failed: exit code 3", recovery="stop"))
     scene.see(events.Stopping(time=9.5, reason="rank 1 failed: exit code 3", signal="SIGTERM"))
     scene.see(sight(10, 5, 5, state="X"))
     scene.see(events.RunEnded(time=10.2, code=3, seconds=10))
@@ -448,10 +448,10 @@ def test_a_process_has_one_rank() -> None:
 
 
 def test_steps_that_are_done_again_stand_where_they_are() -> None:
-    scene = told(*started(), sight(10, 50, 50), events.Measured(time=10, step=50, values={"loss": 1.0}), FAULT)
+    scene = told(*started(), sight(10, 50, 50), events.MetricsMeasured(time=10, step=50, values={"loss": 1.0}), FAULT)
     scene.see(events.Recovered(time=11, generation=1, seconds=0.6, step=41, redone=10))
     for step in (41, 43):
-        scene.see(events.Measured(time=11.1, step=step, values={"loss": 1.0}))
+        scene.see(events.MetricsMeasured(time=11.1, step=step, values={"loss": 1.0}))
     assert [step for step, *_ in scene.curves["loss"].points] == [50, 41, 43]
 
 
@@ -488,7 +488,9 @@ def test_days_stay_in_bounds() -> None:
         scene.see(event)
     for second in range(2, 5000):
         scene.see(sight(second * 60.0, second, second, second, second, phases="w" * 700))
-        scene.see(events.Measured(time=second * 60.0, step=second, values={"loss": 1.0, f"made up {second}": 2.0}))
+        scene.see(
+            events.MetricsMeasured(time=second * 60.0, step=second, values={"loss": 1.0, f"made up {second}": 2.0})
+        )
         scene.see(events.Note(time=second * 60.0, text=f"{second}"))
     assert len(scene.happenings) == 500
     assert len(scene.curves) == 100

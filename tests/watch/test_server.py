@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.errors import OptionError, PortError, UsageError
 from phalanx.watch.page import keys, place
-from phalanx.watch.page.keys import Keys
+from phalanx.watch.page.keys import PageKeys
 from phalanx.watch.page.place import PageAddress
 from tests.kit.cli import start
 
@@ -305,9 +305,13 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_cookie_is_of_one_run_at_one_port() -> None:
-    own = Keys(KEY, 29580, "train-1")
-    assert own.knows(Keys(KEY, 29580, "train-1").cookie)
-    for other in (Keys(KEY, 29581, "train-1"), Keys(KEY, 29580, "train-2"), Keys(KEY[::-1], 29580, "train-1")):
+    own = PageKeys(KEY, 29580, "train-1")
+    assert own.knows(PageKeys(KEY, 29580, "train-1").cookie)
+    for other in (
+        PageKeys(KEY, 29581, "train-1"),
+        PageKeys(KEY, 29580, "train-2"),
+        PageKeys(KEY[::-1], 29580, "train-1"),
+    ):
         assert not own.knows(other.cookie)
         assert own.cookie_name != other.cookie_name
     assert not own.knows(None)

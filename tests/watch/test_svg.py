@@ -6,11 +6,11 @@ import math
 import re
 from xml.etree import ElementTree
 
-from phalanx.watch import svg, timeline
-from phalanx.watch.incidents import Incident
-from phalanx.watch.plot import Series
-from phalanx.watch.run_model import RankView
-from phalanx.watch.svg import Chart, Mark
+from phalanx.watch.charts import svg, timeline
+from phalanx.watch.charts.plot import Series
+from phalanx.watch.charts.svg import Chart, ChartMark
+from phalanx.watch.model.incidents import Incident
+from phalanx.watch.model.run_model import RankView
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m\x00"
@@ -23,7 +23,9 @@ def parsed(text: str) -> ElementTree.Element:
 def test_a_picture_is_xml_and_holds_what_it_was_given() -> None:
     series = [Series("first", [(0, 1.0), (10, 0.5)]), Series("second", [(0, 2.0), (5, 1.0)])]
     chart = Chart(
-        "loss", series, marks=[Mark(5, "rank 1 was killed"), Mark(6, "back", "recovered"), Mark(99, "outside")]
+        "loss",
+        series,
+        marks=[ChartMark(5, "rank 1 was killed"), ChartMark(6, "back", "recovered"), ChartMark(99, "outside")],
     )
     root = parsed(svg.picture([chart, Chart("steps/s", [Series("a", [(0, 3.0)])], zero=True)]))
     texts = [each.text for each in root.iter(f"{SVG}text")]
@@ -36,7 +38,7 @@ def test_a_picture_is_xml_and_holds_what_it_was_given() -> None:
 
 
 def test_text_of_others_cannot_become_markup() -> None:
-    chart = Chart(EVIL, [Series(EVIL, [(0, 1)]), Series(EVIL, [(0, 1)])], across=EVIL, marks=[Mark(0, EVIL)])
+    chart = Chart(EVIL, [Series(EVIL, [(0, 1)]), Series(EVIL, [(0, 1)])], across=EVIL, marks=[ChartMark(0, EVIL)])
     told = svg.picture([chart], comment=EVIL)
     assert not list(parsed(told).iter(f"{SVG}script"))
     whole = timeline.whole(0.0, 1.0, 10.0, [Incident(2.0, "fault", EVIL, seconds=1.0)])

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.contract import events
-from phalanx.watch import simulation
-from phalanx.watch.page.protocol import Head, RankRow, Told, Update
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, Told
 from phalanx.watch.page.updates import SECONDS, Updates, encode
-from phalanx.watch.run_model import RunModel
 from tests.watch.made import EVENTS
 
-_decoder = msgspec.json.Decoder(Update)
+_decoder = msgspec.json.Decoder(PageUpdate)
 
 
 @dataclass
@@ -115,7 +115,7 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     faces = tuple(events.RankInfo(rank=rank, pid=1000 + rank) for rank in range(2))
     scene.see(events.RankInfos(time=104.0, ranks=faces))
     scene.see(events.ClusterSample(time=107.0, seconds=1.0))
-    scene.see(events.Verdict(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
+    scene.see(events.VerdictEvent(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
     update = updates.next()
     assert update is not None
     assert sorted(update.gone) == [2, 3]

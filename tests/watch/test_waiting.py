@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.watch.strip import Strip
-from phalanx.watch.waiting import Tally, WaitedFor, held, stretches
+from phalanx.watch.model.strip import Strip
+from phalanx.watch.model.waiting import Tally, WaitedFor, held, stretches
 
 
 def strips(*letters: str, end: float = 10.0) -> dict[int, Strip]:

@@ -52,7 +52,7 @@ class LeaderEars(Quiet):
 
 class MemberEars(Quiet):
     def heard(self, message: messages.FromLeader) -> None:
-        if isinstance(message, messages.End):
+        if isinstance(message, messages.EndMessage):
             self.ended.set()
 
     def lost(self, why: str, *, silent: bool) -> None:  # noqa: ARG002
@@ -92,7 +92,7 @@ async def lead() -> None:
             failure=failure,
         )
         await _told()
-        leader.broadcast(messages.End(code=0))
+        leader.broadcast(messages.EndMessage(code=0))
         await leader.close()
     _say(lost=ears.lost_ones)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.contract import events
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.page.updates import Updates, encode
-from phalanx.watch.run_model import RunModel
 
 _PAST = 30  # seconds that were seen before
 

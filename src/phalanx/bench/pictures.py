@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from phalanx.bench import browser, panorama
 from phalanx.bench.browser import Page
 from phalanx.bench.pretended import Pretended
-from phalanx.watch import simulation
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import picture
 from phalanx.watch.screen.view import View
 
@@ -27,7 +27,7 @@ _FRAMES = """new Promise(done => {
 
 @dataclass(frozen=True)
 class Picture:
-    """Of the page, when the simulated run (watch/simulation.py) is so old."""
+    """Of the page, when the simulated run (watch/model/simulation.py) is so old."""
 
     name: str
     ranks: int

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from phalanx.contract.events import AnyEvent
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 _LINES = "".join(f"epoch {step // 100}  step {step}  loss {2.3 * 0.985**step + 0.1:.3f}\n" for step in range(1, 41))

@@ -40,7 +40,7 @@ def measure(ranks: int, after: float, inherited: Mapping[str, str]) -> Stall:
         line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--cpu", *hang, _SCRIPT, str(culprit), mark]
         environ = contenders.environment(CONTENDERS["phalanx"], ranks, inherited, folder)
         said = step.run(line, environ, folder)
-        told = [event for event in _events(environ["PHALANX_HOME"]) if isinstance(event, events.Verdict)]
+        told = [event for event in _events(environ["PHALANX_HOME"]) if isinstance(event, events.VerdictEvent)]
         if not told or not os.path.exists(mark):
             return Stall(ranks, failure=f"no verdict: {said or 'the run ended well'}")
         with open(mark) as file:

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from phalanx.cli.stop import handle
+from phalanx.cli.commands.stop import handle
 from phalanx.launch.runs.run_folder import RunRecord
 
 _MOMENT = 0.3  # seconds between two signals: two of a kind that wait are one
 
 
-class Hands:
+class LocalRunActions:
     def __init__(self, run: RunRecord) -> None:
         self._run = run
 

@@ -42,7 +42,7 @@ _AT_ONCE = 3  # times Ctrl-C: the third does not wait for node 0 to answer
 
 
 def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
-    from phalanx.cli.run import begin
+    from phalanx.cli.commands.run import begin
 
     # A scheduler that has started us as one of its tasks has its own idea of who runs where.
     alone = replace(options, nodes_told=False, min_nodes=1, max_nodes=1, slots=None)

@@ -114,7 +114,7 @@ def _dispatch(args: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder has been removed", fix="cd to one that exists") from None
-    module = importlib.import_module(f"phalanx.cli.{verb}")
+    module = importlib.import_module(f"phalanx.cli.commands.{verb}")
     code: int = module.main(rest)
     return code
 

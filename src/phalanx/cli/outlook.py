@@ -10,7 +10,7 @@ from phalanx.cli.surroundings import Surroundings
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import Placement, place
 from phalanx.cluster.sources.nodelist import counts
-from phalanx.cluster.sources.task import Task
+from phalanx.cluster.sources.task import SchedulerTask
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def outlook(options: RunOptions, around: Surroundings, here: int, host: str) -> 
     return Outlook(gathering.source, _nodes(hosts, sizes))
 
 
-def _of_task(options: RunOptions, task: Task, here: int) -> Outlook:
+def _of_task(options: RunOptions, task: SchedulerTask, here: int) -> Outlook:
     if task.one_a_node is False:
         text = task.said.get("SLURM_STEP_TASKS_PER_NODE") or task.said.get("SLURM_TASKS_PER_NODE")
         if text and task.hosts:

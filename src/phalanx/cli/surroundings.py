@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.cli.options import RunOptions
-from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
@@ -30,7 +30,7 @@ def look_around(options: RunOptions, environ: Mapping[str, str], home: str) -> S
     if options.standalone or (options.nodes_told and not by_hand):
         return Surroundings()
     found = _scheduler(options, environ)
-    if isinstance(found, Task) and found.size > 1:
+    if isinstance(found, SchedulerTask) and found.size > 1:
         _agree(options, found)
         return Surroundings(_of_task(options, environ, home, found), node=found.node or 0)
     if by_hand:
@@ -41,7 +41,7 @@ def look_around(options: RunOptions, environ: Mapping[str, str], home: str) -> S
     return Surroundings()
 
 
-def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> Task | Allocation | None:
+def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
     if not any(name.startswith(("SLURM", "OMPI_", "PMI", "MPI_")) for name in environ):
         return None  # and nothing is imported to find that out
     from phalanx.cluster.sources import launchers
@@ -89,7 +89,7 @@ def _by_hand(options: RunOptions, environ: Mapping[str, str], home: str) -> Rend
 # -- tasks of a scheduler
 
 
-def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: Task) -> RendezvousConfig:
+def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: SchedulerTask) -> RendezvousConfig:
     from phalanx.control.leader_file import LeaderFile
 
     if not task.job and options.master_addr is None:
@@ -117,7 +117,7 @@ def _of_task(options: RunOptions, environ: Mapping[str, str], home: str, task: T
     )
 
 
-def _agree(options: RunOptions, task: Task) -> None:
+def _agree(options: RunOptions, task: SchedulerTask) -> None:
     """What the user typed and what the scheduler says."""
     if options.hosts is not None:
         raise OptionError(
@@ -147,7 +147,7 @@ def _agree(options: RunOptions, task: Task) -> None:
         )
 
 
-def _said(task: Task | Allocation) -> str:
+def _said(task: SchedulerTask | Allocation) -> str:
     return f"{task.source} says: {' '.join(f'{name}={value}' for name, value in task.said.items())}"
 
 

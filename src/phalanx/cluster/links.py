@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from phalanx.contract.events import Link
+from phalanx.contract.events import LinkMeasured
 
 _MOST = 4096  # pairs that are remembered
 _LARGEST = 1 << 22  # bytes
@@ -20,13 +20,13 @@ _LARGEST = 1 << 22  # bytes
 
 class Known(msgspec.Struct, frozen=True):
     measured: float  # when
-    link: Link
+    link: LinkMeasured
 
 
 _decoder: msgspec.json.Decoder[list[Known]] = msgspec.json.Decoder(list[Known])
 
 
-def keep(home: str, found: Iterable[Link], now: float) -> None:
+def keep(home: str, found: Iterable[LinkMeasured], now: float) -> None:
     """In the place of what was known of these pairs. Whole or not at all; OSError where it cannot be."""
     new = {_pair(link): Known(now, link) for link in found}
     if not new:
@@ -45,7 +45,7 @@ def keep(home: str, found: Iterable[Link], now: float) -> None:
         raise
 
 
-def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[Link, ...]] | None:
+def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[LinkMeasured, ...]] | None:
     """Between these: when the oldest of it was measured, and all of it. None: nothing is known."""
     found = [one for one in _read(home) if one.link.one in hosts and one.link.other in hosts]
     if not found:
@@ -64,5 +64,5 @@ def _path(home: str) -> str:
     return os.path.join(home, "links.json")
 
 
-def _pair(link: Link) -> tuple[str, str]:
+def _pair(link: LinkMeasured) -> tuple[str, str]:
     return min(link.one, link.other), max(link.one, link.other)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Xid:
+class XidLine:
     number: int
     bus: str  # without the function: 0000:3b:00
     age: float  # seconds
     text: str
 
 
-def read() -> tuple[Xid, ...]:
+def read() -> tuple[XidLine, ...]:
     """Nothing where the log is for root only."""
     return tuple(find_xids(kernel_log(), time.clock_gettime(time.CLOCK_BOOTTIME)))
 
@@ -41,7 +41,7 @@ def kernel_log(path: str = "/dev/kmsg") -> list[str]:
     return lines
 
 
-def find_xids(lines: Sequence[str], now: float) -> Iterator[Xid]:
+def find_xids(lines: Sequence[str], now: float) -> Iterator[XidLine]:
     """From records of the kernel log; `now` is seconds since the machine started."""
     for line in lines:
         match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)[^)]*\): (\d+)", line)
@@ -49,4 +49,4 @@ def find_xids(lines: Sequence[str], now: float) -> Iterator[Xid]:
         if match:
             age = now - int(stamp[1]) / 1e6 if stamp else 0.0
             text = line.partition(";")[2].splitlines() or [line.strip()]
-            yield Xid(int(match[2]), match[1].lower(), max(age, 0.0), text[0])
+            yield XidLine(int(match[2]), match[1].lower(), max(age, 0.0), text[0])

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from .engine import Call, Kind, Op, Reduction
+from .engines.engine import CallKind, EngineCall, Op, Reduction
 from .errors import CollectiveMismatch
 
 INLINE = 1 << 12  # bytes that travel along, so that a small reduction is one trip
 _WORDS = struct.Struct("=8q")
 _TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16]
 _TYPES += [torch.float32, torch.float64, torch.bool, torch.complex64, torch.complex128]
-_REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
-_ROOTED = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
+_REDUCING = (CallKind.ALL_REDUCE, CallKind.REDUCE, CallKind.REDUCE_SCATTER)
+_ROOTED = (CallKind.REDUCE, CallKind.BROADCAST, CallKind.GATHER, CallKind.SCATTER)
 
 
 class CallHeader:
@@ -23,7 +23,7 @@ class CallHeader:
         self._memory = bytearray(_WORDS.size + INLINE)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def write(self, count: int, call: Call, along: torch.Tensor | None) -> None:
+    def write(self, count: int, call: EngineCall, along: torch.Tensor | None) -> None:
         _WORDS.pack_into(self._memory, 0, count, *_words(call))
         if along is not None:
             self.along(along).copy_(along)
@@ -39,14 +39,14 @@ class CallHeader:
 
     def __str__(self) -> str:
         _, kind, dtype, size, op, average, factor, root = self.words
-        text = Kind(kind).name.lower()
+        text = CallKind(kind).name.lower()
         if kind in _REDUCING:
             how = "AVG" if average else "PREMUL_SUM" if factor else Op(op).name
             text += f" of {size // _TYPES[dtype].itemsize} {str(_TYPES[dtype]).removeprefix('torch.')} ({how})"
-        elif kind not in (Kind.BARRIER, Kind.ALL_TO_ALL):
-            text += f" of {size} bytes{' in all' * (kind == Kind.ALL_GATHER)}"
+        elif kind not in (CallKind.BARRIER, CallKind.ALL_TO_ALL):
+            text += f" of {size} bytes{' in all' * (kind == CallKind.ALL_GATHER)}"
         if kind in _ROOTED:
-            text += f" {'from' if kind in (Kind.BROADCAST, Kind.SCATTER) else 'to'} rank {root}"
+            text += f" {'from' if kind in (CallKind.BROADCAST, CallKind.SCATTER) else 'to'} rank {root}"
         return text
 
 
@@ -61,12 +61,12 @@ def travels(tensor: torch.Tensor) -> bool:
     return int(tensor.nbytes) <= INLINE
 
 
-def _words(call: Call) -> tuple[int, ...]:
+def _words(call: EngineCall) -> tuple[int, ...]:
     kind, how = call.kind, call.reduction or Reduction()
-    tensor = next(iter(call.ins if kind in (Kind.ALL_GATHER, Kind.GATHER) else call.outs), None)
-    if kind in (Kind.BARRIER, Kind.ALL_TO_ALL) or tensor is None:
+    tensor = next(iter(call.ins if kind in (CallKind.ALL_GATHER, CallKind.GATHER) else call.outs), None)
+    if kind in (CallKind.BARRIER, CallKind.ALL_TO_ALL) or tensor is None:
         return kind, 0, 0, 0, 0, 0, 0
-    parts = call.outs if kind == Kind.ALL_GATHER else [tensor]  # ranks may give unequal parts there
+    parts = call.outs if kind == CallKind.ALL_GATHER else [tensor]  # ranks may give unequal parts there
     size, root = sum(part.numel() * part.element_size() for part in parts), call.root if kind in _ROOTED else 0
     if kind not in _REDUCING:
         return kind, 0, size, 0, 0, 0, root

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import monitored, neighbours
-from .engine import Engine
+from .engines.engine import Engine
 from .group import EngineProcessGroup
 
 _NOT_BUILT = "its native part is not built here; with a C compiler: pip install --force-reinstall --no-deps phalanx"
@@ -27,7 +27,7 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     refused = store.get(_REFUSED).decode() if store.check([_REFUSED]) else ""
     if len(known.machines) > 1:
-        from .hierarchical_engine import HierarchicalEngine
+        from .engines.hierarchical import HierarchicalEngine
 
         inner = _within(store, rank, known.here, names, timeout, refused=refused)
         engine: Engine = HierarchicalEngine(store, known, inner, timeout.total_seconds(), names)
@@ -38,7 +38,7 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
 
 def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
     """`ranks`: of the world; none: all of them. None: this rank is not among them."""
-    from . import mpi_engine as engines
+    from .engines import mpi as engines
 
     engine = engines.create(ranks)
     return EngineProcessGroup("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
@@ -47,7 +47,7 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
 def _refusal() -> str:
     """Why this process can share no memory; none: it can."""
     try:
-        from . import segment
+        from .engines import segment
     except ImportError:
         return _NOT_BUILT
     return segment.refusal()
@@ -59,13 +59,13 @@ def _within(
     """`here`: the ranks of the group on this machine. `refused`: why one or another can share no memory."""
     names = [names[one] for one in here]
     if not refused:
-        from .segment import MOST
-        from .shm_engine import join
+        from .engines.segment import MOST
+        from .engines.shm import join
 
         if len(here) <= MOST:
             return join(store, rank, here, names, timeout.total_seconds())
         refused = f"of one machine it takes {MOST} ranks, and here are {len(here)}"
-    from .gloo_engine import GlooEngine
+    from .engines.gloo import GlooEngine
 
     _note(rank, refused)
     return GlooEngine(dist.PrefixStore(f"machine of {here[0]}", store), here.index(rank), len(here), timeout, names)

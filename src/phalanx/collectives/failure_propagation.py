@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch.distributed as dist
 
-from .engine import Call, Kind
+from .engines.engine import CallKind, EngineCall
+from .engines.threaded import ENDED
 from .errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 from .neighbours import Neighbours
-from .threaded import ENDED
 
 _PATIENCE = 1.0  # seconds for the leaders of other machines to say what they know
 _LONGER = 3.0  # for the leader of this machine, who waits for those
@@ -24,7 +24,7 @@ _KINDS: dict[str, type[dist.DistBackendError]] = {
     kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch, GroupAborted)
 }
 _GLOO = re.compile(r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE)  # anything else is no wire's
-_PARTS = [kind.name.lower() for kind in Kind]
+_PARTS = [kind.name.lower() for kind in CallKind]
 
 
 class FailureMessage(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class FailurePropagation:
         self._machines = neighbours.machines
         self._mine = neighbours.mine
 
-    def of(self, error: Exception, call: Call, leads: bool) -> Exception:
+    def of(self, error: Exception, call: EngineCall, leads: bool) -> Exception:
         """What to raise instead of it."""
         try:
             return self._lead(error, call) if leads else self._follow(error, call)
@@ -70,14 +70,14 @@ class FailurePropagation:
             while time.monotonic() < until and not self._over() and not self._store.check(keys):
                 time.sleep(_LOOK)
 
-    def _lead(self, error: Exception, call: Call) -> Exception:
+    def _lead(self, error: Exception, call: EngineCall) -> Exception:
         known = _own(error, call)
         self._tell("seen by", known)
         cause = known or self._asked(error, call)
         self._tell("cause at", cause)
         return cause
 
-    def _asked(self, error: Exception, call: Call) -> Exception:
+    def _asked(self, error: Exception, call: EngineCall) -> Exception:
         """A wire ended, or nothing came: whoever is alive says what it has seen."""
         others = {number for number in range(len(self._machines)) if number != self._mine}
         self._pause()
@@ -106,7 +106,7 @@ class FailurePropagation:
             f"{_name(call)}: {self._named(ranks)} {where} {have} ended, or cannot be reached: {plainly(error)}"
         )
 
-    def _follow(self, error: Exception, call: Call) -> Exception:
+    def _follow(self, error: Exception, call: EngineCall) -> Exception:
         known = _own(error, call) or error
         if isinstance(known, PeerLost):  # it may be the leader of this machine, who then tells nobody
             self._tell("seen by", known)
@@ -137,7 +137,7 @@ def _again(word: FailureMessage) -> Exception:
     return error
 
 
-def _own(error: Exception, call: Call) -> Exception | None:
+def _own(error: Exception, call: EngineCall) -> Exception | None:
     """What an engine says itself, and not gloo. The one within speaks of a part of the call, as if it were all."""
     if not isinstance(error, tuple(_KINDS.values())):
         return None
@@ -161,5 +161,5 @@ def plainly(error: Exception) -> str:
     return re.sub(r"^\[[^\]]*\] ", "", str(error)).splitlines()[0].partition(". This ")[0]
 
 
-def _name(call: Call) -> str:
+def _name(call: EngineCall) -> str:
     return call.kind.name.lower()

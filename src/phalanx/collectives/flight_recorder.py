@@ -38,7 +38,7 @@ class PendingEntry(Protocol):
     def done(self) -> bool: ...
 
 
-class Entry:
+class RecordedCall:
     """One call. Who has made it says when it is over: `done`, or by `pending`, which is asked."""
 
     __slots__ = ("_pending", "at", "call", "done", "seq", "site")
@@ -110,7 +110,7 @@ class FlightRecorder:
         self.completed = 0
         self._name = name
         self._count = itertools.count(1)
-        self._entries: deque[Entry] = deque(maxlen=_KEPT)
+        self._entries: deque[RecordedCall] = deque(maxlen=_KEPT)
         self._watched = _current(paths.PROBE_MODULE) is not None
         self._checker = _current(paths.CHECKER_MODULE)  # --check-collectives
         self.number = next(_numbers)
@@ -133,7 +133,7 @@ class FlightRecorder:
         tag: int | None = None,
         reduction: str = "",
         root: int | None = None,
-    ) -> Entry | Unseen:
+    ) -> RecordedCall | Unseen:
         """Before a call. `peer`: of a message, the other rank of the group; -1: any. `root`: a rank of the group."""
         seq = 0
         if peer is None:
@@ -148,7 +148,7 @@ class FlightRecorder:
                 reduction,
                 root if op in _ROOTED else None,
             )
-        entry = Entry()
+        entry = RecordedCall()
         first = ins or outs
         ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
         theirs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
@@ -172,7 +172,7 @@ class FlightRecorder:
         self._entries.append(entry)
         return entry
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RecordedCall]:
         """The newest, the oldest of them first."""
         while True:
             try:
@@ -256,7 +256,7 @@ def _site(frame: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _whole(entry: Entry) -> Sequence[Any]:
+def _whole(entry: RecordedCall) -> Sequence[Any]:
     """Whoever waits in it is still there, and all of its stack can be seen."""
     if entry.done or entry._pending is not None or not entry.site:
         return entry.site

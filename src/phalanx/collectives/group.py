@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from . import monitored, parts, reductions, registry, sparse
-from .engine import ANYONE, Call, Engine, Kind, Pending, Reduction
+from .engines.engine import ANYONE, CallKind, Engine, EngineCall, PendingCall, Reduction
 from .flight_recorder import FlightRecorder
 from .torch_options import asked, listed
 from .work import DetachedWork, DoneWork, StartedWork, Watcher
@@ -27,8 +27,8 @@ _APART = DetachedWork()
 _LINGER = 2.0  # seconds, when the group ends, for what is under way
 _MESSAGES = 64  # under way before those that are over are let go
 _CPU = torch.device("cpu")
-_ROOTED = frozenset((Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER))
-_REDUCES = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER))
+_ROOTED = frozenset((CallKind.REDUCE, CallKind.BROADCAST, CallKind.GATHER, CallKind.SCATTER))
+_REDUCES = frozenset((CallKind.ALL_REDUCE, CallKind.REDUCE, CallKind.REDUCE_SCATTER))
 
 _known = reductions.KNOWN
 _names = reductions.NAMES
@@ -165,17 +165,17 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     return _OVER
         else:
             tensors, opts = listed(tensors), asked(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
-        return self._each("all_reduce", Kind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
+        return self._each("all_reduce", CallKind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
 
     def allreduce_coalesced(self, tensors: _Some, opts: Any = None) -> dist.Work:
         opts = asked(c10d.AllreduceCoalescedOptions, opts)
-        return self._each("all_reduce", Kind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
+        return self._each("all_reduce", CallKind.ALL_REDUCE, [((), [tensor]) for tensor in tensors], opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
         opts = asked(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
-        return self._each("reduce", Kind.REDUCE, [((), listed(tensors))], opts)
+        return self._each("reduce", CallKind.REDUCE, [((), listed(tensors))], opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, op: Any = None
@@ -191,7 +191,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                     f"{ins[self._rank].numel()}: they have to be as many"
                 )
         calls = [(ins, [out]) for ins, out in zip(inputs, outputs, strict=True)]
-        return self._each("reduce_scatter", Kind.REDUCE_SCATTER, calls, opts)
+        return self._each("reduce_scatter", CallKind.REDUCE_SCATTER, calls, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -203,7 +203,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for one, whole in zip(outputs, inputs, strict=True):
             parts.whole("reduce_scatter", "input", whole, one, self._size)
         calls = [([whole], [one]) for one, whole in zip(outputs, inputs, strict=True)]
-        return self._each("reduce_scatter", Kind.REDUCE_SCATTER, calls, opts)
+        return self._each("reduce_scatter", CallKind.REDUCE_SCATTER, calls, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -221,7 +221,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 self._broadcast(tensor, root, self._seconds(opts.timeout))
                 entry.done = True
                 return _OVER
-        return self._each("broadcast", Kind.BROADCAST, [((), [tensor]) for tensor in tensors], opts)
+        return self._each("broadcast", CallKind.BROADCAST, [((), [tensor]) for tensor in tensors], opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(inputs, Tensor):
@@ -231,7 +231,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parts.one_for_each("all_gather", "output", self._size, outs)
             parts.alike("all_gather", outs[self._rank], one)
         calls = [([one], outs) for outs, one in zip(outputs, inputs, strict=True)]
-        return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
+        return self._each("all_gather", CallKind.ALL_GATHER, calls, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -243,7 +243,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         for whole, one in zip(outputs, inputs, strict=True):
             parts.whole("all_gather", "output", whole, one, self._size)
         calls = [([one], [whole]) for whole, one in zip(outputs, inputs, strict=True)]
-        return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
+        return self._each("all_gather", CallKind.ALL_GATHER, calls, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -260,7 +260,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         calls = [([one], [outs[at] for outs in outputs]) for at, one in enumerate(inputs)]
         for ins, outs in calls:
             parts.alike("all_gather_coalesced", outs[self._rank], ins[0])
-        return self._each("all_gather", Kind.ALL_GATHER, calls, opts)
+        return self._each("all_gather", CallKind.ALL_GATHER, calls, opts)
 
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
@@ -274,7 +274,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parts.alike("gather", outs[self._rank], inputs[0])
         elif outs:
             raise ValueError("gather: an output was given on a rank that gathers nothing: requires empty output")
-        return self._each("gather", Kind.GATHER, [(inputs, outs)], opts)
+        return self._each("gather", CallKind.GATHER, [(inputs, outs)], opts)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
@@ -288,13 +288,13 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             parts.alike("scatter", ins[self._rank], outputs[0])
         elif ins:
             raise ValueError("scatter: inputs were given on a rank that scatters nothing: requires empty input")
-        return self._each("scatter", Kind.SCATTER, [(ins, outputs)], opts)
+        return self._each("scatter", CallKind.SCATTER, [(ins, outputs)], opts)
 
     def alltoall(self, outputs: _Some, inputs: _Some, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         parts.one_for_each("all_to_all", "output", self._size, outputs)
         parts.one_for_each("all_to_all", "input", self._size, inputs)
         opts = asked(c10d.AllToAllOptions, opts, timeout)
-        return self._each("all_to_all", Kind.ALL_TO_ALL, [(inputs, outputs)], opts)
+        return self._each("all_to_all", CallKind.ALL_TO_ALL, [(inputs, outputs)], opts)
 
     def all_to_all_single(  # noqa: PLR0917
         self,
@@ -308,7 +308,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts = asked(c10d.AllToAllOptions, opts, timeout)
         there = parts.split("input", self._size, input, input_split_sizes)
         here = parts.split("output", self._size, output, output_split_sizes)
-        return self._each("all_to_all", Kind.ALL_TO_ALL, [(there, here)], opts)
+        return self._each("all_to_all", CallKind.ALL_TO_ALL, [(there, here)], opts)
 
     alltoall_base = all_to_all_single
 
@@ -321,7 +321,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._barrier(self._seconds(opts.timeout))
             entry.done = True
             return _OVER
-        return self._each("barrier", Kind.BARRIER, [((), ())], opts)
+        return self._each("barrier", CallKind.BARRIER, [((), ())], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Through the store: whoever has not come in time is named, and the group goes on."""
@@ -369,7 +369,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _message(
         self,
         name: str,
-        pending: Pending,
+        pending: PendingCall,
         tensors: _Some,
         data: Tensor,
         after: Callable[[], None] | None = None,
@@ -390,13 +390,13 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _seconds(self, asked_for: timedelta) -> float:
         return self._timeout if asked_for.days < 0 else asked_for.total_seconds()  # less than none: not asked for
 
-    def _each(self, name: str, kind: Kind, calls: Sequence[_Call], opts: Any) -> dist.Work:
+    def _each(self, name: str, kind: CallKind, calls: Sequence[_Call], opts: Any) -> dist.Work:
         """One call after the other, and one Work for all of them."""
         timeout = self._seconds(opts.timeout)
         root = opts.rootRank if kind in _ROOTED else 0
         op = opts.reduceOp if kind in _REDUCES else None
         later = opts.asyncOp or self._batch is not None
-        pendings: list[Pending] = []
+        pendings: list[PendingCall] = []
         copies: list[tuple[Tensor, Tensor]] = []
         kept: list[Any] = []
         for ins, outs in calls:
@@ -412,7 +412,7 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             taken = [parts.dense(tensor) for tensor in outs]
             copies += [(out, copy) for out, copy in zip(outs, taken, strict=True) if out is not copy]
             entry = self._enter(name, ins, outs, reduction=reductions.name(op) if reduction else "", root=root)
-            call = Call(kind, given, taken, reduction, root, timeout)
+            call = EngineCall(kind, given, taken, reduction, root, timeout)
             if later:
                 entry.pending = pending = self._engine.start(call)
                 pendings.append(pending)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .engine import Op, Reduction
+from .engines.engine import Op, Reduction
 from .errors import CallRefused
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -16,7 +16,7 @@ def add(group: Any) -> None:
 
 
 def abort() -> None:
-    """From any thread. Whoever waits in one of them, or for others to come to one, stops waiting and raises Aborted.
+    """From any thread. Whoever waits in one of them, or for others to come to one, raises GroupAborted.
 
     Not those in which the kernel's or gloo's connections are waited for: these have to be cut.
     """

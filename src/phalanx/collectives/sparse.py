@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import parts, reductions
-from .engine import Call, Engine, Kind
+from .engines.engine import CallKind, Engine, EngineCall
 from .errors import CallRefused
 
 _SUM = hash(dist.ReduceOp.SUM)
@@ -24,11 +24,11 @@ def reduce(engine: Engine, name: str, tensor: torch.Tensor, op: Any, timeout: fl
         )
     mine = parts.on_cpu(tensor).detach().coalesce()
     counts = torch.empty(engine.size, dtype=torch.int64)
-    engine.run(Call(Kind.ALL_GATHER, [torch.tensor([mine._nnz()])], [counts], timeout=timeout))
+    engine.run(EngineCall(CallKind.ALL_GATHER, [torch.tensor([mine._nnz()])], [counts], timeout=timeout))
     entries = [mine.indices().t().contiguous(), mine.values().contiguous()]
     for at, ours in enumerate(entries):
         outs = [ours.new_empty((int(count), *ours.shape[1:])) for count in counts]
-        engine.run(Call(Kind.ALL_GATHER, [ours], outs, timeout=timeout))
+        engine.run(EngineCall(CallKind.ALL_GATHER, [ours], outs, timeout=timeout))
         entries[at] = torch.cat(outs)
     total = torch.sparse_coo_tensor(entries[0].t(), entries[1], tensor.shape, check_invariants=False).coalesce()
     parts.copy([(tensor, total)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .engine import Pending
+from .engines.engine import PendingCall
 from .errors import CollectiveTimeout, GroupAborted
 
 _telling = threading.Lock()  # once each
@@ -27,7 +27,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
     def __init__(
         self,
         name: str,
-        pendings: Sequence[Pending],
+        pendings: Sequence[PendingCall],
         tensors: Sequence[torch.Tensor],
         watcher: Watcher | DetachedWork,
         *,

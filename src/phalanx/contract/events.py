@@ -76,7 +76,7 @@ class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     blame: tuple[str, ...] = ()  # of one that timed out: which rank did not come, in lines
 
 
-class Fault(Event, frozen=True, kw_only=True, tag="fault"):
+class FaultEvent(Event, frozen=True, kw_only=True, tag="fault"):
     """A worker has failed, and this is done about it: regroup, restart or stop."""
 
     rank: int
@@ -118,7 +118,7 @@ class Stalled(Event, frozen=True, kw_only=True, tag="stalled"):
     folder: str = ""
 
 
-class Verdict(Event, frozen=True, kw_only=True, tag="verdict"):
+class VerdictEvent(Event, frozen=True, kw_only=True, tag="verdict"):
     """Why it stands still, and whose fault it is."""
 
     kind: str
@@ -229,7 +229,7 @@ class ClusterSample(Event, frozen=True, kw_only=True, tag="sight"):
     ranks: tuple[RankSample, ...] = ()
 
 
-class Measured(Event, frozen=True, kw_only=True, tag="measured"):
+class MetricsMeasured(Event, frozen=True, kw_only=True, tag="measured"):
     """What a training says of a step that it has committed; None: it is not a number. At most five a second, and in
     sights.jsonl, of a long run, more seldom. Of a plain script: the loss that rank 0 prints."""
 
@@ -249,7 +249,7 @@ class RollCall(Event, frozen=True, kw_only=True, tag="roll-call"):
     text: str = ""
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     one: str  # hosts
     other: str
     latency: float  # seconds
@@ -261,7 +261,7 @@ class Links(Event, frozen=True, kw_only=True, tag="links"):
     """What the doctor has measured between the hosts of this run, and when."""
 
     measured: float
-    pairs: tuple[Link, ...]
+    pairs: tuple[LinkMeasured, ...]
 
 
 AnyEvent = (
@@ -274,19 +274,19 @@ AnyEvent = (
     | WorkerExited
     | Stopping
     | WorkerFailed
-    | Fault
+    | FaultEvent
     | Recovered
     | Restarted
     | Preempted
     | Stalled
-    | Verdict
+    | VerdictEvent
     | Resumed
     | StepTimingReport
     | StoreLost
     | Note
     | RankInfos
     | ClusterSample
-    | Measured
+    | MetricsMeasured
     | RollCall
     | Links
     | RunEnded

@@ -37,7 +37,7 @@ def for_cuda(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Membership:
+class WorkerVariables:
     """Everything about one worker that its environment tells."""
 
     rank: int
@@ -61,7 +61,7 @@ class Membership:
     memory: str = ""
 
 
-def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that make a process this worker. `inherited` is what it has beside them."""
     return {
         **place(member),
@@ -81,7 +81,7 @@ def worker_environment(member: Membership, inherited: Mapping[str, str]) -> dict
     }
 
 
-def place(member: Membership | Assignment) -> dict[str, str]:
+def place(member: WorkerVariables | Assignment) -> dict[str, str]:
     """Where a worker stands: what changes when the group forms anew with others."""
     return {
         "RANK": str(member.rank),

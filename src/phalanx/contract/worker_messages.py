@@ -27,7 +27,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     samples: int = -1  # of its own, in this formation of the group; -1: it does not count them
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """By rank 0, a few times a second at most: what it says of the newest step that is committed."""
 
     step: int
@@ -70,7 +70,7 @@ class HaltAck(msgspec.Struct, frozen=True, tag="standing"):
     stuck: bool = False
 
 
-class Halted(msgspec.Struct, frozen=True, tag="halted"):
+class HaltedAt(msgspec.Struct, frozen=True, tag="halted"):
     """A checkpoint of this step is on the disk, and the process ends."""
 
     step: int
@@ -120,14 +120,14 @@ class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
     """It cannot leave the group, and nobody else has what it has: put that into memory that outlives it."""
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class EndWorker(msgspec.Struct, frozen=True, tag="end"):
     """This signal is meant: die of it."""
 
     signal: int
 
 
-FromSupervisor = Assignment | Wait | Halt | Rescue | End
-FromWorker = Hello | Heartbeat | Measured | Entering | FirstStep | Done | Keeping | HaltAck | Halted | Rescued
+FromSupervisor = Assignment | Wait | Halt | Rescue | EndWorker
+FromWorker = Hello | Heartbeat | MeasuredStep | Entering | FirstStep | Done | Keeping | HaltAck | HaltedAt | Rescued
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 

@@ -48,7 +48,7 @@ class JoinProblem:
 
 
 @dataclass(frozen=True)
-class Target:
+class JoinTarget:
     """One of the addresses that the leader's name stands for."""
 
     family: socket.AddressFamily
@@ -150,12 +150,12 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
     return JoinProblem(kind if kind in words else "other", what, details, fix, certain=True)
 
 
-async def _resolve(host: str, port: int) -> list[Target]:
+async def _resolve(host: str, port: int) -> list[JoinTarget]:
     """The addresses of a name, in a thread that nobody has to wait for: a dead name server takes its time."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[Target]] = loop.create_future()
+    answer: asyncio.Future[list[JoinTarget]] = loop.create_future()
 
-    def tell(found: list[Target] | Exception) -> None:
+    def tell(found: list[JoinTarget] | Exception) -> None:
         if answer.done():
             return
         if isinstance(found, Exception):
@@ -164,10 +164,10 @@ async def _resolve(host: str, port: int) -> list[Target]:
             answer.set_result(found)
 
     def ask() -> None:
-        found: list[Target] | Exception
+        found: list[JoinTarget] | Exception
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found = list(dict.fromkeys(Target(entry[0], entry[4]) for entry in entries))[:ADDRESSES]
+            found = list(dict.fromkeys(JoinTarget(entry[0], entry[4]) for entry in entries))[:ADDRESSES]
         except Exception as error:
             found = error
         with contextlib.suppress(RuntimeError):  # the loop has ended since
@@ -179,7 +179,7 @@ async def _resolve(host: str, port: int) -> list[Target]:
     return await answer
 
 
-async def _try(target: Target, port: int, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
+async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
     """What became of one address; `what` is about it alone."""
     loop = asyncio.get_running_loop()
     place = f"{target.address} port {port}"

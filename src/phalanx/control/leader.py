@@ -25,7 +25,17 @@ from aiohttp import WebSocketError, WSMsgType, web
 from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
 from phalanx.control.connection_gate import AT_ONCE, MOST, PATIENCE, ConnectionGate, GateLimits, make_room
-from phalanx.control.messages import Answer, Challenge, JoinRequest, Message, NodeInfo, Ping, Refusal, Waiting, Welcome
+from phalanx.control.messages import (
+    Challenge,
+    JoinAnswer,
+    JoinRequest,
+    Message,
+    NodeInfo,
+    Ping,
+    Refusal,
+    Waiting,
+    Welcome,
+)
 from phalanx.control.roster import Roster
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
@@ -263,7 +273,7 @@ class Leader:
         if not channel.proven(knock.proof, key, channel.MEMBER, nonces, knock.arrival):
             self._turned_away(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
             content = messages.encode(Refusal(kind="token", leader=self._token.fingerprint if self._token.key else ""))
-            await ws.send_bytes(messages.encode(Answer(content=content, proof=b"")))
+            await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=b"")))
             return None
         if self._door is not None:
             self._door.trust(request)
@@ -272,7 +282,7 @@ class Leader:
         content = messages.encode(answer)
         proof = channel.prove(key, channel.LEADER, nonces, content)
         try:
-            await ws.send_bytes(messages.encode(Answer(content=content, proof=proof)))
+            await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=proof)))
         except BaseException:
             if guest is not None:
                 self._departed(guest, "its connection broke at the door")
@@ -430,7 +440,7 @@ class Leader:
             self.guests[member].outbox.put_nowait(messages.encode(message))
 
     def broadcast(self, message: Message) -> None:
-        self._ended = self._ended or isinstance(message, messages.End)
+        self._ended = self._ended or isinstance(message, messages.EndMessage)
         content = messages.encode(message)
         for guest in self.guests.values():
             guest.outbox.put_nowait(content)

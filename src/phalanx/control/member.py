@@ -23,7 +23,17 @@ from phalanx.control import channel, join_problems, messages
 from phalanx.control.channel import Channel, Nonces
 from phalanx.control.join_problems import JoinProblem
 from phalanx.control.leader import PATH, SERVER
-from phalanx.control.messages import Answer, Challenge, JoinRequest, Leaving, Message, NodeInfo, Pong, Refusal, Welcome
+from phalanx.control.messages import (
+    Challenge,
+    JoinAnswer,
+    JoinRequest,
+    Leaving,
+    Message,
+    NodeInfo,
+    Pong,
+    Refusal,
+    Welcome,
+)
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
@@ -176,7 +186,7 @@ class Member:
         proof = channel.prove(key, channel.MEMBER, nonces, words)
         await ws.send_bytes(messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof)))
         answer = messages.door.decode(await _bytes(ws))
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, JoinAnswer):
             raise ConnectionError
         content = messages.answer.decode(answer.content)
         if not channel.proven(answer.proof, key, channel.LEADER, nonces, answer.content):
@@ -249,7 +259,7 @@ class Member:
                     self._ahead.append(time.time() - message.time)
                     self.send(Pong(ping=message.time, time=time.time()))
                     continue
-                self._over = self._over or isinstance(message, messages.End)
+                self._over = self._over or isinstance(message, messages.EndMessage)
                 self._ears.heard(message)
         except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
             why = f"the leader sent what is not a message of phalanx ({type(error).__name__})"

@@ -51,7 +51,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="knock"):
     proof: Proof
 
 
-class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
     content: Annotated[bytes, Meta(max_length=FRAME_LIMIT)]  # an encoded Welcome or Refusal
     proof: Proof
 
@@ -200,7 +200,7 @@ class ForwardSignal(Message, frozen=True, kw_only=True, tag="pass"):
     signal: Signal
 
 
-class End(Message, frozen=True, kw_only=True, tag="end"):
+class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
     """The run is over, for everybody, with this code."""
 
     code: Annotated[int, Meta(ge=0, le=255)]
@@ -230,7 +230,7 @@ class Failing(Message, frozen=True, kw_only=True, tag="failing"):
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
 
 
-class Progress(Message, frozen=True, kw_only=True, tag="progress"):
+class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
     """A group that has formed anew has committed its first step."""
 
     generation: Count
@@ -294,7 +294,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
     left: Text = ""  # processes that its workers left running, and what will be done about them
 
 
-class Note(Message, frozen=True, kw_only=True, tag="note"):
+class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
     text: Text
 
 
@@ -314,19 +314,32 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
     text: Text = ""
 
 
-AtTheDoor = Challenge | JoinRequest | Answer
-FromLeader = Ping | Waiting | Start | Regroup | Hold | PeerList | HaltAll | Stop | ForwardSignal | End | Note | RpcFrame
+AtTheDoor = Challenge | JoinRequest | JoinAnswer
+FromLeader = (
+    Ping
+    | Waiting
+    | Start
+    | Regroup
+    | Hold
+    | PeerList
+    | HaltAll
+    | Stop
+    | ForwardSignal
+    | EndMessage
+    | NoteMessage
+    | RpcFrame
+)
 FromMember = (
     Pong
     | RegroupReady
     | Failing
-    | Progress
+    | ProgressMessage
     | Signalled
     | NodeHaltAck
     | NodeHalted
     | Log
     | Over
-    | Note
+    | NoteMessage
     | RpcFrame
     | Leaving
 )
@@ -334,7 +347,7 @@ FromMember = (
 T = TypeVar("T")
 
 
-class Reader(Generic[T]):
+class MessageReader(Generic[T]):
     """A decoder that has one kind of error for whatever a stranger may send."""
 
     def __init__(self, kind: Any) -> None:
@@ -348,11 +361,11 @@ class Reader(Generic[T]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-door: Reader[AtTheDoor] = Reader(AtTheDoor)
-arrival: Reader[NodeInfo] = Reader(NodeInfo)
-answer: Reader[Welcome | Refusal] = Reader(Welcome | Refusal)
-from_leader: Reader[FromLeader] = Reader(FromLeader)
-from_member: Reader[FromMember] = Reader(FromMember)
+door: MessageReader[AtTheDoor] = MessageReader(AtTheDoor)
+arrival: MessageReader[NodeInfo] = MessageReader(NodeInfo)
+answer: MessageReader[Welcome | Refusal] = MessageReader(Welcome | Refusal)
+from_leader: MessageReader[FromLeader] = MessageReader(FromLeader)
+from_member: MessageReader[FromMember] = MessageReader(FromMember)
 
 
 def encode(message: Message) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import blame, deadlock, desync, gpu, network, process, rendezvous, words
-from phalanx.diagnose.divergence import partings
+from phalanx.diagnose import words
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.rank_state import Field, survey
+from phalanx.diagnose.rules import blame, deadlock, desync, gpu, network, process, rendezvous
+from phalanx.diagnose.rules.divergence import partings
 from phalanx.diagnose.verdict import Verdict
 
 _OUT_OF_STEP = ("uneven data", "skipped collective")

@@ -25,7 +25,7 @@ class Frame(msgspec.Struct, frozen=True):
     loop: int = 0  # the line at which the innermost loop around it begins; 0: none, or not known
 
 
-class Thread(msgspec.Struct, frozen=True, kw_only=True):
+class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
     """Frames as Python shows them in a dump: the innermost first."""
 
     name: str
@@ -34,7 +34,7 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     holds_gil: bool = False  # it had Python's lock when the dump was made
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class CallEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """A collective or a message between two ranks, as torch's flight recorder or the stack shows it."""
 
     group: str  # its name
@@ -84,7 +84,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[Recorded, ...] = ()
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class GroupEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """How far one rank is in one group."""
 
     name: str
@@ -147,9 +147,11 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0  # seconds without any progress of this rank
     silent: float = 0.0  # seconds since it last published anything: Python's lock is held, or it is stopped
     busy: bool = False  # its main thread computes, and is seen at ever other places: slow, and not stuck
-    threads: tuple[Thread, ...] = ()
-    groups: tuple[Group, ...] = ()
-    calls: tuple[Call, ...] = ()  # the newest of each group, oldest first; it waits in the last one, if not done
+    threads: tuple[ThreadStack, ...] = ()
+    groups: tuple[GroupEvidence, ...] = ()
+    calls: tuple[
+        CallEvidence, ...
+    ] = ()  # the newest of each group, oldest first; it waits in the last one, if not done
     history: History = History()  # all collectives that are still recorded
     process: Process | None = None
     gpu: Gpu | None = None
@@ -161,7 +163,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     hosts: bool = False  # rank 0 hosts that store: the script has unset TORCHELASTIC_USE_AGENT_STORE
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     host: str
     silent: float = 0.0  # seconds since its supervisor was last heard
@@ -177,7 +179,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     waited: float  # seconds since anybody made progress
     ranks: tuple[Rank, ...]
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[NodeFacts, ...] = ()
     world_size: int = 0
     limit: float = 30.0  # seconds after which a run counts as standing still: --stall-after
     finding: str = ""  # of the doctor, about the network between nodes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.diagnose.evidence import Frame, Process, Rank, Thread
+from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
 from phalanx.forkserver import paths
 
 What = Literal[
@@ -137,7 +137,7 @@ def own(frames: Sequence[Frame]) -> Frame | None:
     return next((frame for frame in frames if mine(frame)), None)
 
 
-def main_thread(rank: Rank) -> Thread | None:
+def main_thread(rank: Rank) -> ThreadStack | None:
     return next((thread for thread in rank.threads if thread.main), None)
 
 

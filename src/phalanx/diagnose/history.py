@@ -46,7 +46,7 @@ Log = Mapping[int, tuple[Item, ...]]  # number -> what was called under it; seve
 
 
 @dataclass(frozen=True)
-class Side:
+class HistorySide:
     """Ranks that called the same."""
 
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class Side:
 @dataclass(frozen=True)
 class Difference:
     seq: int
-    sides: tuple[Side, ...]  # the fewest ranks first; of equally many, those without the lowest rank
+    sides: tuple[HistorySide, ...]  # the fewest ranks first; of equally many, those without the lowest rank
     begin: int  # the first number that two ranks still have: what was before cannot be compared
     overwritten: tuple[int, ...] = ()  # ranks whose records begin after it
     part: int = 0  # of coalesced collectives, the first that differs
@@ -125,7 +125,9 @@ def _size(signature: Signature) -> int | None:
     return None if uneven else words.elements(signature.shapes)
 
 
-def _sides(by_key: dict[_Key, list[int]], here: Mapping[int, tuple[Item, ...]], unfinished: set[int]) -> list[Side]:
+def _sides(
+    by_key: dict[_Key, list[int]], here: Mapping[int, tuple[Item, ...]], unfinished: set[int]
+) -> list[HistorySide]:
     """A rank in the middle of a coalesced block has only its first collectives recorded."""
     longest = max(len(items) for items in here.values())
     begun = [len(items) for rank, items in here.items() if rank in unfinished and len(items) < longest]
@@ -134,7 +136,7 @@ def _sides(by_key: dict[_Key, list[int]], here: Mapping[int, tuple[Item, ...]], 
     for key in sorted(by_key, key=lambda key: (_unknown(key), -len(by_key[key]))):
         like = [other for other in merged if _compatible(key[:shown], other[:shown])]
         merged.setdefault(max(like, key=lambda other: len(merged[other]), default=key), []).extend(by_key[key])
-    found = [Side(tuple(sorted(ranks)), here[min(ranks)]) for ranks in merged.values()]
+    found = [HistorySide(tuple(sorted(ranks)), here[min(ranks)]) for ranks in merged.values()]
     return sorted(found, key=lambda side: (len(side.ranks), -side.ranks[0]))
 
 
@@ -148,7 +150,7 @@ def _compatible(one: object, other: object) -> bool:
     return one == other or one is None or other is None
 
 
-def _part(sides: Sequence[Side]) -> int:
+def _part(sides: Sequence[HistorySide]) -> int:
     first, *others = (side.items for side in sides)
     for index, item in enumerate(first):
         for items in others:

@@ -9,7 +9,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from phalanx.diagnose import frames, words
-from phalanx.diagnose.evidence import Call, Evidence, Frame, Group, Rank
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Frame, GroupEvidence, Rank
 from phalanx.diagnose.frames import Act
 
 PATIENCE = 2.0  # seconds at one place, at least, before it is worth a word
@@ -31,7 +31,7 @@ class RankState:
     rank: Rank
     act: Act
     place: Frame | None  # in the user's code, or else the innermost there is
-    call: Call | None  # it waits in
+    call: CallEvidence | None  # it waits in
     stuck: bool  # long enough at one place to be asked about it
 
     @property
@@ -121,17 +121,17 @@ class RankState:
         return self.call is not None and bucket(self.call, self.frames)
 
 
-def bucket(call: Call, stack: tuple[Frame, ...] = ()) -> bool:
+def bucket(call: CallEvidence, stack: tuple[Frame, ...] = ()) -> bool:
     return call.op.startswith("all_reduce") and frames.in_backward(call.site or stack)
 
 
-def site(standing: RankState, call: Call) -> Frame | None:
+def site(standing: RankState, call: CallEvidence) -> Frame | None:
     """Where a call was made, in the user's code."""
     found = frames.own(call.site)
     return found if found is not None or call is not standing.call else standing.place
 
 
-def trail(standing: RankState, call: Call) -> tuple[Frame, ...]:
+def trail(standing: RankState, call: CallEvidence) -> tuple[Frame, ...]:
     """All of the user's frames of a call, the innermost first."""
     stack = call.site or (standing.frames if call is standing.call else ())
     return tuple(frame for frame in stack if frames.mine(frame))
@@ -149,7 +149,7 @@ def stand(evidence: Evidence, rank: Rank) -> RankState:
     return RankState(rank, act, place, _waits_in(bare), stuck)
 
 
-def _waits_in(standing: RankState) -> Call | None:
+def _waits_in(standing: RankState) -> CallEvidence | None:
     rank, act, stack = standing.rank, standing.act, standing.frames
     if standing.gone or standing.stopped or rank.busy or (standing.held and standing.cpu >= SPINS):
         return None
@@ -175,10 +175,10 @@ def _waits_in(standing: RankState) -> Call | None:
     return undone[-1]
 
 
-def _queued(rank: Rank) -> list[Call]:
+def _queued(rank: Rank) -> list[CallEvidence]:
     """NCCL does them in the order of their calls: the process runs ahead, and its GPU is in the first that is not over.
     Of several messages that are called as one torch does not write down that they are over."""
-    found: list[Call] = []
+    found: list[CallEvidence] = []
     for call in rank.calls:
         if call.done:
             found = [each for each in found if each.group != call.group]
@@ -187,18 +187,18 @@ def _queued(rank: Rank) -> list[Call]:
     return found
 
 
-def unstarted(rank: Rank) -> Call | None:
+def unstarted(rank: Rank) -> CallEvidence | None:
     """The first collective in the queue of its GPU, if its kernel has not even started: what lies before it does not
     end. Only known where torch records when kernels start."""
     head = next(iter(_queued(rank)), None)
     return head if head is not None and head.seq > 0 and head.started is False else None
 
 
-def _seen(rank: Rank, act: Act) -> Call:
+def _seen(rank: Rank, act: Act) -> CallEvidence:
     """From the stack alone: nobody has recorded it."""
     group = rank.groups[0] if rank.groups else None
     op = act.name.removeprefix("i") if act.what == "message" else act.name
-    return Call(group=group.name if group else "", seq=0, op=op or "a collective")
+    return CallEvidence(group=group.name if group else "", seq=0, op=op or "a collective")
 
 
 def backend(rank: Rank, group: str) -> str:
@@ -253,11 +253,11 @@ def timed(evidence: Evidence) -> Evidence:
     return replace(evidence, ranks=tuple(ranks))
 
 
-def _place(call: Call) -> tuple[str, str, int]:
+def _place(call: CallEvidence) -> tuple[str, str, int]:
     return call.group, call.backend, call.seq
 
 
-def _untimed(call: Call) -> Call:
+def _untimed(call: CallEvidence) -> CallEvidence:
     return call if call.started is None else replace(call, started=None)
 
 
@@ -315,7 +315,7 @@ def members_of(standing: RankState, standings: dict[int, RankState]) -> frozense
     return frozenset(standings) & frozenset(group.ranks) if group is not None and group.ranks else frozenset(standings)
 
 
-def _absent(standing: RankState, call: Call) -> bool:
+def _absent(standing: RankState, call: CallEvidence) -> bool:
     if standing.stopped or standing.gone:  # what it has called, it cannot go on with
         return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in standing.rank.calls)
     if call.seq > 0:
@@ -326,7 +326,7 @@ def _absent(standing: RankState, call: Call) -> bool:
     return own is None or own.group != call.group or (call.seq <= 0 and own.op != call.op)
 
 
-def _not_started(rank: Rank, call: Call) -> bool:
+def _not_started(rank: Rank, call: CallEvidence) -> bool:
     """Its GPU has not come to the collective that the GPUs of others are in."""
     head = unstarted(rank)
     return head is not None and (head.group, head.backend) == (call.group, call.backend) and head.seq <= call.seq
@@ -334,7 +334,7 @@ def _not_started(rank: Rank, call: Call) -> bool:
 
 def newest(rank: Rank, name: str) -> int | None:
     """The number of the newest collective that it has called in a group."""
-    group: Group | None = next((each for each in rank.groups if each.name == name), None)
+    group: GroupEvidence | None = next((each for each in rank.groups if each.name == name), None)
     called = [call.seq for call in rank.calls if call.group == name and call.seq > 0]
     if group is not None and group.enqueued >= 0:
         called.append(group.enqueued)
@@ -377,7 +377,7 @@ def being(standing: RankState) -> str:
     return f"{'in ' if inside else ''}{described(standing)}"
 
 
-def named(standing: RankState, call: Call) -> str:
+def named(standing: RankState, call: CallEvidence) -> str:
     """all_reduce #214 (DDP bucket 1, 6.5 MB)"""
     about = []
     if bucket(call, standing.frames if call is standing.call else ()):
@@ -388,7 +388,7 @@ def named(standing: RankState, call: Call) -> str:
     return words.numbered(call) + (f" ({', '.join(about)})" if about else "")
 
 
-def _bucket_number(standing: RankState, call: Call) -> int | None:
+def _bucket_number(standing: RankState, call: CallEvidence) -> int | None:
     """Since the last collective that was none, where a shape that comes again does not show an earlier step."""
     before = [each for each in standing.rank.calls if each.group == call.group and each.seq < call.seq]
     seen = {call.shapes}

@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Iterable
 
-from phalanx.diagnose.evidence import Call, Evidence, Frame
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Frame
 
 _BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
@@ -86,7 +86,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def shapes(call: Call) -> str:
+def shapes(call: CallEvidence) -> str:
     return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in call.shapes) or "nothing"
 
 
@@ -94,14 +94,14 @@ def elements(shape: tuple[tuple[int, ...], ...]) -> int:
     return sum(math.prod(each) for each in shape)
 
 
-def size(call: Call) -> int:
+def size(call: CallEvidence) -> int:
     """Bytes; 0: not known."""
     if not call.dtypes or not call.shapes:
         return 0
     return elements(call.shapes) * _BYTES.get(call.dtypes[0].removeprefix("torch."), 0)
 
 
-def numbered(call: Call) -> str:
+def numbered(call: CallEvidence) -> str:
     return f"{call.op} #{call.seq}" if call.seq > 0 else call.op
 
 

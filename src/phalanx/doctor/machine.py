@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.doctor import disk, firewall, gpus, limits, names, network, ports, sharedmemory, versions
-from phalanx.doctor.disk import Disk
+from phalanx.doctor.checks import disk, firewall, gpus, limits, names, network, ports, shared_memory, versions
+from phalanx.doctor.checks.disk import Disk
+from phalanx.doctor.checks.firewall import Firewall
+from phalanx.doctor.checks.gpus import Gpus
+from phalanx.doctor.checks.limits import Limits
+from phalanx.doctor.checks.names import Names
+from phalanx.doctor.checks.network import Network
+from phalanx.doctor.checks.ports import Ports
+from phalanx.doctor.checks.shared_memory import SharedMemory
+from phalanx.doctor.checks.versions import Versions
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.firewall import Firewall
-from phalanx.doctor.gpus import Gpus
-from phalanx.doctor.limits import Limits
-from phalanx.doctor.names import Names
-from phalanx.doctor.network import Network
-from phalanx.doctor.ports import Ports
-from phalanx.doctor.sharedmemory import SharedMemory
-from phalanx.doctor.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read(environ: Mapping[str, str], folder: str) -> Machine:
         network=network.read(),
         versions=versions.read(),
         limits=limits.read(),
-        shared_memory=sharedmemory.read(),
+        shared_memory=shared_memory.read(),
         disk=disk.read(folder),
         ports=ports.read(),
         firewall=firewall.read(),
@@ -58,7 +58,7 @@ def judge(machine: Machine, node: str = "") -> list[Finding]:
         *ports.judge(machine.ports),
         *firewall.judge(machine.firewall),
         *limits.judge(machine.limits),
-        *sharedmemory.judge(machine.shared_memory),
+        *shared_memory.judge(machine.shared_memory),
         *disk.judge(machine.disk),
     ]
     return [dataclasses.replace(finding, node=node) for finding in found] if node else found

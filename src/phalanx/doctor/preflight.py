@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.doctor import disk, limits, names, sharedmemory
+from phalanx.doctor.checks import disk, limits, names, shared_memory
 from phalanx.doctor.finding import Finding
 
 _PATIENCE = 0.05  # for a name server; one that is slow is for the doctor to tell
@@ -17,7 +17,7 @@ def preflight(
     """What stands in the way of a launch, or soon will. `ranks`: those of this node."""
     found = [
         *disk.judge(disk.read(run_folder_base)),
-        *sharedmemory.judge(sharedmemory.read(), brief=True),
+        *shared_memory.judge(shared_memory.read(), brief=True),
         *limits.judge(limits.read(), ranks=ranks),
     ]
     if nodes > 1:

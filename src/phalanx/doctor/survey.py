@@ -25,13 +25,14 @@ import torch.distributed as dist
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import variables
-from phalanx.doctor import clock, links, machine, names, network, pairs, reach, result, versions
-from phalanx.doctor.clock import Offset
+from phalanx.doctor import links, machine, pairs, result
+from phalanx.doctor.checks import clock, names, network, reach, versions
+from phalanx.doctor.checks.clock import Offset
+from phalanx.doctor.checks.names import NameLookup
+from phalanx.doctor.checks.reach import Echo, Reach
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import Machine
-from phalanx.doctor.names import NameLookup
 from phalanx.doctor.pairs import Collective, Pair
-from phalanx.doctor.reach import Echo, Reach
 from phalanx.doctor.result import Result
 
 _LIMIT = 60.0
@@ -48,7 +49,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Hello:
+class SurveyHello:
     """What a rank tells the others first."""
 
     host: str
@@ -60,7 +61,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class View:
+class SurveyView:
     """How the others look from one node."""
 
     sights: tuple[NameLookup, ...] = ()
@@ -162,12 +163,12 @@ def survey(
     echo = Echo()
     folder = _runs(environ.get(variables.RUN_FOLDER, "."))
     device, gpu = links.gpu(int(environ.get("LOCAL_RANK", "0")))
-    mine = Hello(socket.gethostname(), machine.read(environ, folder), echo.port, echo.nonce.hex(), device, gpu)
-    hellos = meeting.exchange("hello", mine, Hello)
+    mine = SurveyHello(socket.gethostname(), machine.read(environ, folder), echo.port, echo.nonce.hex(), device, gpu)
+    hellos = meeting.exchange("hello", mine, SurveyHello)
     called = call([None if hello is None else hello.host for hello in hellos])
     present = {rank: hello for rank, hello in enumerate(hellos) if hello is not None}
     view = look(meeting.rank, called, present)
-    views = meeting.exchange("view", view, View)
+    views = meeting.exchange("view", view, SurveyView)
     echo.close()
     if quick or len(present) < meeting.size:
         return summarise(called, present, views, [])
@@ -222,7 +223,7 @@ def call(hosts: Sequence[str | None]) -> list[str]:
     ]
 
 
-def look(rank: int, called: Sequence[str], present: Mapping[int, Hello]) -> View:
+def look(rank: int, called: Sequence[str], present: Mapping[int, SurveyHello]) -> SurveyView:
     """All others as they are seen from here, all at the same time."""
     me = present.get(rank)
     others = {peer: hello for peer, hello in present.items() if peer != rank}
@@ -236,22 +237,24 @@ def look(rank: int, called: Sequence[str], present: Mapping[int, Hello]) -> View
         ]
         seen = tuple(one.result() for one in tries)
         known = tuple(one.result() for one in sights)
-    return View(known, seen, _offset(rank, called, seen, present))
+    return SurveyView(known, seen, _offset(rank, called, seen, present))
 
 
 def _sight(node: str, peer: str, host: str) -> NameLookup:
     return NameLookup(node, peer, names.read(host))
 
 
-def _addresses(hello: Hello, *, stranger: bool) -> tuple[str, ...]:
+def _addresses(hello: SurveyHello, *, stranger: bool) -> tuple[str, ...]:
     return hello.machine.network.addresses[:6] if stranger else ("127.0.0.1",)
 
 
-def _try(node: str, peer: str, address: str, hello: Hello) -> Reach:
+def _try(node: str, peer: str, address: str, hello: SurveyHello) -> Reach:
     return Reach(node, peer, address, reach.ask(address, hello.port, bytes.fromhex(hello.nonce))[0])
 
 
-def _offset(rank: int, called: Sequence[str], tries: Sequence[Reach], present: Mapping[int, Hello]) -> Offset | None:
+def _offset(
+    rank: int, called: Sequence[str], tries: Sequence[Reach], present: Mapping[int, SurveyHello]
+) -> Offset | None:
     """This clock against the first rank's. By itself, when the other tries are over: they would disturb it."""
     first = present.get(0)
     if rank == 0 or first is None:
@@ -264,8 +267,8 @@ def _offset(rank: int, called: Sequence[str], tries: Sequence[Reach], present: M
 
 def summarise(
     called: Sequence[str],
-    present: Mapping[int, Hello],
-    views: Sequence[View | None],
+    present: Mapping[int, SurveyHello],
+    views: Sequence[SurveyView | None],
     gloo: Sequence[MeasuredPair | None],
     nccl: Sequence[MeasuredPair | None] = (),
 ) -> Result:
@@ -308,7 +311,7 @@ def summarise(
     )
 
 
-def _missing(called: Sequence[str], present: Mapping[int, Hello]) -> list[Finding]:
+def _missing(called: Sequence[str], present: Mapping[int, SurveyHello]) -> list[Finding]:
     return [
         Finding("nodes", "red", f"{name} did not answer in {_LIMIT:.0f} s", "its checks hang, or it was ended")
         for rank, name in enumerate(called)

@@ -18,7 +18,7 @@ PROBE = "forkserver/probe/"  # its thread is no evidence
 
 # The beginning of a path below ROOT -> the phase of a training; the first that fits counts.
 PHASES = (
-    ("train/loader.py", "data"),
+    ("train/data/loader.py", "data"),
     ("train/checkpoint/", "checkpoint"),
     ("train/snapshot/", "checkpoint"),
     ("worker/process_group/group.py", "collective"),
@@ -28,12 +28,17 @@ PHASES = (
 )
 COLLECTIVES = "collectives/"
 WORK = "collectives/work.py"  # `wait` there waits for an operation that is under way
-THREADED = "collectives/threaded.py"
+THREADED = "collectives/engines/threaded.py"
 
 # Modules, as `sys.modules` knows them where they are imported.
 FLIGHT_RECORDER = "phalanx.collectives.flight_recorder"
 GROUPS = "phalanx.collectives.registry"
-TRAINING = ("phalanx.train.main", "phalanx.train.elastic_loop")
+TRAINING = ("phalanx.train.main", "phalanx.train.elastic.elastic_loop")
+# Exceptions, as tracebacks name them.
+ERRORS = "phalanx.collectives.errors"
+TIMED_OUT = "CollectiveTimeout"
+LOST_PEER = ("PeerLost", TIMED_OUT, "GroupAborted")  # another rank is the cause
+MISMATCH = "CollectiveMismatch"  # its text names the lines that matter
 # The fork server's own, which a worker knows by another name.
 _LOADED = "_phalanx_forkserver"
 PROBE_MODULE = f"{_LOADED}.probe.probe"

@@ -11,7 +11,7 @@ from typing import Literal
 from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Placement, Seat
-from phalanx.contract.variables import INTERFACES, Membership, worker_environment
+from phalanx.contract.variables import INTERFACES, WorkerVariables, worker_environment
 from phalanx.launch.command import Command
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launch.output import filters
@@ -154,7 +154,7 @@ class Plan:
         self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
     ) -> dict[str, str]:
         """Everything in one worker's environment."""
-        member = Membership(
+        member = WorkerVariables(
             rank=seat.rank,
             world_size=self.placement.world_size,
             local_rank=0 if self.virtual_local_rank else seat.local_rank,

@@ -9,7 +9,7 @@ Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """Error: hangs, or spoils the result. Warning: does so in some cases, or wastes something."""
 
     line: int

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import ScriptError
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.rules import (
     address,
@@ -50,13 +50,13 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Report:
+class LintReport:
     files: int  # that were read
-    findings: tuple[Finding, ...]
+    findings: tuple[LintFinding, ...]
     unreadable: tuple[tuple[str, str], ...] = ()  # file, why
 
 
-def inspect(text: str, file: str = "") -> list[Finding]:
+def inspect(text: str, file: str = "") -> list[LintFinding]:
     """What is wrong with the script of this text. Raises SyntaxError or ValueError where it is not Python."""
     model = Model(Script(text))
     if not model.distributed:
@@ -65,15 +65,15 @@ def inspect(text: str, file: str = "") -> list[Finding]:
     return sorted((replace(one, file=file) for one in found), key=lambda one: (one.line, one.rule))
 
 
-def _ignored(model: Model, finding: Finding) -> bool:
+def _ignored(model: Model, finding: LintFinding) -> bool:
     lines = range(finding.line, max(finding.line, finding.last) + 1)
     silenced = frozenset[str]().union(*(model.script.ignored.get(line, ()) for line in lines))
     return bool(silenced & {"*", finding.rule})
 
 
-def inspect_all(paths: Sequence[str]) -> Report:
+def inspect_all(paths: Sequence[str]) -> LintReport:
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
-    found: list[Finding] = []
+    found: list[LintFinding] = []
     unreadable = []
     for file in files:
         try:
@@ -91,7 +91,7 @@ def inspect_all(paths: Sequence[str]) -> Report:
             unreadable.append((file, "too deeply nested"))
         except (ValueError, tokenize.TokenError) as error:
             unreadable.append((file, f"not Python: {error}"))
-    return Report(len(files) - len(unreadable), tuple(found), tuple(unreadable))
+    return LintReport(len(files) - len(unreadable), tuple(found), tuple(unreadable))
 
 
 def _files(path: str) -> Iterator[str]:

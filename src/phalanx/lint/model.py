@@ -9,7 +9,7 @@ from phalanx.lint.operations import Operations
 from phalanx.lint.origin import Origin
 from phalanx.lint.parting import Partings
 from phalanx.lint.ranks import chance, ranks, worlds
-from phalanx.lint.reach import Reach
+from phalanx.lint.reach import CodeReach
 from phalanx.lint.script import Script
 
 _DISTRIBUTED = [
@@ -42,8 +42,8 @@ class Model:
         return chance(self.script)
 
     @cached_property
-    def reach(self) -> Reach:
-        return Reach(self.script, self.ranks, self.partings)
+    def reach(self) -> CodeReach:
+        return CodeReach(self.script, self.ranks, self.partings)
 
     @cached_property
     def distributed(self) -> bool:

@@ -13,7 +13,7 @@ from phalanx.lint.script import Function, Script
 _PROCESSES = ("Process", "start_processes", "spawn", "notebook_launcher", "elastic_launch", "fork")
 
 
-class Reach:
+class CodeReach:
     def __init__(self, script: Script, ranks: Origin, partings: Partings) -> None:
         self.script = script
         self.ranks = ranks

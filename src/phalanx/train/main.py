@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.train.halting import Halted
+from phalanx.train.elastic.halting import Halted
 from phalanx.train.run import Run, trainings
 from phalanx.worker import error_file
 from phalanx.worker.process_group.ending import is_failure
@@ -83,7 +83,7 @@ def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
 
 def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any]) -> Result:
     """Under `phalanx run`, where somebody takes the place of a rank that has died."""
-    from phalanx.train.elastic_loop import ElasticLoop
+    from phalanx.train.elastic.elastic_loop import ElasticLoop
 
     generations = ElasticLoop(line, options)
     try:

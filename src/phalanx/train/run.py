@@ -33,26 +33,26 @@ import torch
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import CheckpointError, LaunchError, UsageError
-from phalanx.train import rng
-from phalanx.train.halting import Halted
+from phalanx.train.data import rng
+from phalanx.train.data.loader import Loader
+from phalanx.train.data.order import count_steps
+from phalanx.train.elastic.halting import Halted
 from phalanx.train.interval import Interval
-from phalanx.train.loader import Loader
-from phalanx.train.measuring import Measuring
-from phalanx.train.metrics import Metrics, held, read
-from phalanx.train.order import count_steps
-from phalanx.train.progress import Progress
-from phalanx.train.settings import Settings
-from phalanx.train.stepping import Stepper, Update
-from phalanx.train.wrap import wrap
-from phalanx.train.wrapped import Wrapped
+from phalanx.train.model.wrap import wrap
+from phalanx.train.model.wrapped import Wrapped
+from phalanx.train.reporting.measuring import Measuring
+from phalanx.train.reporting.metrics import Metrics, held, read
+from phalanx.train.reporting.progress import ProgressBar
+from phalanx.train.settings import OptimizerSettings
+from phalanx.train.stepping import OptimizerUpdate, Stepper
 from phalanx.worker.process_group import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
-    from phalanx.contract.worker_messages import Measured
-    from phalanx.train.handover import Handover
-    from phalanx.train.made_once import Once
-    from phalanx.train.state_offer import StateOffer
+    from phalanx.contract.worker_messages import MeasuredStep
+    from phalanx.train.elastic.handover import Handover
+    from phalanx.train.elastic.made_once import Once
+    from phalanx.train.elastic.state_offer import StateOffer
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
@@ -68,7 +68,7 @@ trainings = itertools.count()  # of this process
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class BatchReading:
     """Data that is being read."""
 
     data: Any
@@ -96,7 +96,7 @@ class Run(WorkerProcessGroup):
     keeping: Callable[[str], None] | None = None  # told where checkpoints are
     halting: Callable[[int], bool] | None = None  # asked between steps: whether the run ends there, to go on later
     halts = False  # it ends as soon as what is kept is as it should be
-    measured: Callable[[Measured], None] | None = None  # told now and then, on rank 0
+    measured: Callable[[MeasuredStep], None] | None = None  # told now and then, on rank 0
     samples = -1  # of this rank, committed in this generation; -1: nobody counts them
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -112,10 +112,10 @@ class Run(WorkerProcessGroup):
         self._resized: Callable[[int, int], object] | None = None
         self._saved = 0  # the step of the newest checkpoint
         self._latest: dict[str, Any] = {}  # metrics of the newest step, where there are checkpoints
-        self._readings: list[Reading] = []
-        self._reading: Reading | None = None  # whose batch is in hand
+        self._readings: list[BatchReading] = []
+        self._reading: BatchReading | None = None  # whose batch is in hand
         self._metrics: Metrics | None = None
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self._measuring: Measuring | None = None
         self._values: dict[str, Any] = {}  # of steps that are not committed yet
         self._epochs: int | None = None
@@ -124,7 +124,9 @@ class Run(WorkerProcessGroup):
         self._laid_out: list[list[list[int]]] = []  # and since: as they are from the second step on
         self._wraps = 0
         self._unequal: list[Any] = []  # models that were wrapped before the state came that they may be part of
-        self._ended: tuple[int, Loader, Any, Settings] | None = None  # at the end of an epoch: steps, data, its place
+        self._ended: tuple[int, Loader, Any, OptimizerSettings] | None = (
+            None  # at the end of an epoch: steps, data, its place
+        )
         self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
         self._own = super().generator
@@ -159,7 +161,7 @@ class Run(WorkerProcessGroup):
         """The module to call in place of `model`: moved to this rank's device, its gradients averaged over all ranks.
 
         "ddp", "fsdp", "hsdp" (replicas of a sharded model: a lost shard comes from its replica), or "dp" (one process
-        with several devices); the options are those of `phalanx.train.wrap.wrap`.
+        with several devices); the options are those of `phalanx.train.model.wrap.wrap`.
         Optimizers may be made before or after, from the model's parameters or from those of what is returned.
 
         Under `torch.no_grad()` a rank may call it alone, and nobody waits; with "fsdp" and "hsdp" all ranks have to,
@@ -266,7 +268,7 @@ class Run(WorkerProcessGroup):
         A loop may be inside another, to evaluate in mid-epoch. `last_count` leaves out what a rank was given only to
         take part. `data` is of `run.loader`; anything else that can be iterated is read as it is.
         """
-        reading = Reading(data)
+        reading = BatchReading(data)
         batches = iter(data)
         reading.left = _left(data)
         # An earlier loop over it that an exception has ended may still be held by the traceback.
@@ -287,7 +289,7 @@ class Run(WorkerProcessGroup):
                 if trained:
                     self._pause()  # before the next is drawn, and after all that the script does in a step
             if trained and self.regroups:
-                self._ended = self.steps, data, data.position, Settings(self._kept)
+                self._ended = self.steps, data, data.position, OptimizerSettings(self._kept)
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
@@ -316,7 +318,7 @@ class Run(WorkerProcessGroup):
             self._own.manual_seed(self._number)
         return self._own
 
-    def _turn_to(self, reading: Reading | None) -> None:
+    def _turn_to(self, reading: BatchReading | None) -> None:
         self._reading = reading
         # A window of micro-batches ends with the epoch: none of its samples waits for the next.
         self._stepper.ends = reading is not None and (
@@ -334,7 +336,7 @@ class Run(WorkerProcessGroup):
         scheduler: Any = None,
         commit: bool = True,
         **metrics: Any,
-    ) -> Update:
+    ) -> OptimizerUpdate:
         """Update, clear the gradients, and commit: the step, its samples and its metrics count from here on.
 
         clip        the length of the gradient, of all ranks' samples and shards together
@@ -414,7 +416,7 @@ class Run(WorkerProcessGroup):
         """Where the only copy of a shard is that of its rank, snapshots are as frequent as they are cheap."""
         if self._snapshots is None or self._snapshot_chosen is not None:
             return
-        from phalanx.train import shard_placement
+        from phalanx.train.model import shard_placement
         from phalanx.train.snapshot.cadence import Cadence
 
         if shard_placement.is_sharded(self._kept) and not shard_placement.is_replicated(self._kept):
@@ -422,7 +424,7 @@ class Run(WorkerProcessGroup):
 
     def _begin(self, values: dict[str, Any]) -> None:
         """After the first step, which is slower than all others: speed is told without it."""
-        self._progress = Progress(self._total(), start=self.steps, title=self._title)
+        self._progress = ProgressBar(self._total(), start=self.steps, title=self._title)
         self._progress.advance(0, values, steps=0)
         if self.measured is not None:
             self._measuring = Measuring(self.measured, self._progress.total)
@@ -645,7 +647,7 @@ class Run(WorkerProcessGroup):
     def standing(self, *, asleep: bool = False) -> StateOffer | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
         `asleep`: the thread that trains is still in the middle of the next one, whose tensors are left alone."""
-        from phalanx.train.state_offer import StateOffer
+        from phalanx.train.elastic.state_offer import StateOffer
 
         if not self._ready:
             return None if self.handover is not None and self.handover.spoilt else self.past
@@ -666,7 +668,7 @@ class Run(WorkerProcessGroup):
         layouts = self._layouts
         if self.steps > self._began:
             layouts = self._laid_out if asleep else self._stepper.layouts
-        settings = Settings(self._kept)
+        settings = OptimizerSettings(self._kept)
         return StateOffer(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
 
     @property

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.loader import Loader
+from phalanx.train.data.loader import Loader
 
 
-class Settings:
+class OptimizerSettings:
     def __init__(self, kept: Mapping[str, object]) -> None:
         from phalanx.train.checkpoint.plain import packed
 

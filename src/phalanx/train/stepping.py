@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.train.rng import FreshRng
+from phalanx.train.data.rng import FreshRng
 
 if TYPE_CHECKING:
-    from phalanx.train.wrapped import Wrapped
+    from phalanx.train.model.wrapped import Wrapped
 
 
-class Update(NamedTuple):
+class OptimizerUpdate(NamedTuple):
     """What a call of step has done."""
 
     done: bool  # the parameters have changed
@@ -32,7 +32,7 @@ class Update(NamedTuple):
     norm: Any = None  # of the whole gradient before it was clipped: a tensor, so that nobody waits for it
 
 
-WAITING, DONE = Update(False), Update(True)
+WAITING, DONE = OptimizerUpdate(False), OptimizerUpdate(True)
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class Stepper:
 
     def step(
         self, opt: Any, *, accumulate: int | None = None, clip: float | None = None, scheduler: Any = None
-    ) -> Update:
+    ) -> OptimizerUpdate:
         latest, window = self._latest
         if latest is not opt or window is None or len(opt.param_groups) != window.groups:
             window = self._enter(opt)
@@ -197,7 +197,7 @@ class Stepper:
                 model.__dict__["wanted"] = want
         return update
 
-    def _update(self, opt: Any, window: Window, clip: float | None) -> Update:
+    def _update(self, opt: Any, window: Window, clip: float | None) -> OptimizerUpdate:
         scaler = self.scaler
         for call in self.before_update:
             call()
@@ -223,7 +223,7 @@ class Stepper:
             scaler.step(opt)
             self._unsettled = True
         opt.zero_grad(set_to_none=True)
-        return Update(done, not done, norm)
+        return OptimizerUpdate(done, not done, norm)
 
     @property
     def waiting(self) -> bool:

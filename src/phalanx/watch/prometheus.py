@@ -12,9 +12,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
-from phalanx.watch.histogram import BOUNDS, Histogram
-from phalanx.watch.rank import HEALTH, RankView
-from phalanx.watch.run_model import SAMPLES, STEPS, RunModel, State
+from phalanx.watch.model.histogram import BOUNDS, Histogram
+from phalanx.watch.model.rank import HEALTH, RankView
+from phalanx.watch.model.run_model import SAMPLES, STEPS, RunModel, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -35,7 +35,7 @@ class AgentChannel:
         leave: Callable[[], None],
         moved: Callable[[], None],
         beat: Callable[[], words.Heartbeat],
-        heard: Callable[[words.Halt | words.Rescue | words.End], None],
+        heard: Callable[[words.Halt | words.Rescue | words.EndWorker], None],
         *,
         here: words.Hello,
     ) -> None:
@@ -126,10 +126,10 @@ class AgentChannel:
             except OSError:
                 packet = b""
             if not packet:
-                self._heard(words.End(signal.SIGTERM))  # the supervisor is gone
+                self._heard(words.EndWorker(signal.SIGTERM))  # the supervisor is gone
                 break
             message = words.from_supervisor(packet)
-            if isinstance(message, words.Halt | words.Rescue | words.End):
+            if isinstance(message, words.Halt | words.Rescue | words.EndWorker):
                 self._heard(message)
                 continue
             with self._changed:

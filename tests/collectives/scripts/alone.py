@@ -8,7 +8,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives import mpi_engine, registration
+from phalanx.collectives import registration
+from phalanx.collectives.engines import mpi
 
 without = dist.is_mpi_available()
 registration.register()
@@ -22,6 +23,6 @@ os.environ["WORLD_SIZE"] = "2"
 for _ in range(2):
     try:
         dist.init_process_group("mpi")
-    except mpi_engine.Refused as error:
-        print(f"Refused: {error}")
+    except mpi.CallRefused as error:
+        print(f"CallRefused: {error}")
     sys.modules["mpi4py"] = None  # type: ignore[assignment]

@@ -16,9 +16,9 @@ from party import Party, mlp
 from torch.nn.functional import mse_loss
 
 from phalanx.errors import PhalanxError
-from phalanx.train.compression import PowerSGD
-from phalanx.train.wrap import wrap
-from phalanx.train.wrapped import Wrapped
+from phalanx.train.model.compression import PowerSGD
+from phalanx.train.model.wrap import wrap
+from phalanx.train.model.wrapped import Wrapped
 
 PARTY = Party()
 QUESTIONS: list[Callable[[], Any]] = []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from party import Party, mlp, share
 
-from phalanx.train.wrap import wrap
+from phalanx.train.model.wrap import wrap
 
 STEPS = 6
 CASES: dict[str, dict[str, Any]] = {

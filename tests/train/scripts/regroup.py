@@ -16,9 +16,9 @@ from torch import nn
 
 import phalanx
 from phalanx.contract.worker_messages import Assignment
-from phalanx.train.handover import Handover
+from phalanx.train.elastic.handover import Handover
+from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.run import Run
-from phalanx.train.state_offer import StateOffer
 
 
 def join(generation: int, past: StateOffer | None) -> Run:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from phalanx.train.loader import Loader
+from phalanx.train.data.loader import Loader
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from phalanx.contract import events
 from phalanx.errors import LaunchError
-from phalanx.watch import simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.page import guard, server
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from phalanx.bench.comm import patterns, traffic
 from phalanx.bench.comm.cells import device_of
 from phalanx.bench.comm.patterns import Tile
-from phalanx.collectives import regions, registration
+from phalanx.collectives import registration
+from phalanx.collectives.engines import regions
 
 Call = Callable[[], object]
 ROOT = 0

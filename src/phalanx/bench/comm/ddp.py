@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.bench.comm import calls, everybody
 from phalanx.bench.comm.cells import Steps
 from phalanx.bench.launch import rotated
-from phalanx.train import flat
+from phalanx.train.model import flat
 
 LAYERS, WIDTH, BATCH = 8, 1024, 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from phalanx.cli.options.values import Kind
+from phalanx.cli.options.values import ValueKind
 
 Origin = Literal["torchrun", "torchrun 2.15", "torch.distributed.launch", "phalanx"]
 
@@ -13,7 +13,7 @@ class Option(NamedTuple):
     section: str
     name: str  # the long spelling with dashes; the one with underscores goes without saying
     help: str
-    kind: Kind | None = None  # None: a flag
+    kind: ValueKind | None = None  # None: a flag
     default: str | None = None  # as it would be typed
     short: str = ""
     aliases: tuple[str, ...] = ()  # phalanx's other spellings of an option of torchrun

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.cli.options.option import Option
 from phalanx.cli.options.scan import Given
 from phalanx.cli.options.table import options_of
-from phalanx.cli.options.values import Kind
+from phalanx.cli.options.values import ValueKind
 from phalanx.errors import OptionError
 
 
@@ -26,7 +26,7 @@ def read_all(given: Mapping[str, Given], environ: Mapping[str, str], verb: str) 
     return values
 
 
-def read(kind: Kind, name: str, text: str, environ: Mapping[str, str], verb: str) -> Any:
+def read(kind: ValueKind, name: str, text: str, environ: Mapping[str, str], verb: str) -> Any:
     try:
         return kind.read(text)
     except ValueError as error:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HIGHEST_RANK = 1 << 20  # far above any world; bounds what a mistyped range can cost
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     metavar: str
     read: Callable[[str], Any]
     expected: str  # completes the sentence "expected …"
@@ -226,44 +226,50 @@ def hosts(value: str) -> tuple[Host, ...]:
     return parse_hosts(value)
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> ValueKind:
     def read(value: str) -> str:
         if value not in choices:
             raise ValueError  # what is expected says it all
         return value
 
-    return Kind("|".join(choices), read, f"one of {', '.join(choices)}", choices[0])
+    return ValueKind("|".join(choices), read, f"one of {', '.join(choices)}", choices[0])
 
 
-NODES = Kind("N|MIN:MAX", nodes, "a number of nodes, or the least and the most: 2 or 1:4", "2")
-SLOTS = Kind("N[,N…]", lambda value: numbers(value, 1), "how many workers each node has: 8, or 8,2 for two nodes", "8")
-WORKERS = Kind("N|auto|gpu|cpu|xpu", workers, "a number of workers from 1 on, or auto, gpu, cpu, xpu", "4")
-ID = Kind("ID", lambda value: number(value, 0), "a whole number from 0 on", "0")
-TIMES = Kind("N", lambda value: number(value, 0), "a whole number from 0 on", "3")
-PORT = Kind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 65535; 0 takes a free one", "29500")
-SECONDS = Kind("SECONDS", seconds, "seconds", "30")
-DURATION = Kind("TIME", duration, "seconds, or a number with s, m or h: 90, 90s, 15m, 2h", "15m")
-DURATION_OR_OFF = Kind("TIME|off", duration_or_off, "seconds, a number with s, m or h, or off: 30, 5m, off", "30s")
-LINGER = Kind("TIME|forever", linger, "seconds, a number with s, m or h, 0, or forever: 90, 5m, 0, forever", "2m")
-STREAMS = Kind("N|RANK:N,…", streams, "0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3", "3")
-RANKS = Kind("RANK,…", ranks, "ranks with commas between them; 4-7 is 4,5,6,7", "0,4-7")
-STDIN = Kind("RANK|none", stdin_rank, "the rank that reads this terminal, or none", "0")
-FILTERS = Kind("TEXT,…", filters, "texts with commas between them", "apple,orange")
-SIGNALS = Kind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
-PREEMPTION = Kind("SIG,…|none", preemption, "names of signals with commas between them, or none", "SIGTERM,SIGUSR1")
-DEVICES = Kind("ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5")
-FAULTS = Kind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
-MODULES = Kind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
-VARIABLE = Kind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
-PAIRS = Kind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
-ENDPOINT = Kind("HOST[:PORT]", text, "host:port", "localhost:29500")
-ADDRESS = Kind("ADDRESS", text, "a name or an address", "127.0.0.1")
-HOSTS = Kind(
+NODES = ValueKind("N|MIN:MAX", nodes, "a number of nodes, or the least and the most: 2 or 1:4", "2")
+SLOTS = ValueKind(
+    "N[,N…]", lambda value: numbers(value, 1), "how many workers each node has: 8, or 8,2 for two nodes", "8"
+)
+WORKERS = ValueKind("N|auto|gpu|cpu|xpu", workers, "a number of workers from 1 on, or auto, gpu, cpu, xpu", "4")
+ID = ValueKind("ID", lambda value: number(value, 0), "a whole number from 0 on", "0")
+TIMES = ValueKind("N", lambda value: number(value, 0), "a whole number from 0 on", "3")
+PORT = ValueKind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 65535; 0 takes a free one", "29500")
+SECONDS = ValueKind("SECONDS", seconds, "seconds", "30")
+DURATION = ValueKind("TIME", duration, "seconds, or a number with s, m or h: 90, 90s, 15m, 2h", "15m")
+DURATION_OR_OFF = ValueKind("TIME|off", duration_or_off, "seconds, a number with s, m or h, or off: 30, 5m, off", "30s")
+LINGER = ValueKind("TIME|forever", linger, "seconds, a number with s, m or h, 0, or forever: 90, 5m, 0, forever", "2m")
+STREAMS = ValueKind("N|RANK:N,…", streams, "0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3", "3")
+RANKS = ValueKind("RANK,…", ranks, "ranks with commas between them; 4-7 is 4,5,6,7", "0,4-7")
+STDIN = ValueKind("RANK|none", stdin_rank, "the rank that reads this terminal, or none", "0")
+FILTERS = ValueKind("TEXT,…", filters, "texts with commas between them", "apple,orange")
+SIGNALS = ValueKind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
+PREEMPTION = ValueKind(
+    "SIG,…|none", preemption, "names of signals with commas between them, or none", "SIGTERM,SIGUSR1"
+)
+DEVICES = ValueKind(
+    "ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5"
+)
+FAULTS = ValueKind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
+MODULES = ValueKind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
+VARIABLE = ValueKind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
+PAIRS = ValueKind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
+ENDPOINT = ValueKind("HOST[:PORT]", text, "host:port", "localhost:29500")
+ADDRESS = ValueKind("ADDRESS", text, "a name or an address", "127.0.0.1")
+HOSTS = ValueKind(
     "HOST[:N],…", hosts, "hosts with commas between them: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
 )
-INTERVAL = Kind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
-SNAPSHOTS = Kind("N|TIME|off", interval_or_off, "a number of steps, a time, or off: 100, 30s, 10m, off", "30s")
-FILE = Kind("FILE", text, "a file", "hostfile")
-FOLDER = Kind("DIR", text, "a folder", "logs")
-NAME = Kind("NAME", text, "a name", "trainer")
-TEMPLATE = Kind("TEXT", text, "a text", "'[${rank}]: '")
+INTERVAL = ValueKind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
+SNAPSHOTS = ValueKind("N|TIME|off", interval_or_off, "a number of steps, a time, or off: 100, 30s, 10m, off", "30s")
+FILE = ValueKind("FILE", text, "a file", "hostfile")
+FOLDER = ValueKind("DIR", text, "a folder", "logs")
+NAME = ValueKind("NAME", text, "a name", "trainer")
+TEMPLATE = ValueKind("TEXT", text, "a text", "'[${rank}]: '")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.cluster.sources import mpi, slurm
-from phalanx.cluster.sources.task import Allocation, Task
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
 
 
-def find(environ: Mapping[str, str]) -> Task | Allocation | None:
+def find(environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
     """The innermost: mpirun in an allocation before the allocation, a step before it too."""
     if not _slurm_speaks_pmi(environ) and (task := mpi.task(environ)) is not None:
         return task

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from phalanx.cluster.sources.task import BY_HAND, Task, Variables, file_name
+from phalanx.cluster.sources.task import BY_HAND, SchedulerTask, Variables, file_name
 
 
-def task(environ: Mapping[str, str]) -> Task | None:
+def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     """This process's place in an MPI job. None: no MPI launcher started it."""
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         return _open_mpi(environ)
@@ -17,7 +17,7 @@ def task(environ: Mapping[str, str]) -> Task | None:
     return None
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Task:
+def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
     said = _variables("Open MPI", environ)
     size = said.number("OMPI_COMM_WORLD_SIZE", least=1)
     rank = said.number("OMPI_COMM_WORLD_RANK", below=size)
@@ -29,7 +29,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Task:
     if name and (key := environ.get("OMPI_MCA_orte_precondition_transports")):
         # Version 4 names a job by 16 bits of host and pid; this key is random. It is a key, so only its digest is used.
         name += "-" + hashlib.sha256(key.encode()).hexdigest()[:12]
-    return Task(
+    return SchedulerTask(
         source="Open MPI",
         job=file_name("openmpi", name) if name else "",
         rank=rank,
@@ -41,7 +41,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Task:
     )
 
 
-def _hydra(environ: Mapping[str, str]) -> Task:
+def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
     # Not by any I_MPI_*: modules and users set I_MPI_ROOT and the like wherever they go.
     intel = any(name == "I_MPI_HYDRA_UUID" or name.startswith("I_MPI_INFO_") for name in environ)
     said = _variables("Intel MPI" if intel else "MPICH", environ)
@@ -53,7 +53,7 @@ def _hydra(environ: Mapping[str, str]) -> Task:
     size = said.number("PMI_SIZE", least=1)
     rank = said.number("PMI_RANK", below=size)
     local_rank, local_size = _local(said, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
-    return Task(
+    return SchedulerTask(
         source=said.source,
         job=_hydra_job(said),
         rank=rank,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from phalanx.cluster.sources.nodelist import counts, expand
-from phalanx.cluster.sources.task import BY_HAND, Allocation, Task, Variables, file_name
+from phalanx.cluster.sources.task import BY_HAND, Allocation, SchedulerTask, Variables, file_name
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
-def task(environ: Mapping[str, str]) -> Task | None:
+def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     """The place of a task that srun started. None: srun did not start this process."""
     if not in_step(environ):
         return None
@@ -32,7 +32,7 @@ def task(environ: Mapping[str, str]) -> Task | None:
     hosts = _parsed(said, expand, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if len(hosts) != nodes:
         raise said.refuse(f"its node list names {len(hosts)} nodes, not {nodes}")
-    return Task(
+    return SchedulerTask(
         source="Slurm",
         job=_job(said, step=True),
         rank=rank,

@@ -12,7 +12,7 @@ BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …
 
 
 @dataclass(frozen=True)
-class Task:
+class SchedulerTask:
     """This process's place among those that a scheduler started."""
 
     source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"

@@ -20,8 +20,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from . import mismatch
-from .exchange import WAIT, Exchange, SharedMemoryExchange, StoreExchange
-from .fingerprint import CALLS, CollectiveCall, Reader, describe, fingerprint, own_call
+from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
+from .fingerprint import CALLS, CallReader, CollectiveCall, describe, fingerprint, own_call
 from .ledger import CallLedger
 
 _MOST = 4096  # of what is remembered
@@ -90,7 +90,7 @@ def _lay(ledger: CallLedger, slot: int) -> None:
 
 
 def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[..., Any]:
-    reader = Reader(name, [argument.name for argument in operator._schema.arguments])
+    reader = CallReader(name, [argument.name for argument in operator._schema.arguments])
     call = operator._handle.redispatch_boxed
 
     def kernel(keyset: Any, *args: Any) -> Any:
@@ -100,22 +100,22 @@ def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[
     return kernel
 
 
-class Group:
+class CheckedGroup:
     """One group, as one of its ranks sees it."""
 
-    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: Exchange) -> None:
+    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: CallExchange) -> None:
         self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.few(ranks)}"
         self.own = own
         self.ranks = ranks
         self.number = 0
-        self.way: Exchange | None = way
+        self.way: CallExchange | None = way
 
 
 class Checker:
     def __init__(self, ledger: CallLedger, slot: int) -> None:
         self._ledger = ledger
         self._slot = slot
-        self._groups: weakref.WeakKeyDictionary[Any, Group | None] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Any, CheckedGroup | None] = weakref.WeakKeyDictionary()
         self._stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._calls: dict[CollectiveCall, tuple[int, bytes]] = {}
         self._sites: dict[tuple[CodeType, int], bytes] = {}
@@ -128,7 +128,7 @@ class Checker:
         """In a child of the worker."""
         self._off = True
 
-    def check(self, reader: Reader, args: tuple[Any, ...]) -> None:
+    def check(self, reader: CallReader, args: tuple[Any, ...]) -> None:
         if self._off:
             return
         group = None
@@ -158,10 +158,10 @@ class Checker:
             if group is not None:
                 group.way = None
 
-    def _compare(self, group: Group, way: Exchange, reader: Reader, args: tuple[Any, ...]) -> None:
+    def _compare(self, group: CheckedGroup, way: CallExchange, reader: CallReader, args: tuple[Any, ...]) -> None:
         self._judge(group, way, reader.call(args), waits=reader.waits(args))
 
-    def _judge(self, group: Group, way: Exchange, call: CollectiveCall, *, waits: bool) -> None:
+    def _judge(self, group: CheckedGroup, way: CallExchange, call: CollectiveCall, *, waits: bool) -> None:
         if call.root >= 0:
             call = call._replace(root=group.ranks[call.root])  # as everybody knows it
         known = self._calls.get(call)
@@ -211,7 +211,7 @@ class Checker:
             found = self._foreign[file] = _is_pythons(file) or file.startswith((self._torch, "<frozen", *_OURS))
         return found
 
-    def _group(self, group: Any) -> Group | None:
+    def _group(self, group: Any) -> CheckedGroup | None:
         try:
             return self._groups[group]
         except KeyError:
@@ -219,7 +219,7 @@ class Checker:
             self._groups[group] = found = self._meet(group)
             return found
 
-    def _meet(self, group: Any) -> Group | None:
+    def _meet(self, group: Any) -> CheckedGroup | None:
         """Before the first collective of a group. None: it cannot be known who is in it, or nobody else is."""
         world = sys.modules["torch.distributed.distributed_c10d"]._world
         places: dict[int, int] = world.pg_group_ranks.get(group) or {}
@@ -232,7 +232,7 @@ class Checker:
         if mark is None:
             return None
         seats = self._ledger.seats()
-        way: Exchange
+        way: CallExchange
         if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
             peers = {rank: seats[rank] for rank in ranks if rank != own}
             way = nearby = SharedMemoryExchange(self._ledger, mark, own, self._slot, peers)
@@ -240,7 +240,7 @@ class Checker:
         else:
             way = StoreExchange(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
-        return Group(str(group.group_name), own, ranks, whole, way)
+        return CheckedGroup(str(group.group_name), own, ranks, whole, way)
 
     def _store(self, world: Any, group: Any) -> Any:
         """A connection of our own, for another thread may wait with the first; one for all groups, as torch is seconds

@@ -20,7 +20,7 @@ _SPIN = 0.00002
 _KEPT = 128  # newest keys in the store that are not deleted yet
 
 
-class Exchange(Protocol):
+class CallExchange(Protocol):
     """How the ranks of a group see what the others call."""
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:

@@ -41,7 +41,7 @@ class CollectiveCall(NamedTuple):
     root: int = -1
 
 
-class Reader:
+class CallReader:
     """Of the arguments of one operator, wherever this version of torch has them."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:

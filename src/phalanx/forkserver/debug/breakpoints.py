@@ -16,7 +16,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from . import terminal
-from .terminal import Session, Stream
+from .terminal import Session, TerminalStream
 
 
 def lay() -> None:
@@ -61,7 +61,7 @@ def _redirect(module: ModuleType) -> None:
         return leave(self, arg)
 
     def do_interact(self: Any, arg: str) -> Any:
-        if not isinstance(self.stdin, Stream):
+        if not isinstance(self.stdin, TerminalStream):
             return interact(self, arg)
         plain = sys.stdin, sys.stdout, sys.stderr
         sys.stdin, sys.stdout, sys.stderr = self.stdin, self.stdout, self.stdout
@@ -76,7 +76,7 @@ def _redirect(module: ModuleType) -> None:
 
 def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Session | None:
     """None: this one has been given something else to read from, or there is nobody to ask."""
-    ours = isinstance(pdb.stdin, Stream) or (pdb.use_rawinput and type(pdb).cmdloop is _cmdloop())
+    ours = isinstance(pdb.stdin, TerminalStream) or (pdb.use_rawinput and type(pdb).cmdloop is _cmdloop())
     if ours and not terminal.reachable() and not _typed_to():
         who = f"process {os.getpid()}, which is no rank but was started by one"
         sys.stderr.write(f"phalanx: {who}, is at a breakpoint, and has no terminal (of a DataLoader: num_workers=0)\n")
@@ -96,7 +96,7 @@ def _sit_down(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Sessi
         if sock is None:
             terminal.leave_turn()
             return None
-        session = terminal.begin(pdb, Stream(sock), waits=True)
+        session = terminal.begin(pdb, TerminalStream(sock), waits=True)
     pdb.stdin = pdb.stdout = session.stream
     pdb.skip = {*(pdb.skip or ()), __name__.replace("breakpoints", "debugger")}
     pdb.use_rawinput, pdb.nosigint = 0, True  # Ctrl-C comes by a signal of ours; SIGINT is the run's

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from . import breakpoints, terminal
-from .terminal import Say, Stream
+from .terminal import Say, TerminalStream
 
 SIGNAL = signal.SIGRTMIN + 8  # the main thread is to come to the debugger
 
@@ -60,7 +60,7 @@ def forget() -> None:
 def untrace() -> None:
     """A debugger with breakpoints has no business in what comes now."""
     tracer = getattr(sys.gettrace(), "__self__", None)
-    if isinstance(getattr(tracer, "stdin", None), Stream):
+    if isinstance(getattr(tracer, "stdin", None), TerminalStream):
         sys.settrace(None)
 
 
@@ -124,7 +124,7 @@ def _called(_: int, frame: FrameType | None) -> None:
     if _callers:
         sock, came = _callers.pop()
         came.release()
-        stream = Stream(sock)
+        stream = TerminalStream(sock)
         try:
             pdb = _attached()(stream)
         except Exception:  # a .pdbrc that cannot be read: not the script's to fail of
@@ -165,7 +165,7 @@ def _attached() -> Any:
     import pdb
 
     class Attached(pdb.Pdb):
-        def __init__(self, stream: Stream) -> None:
+        def __init__(self, stream: TerminalStream) -> None:
             super().__init__(stdin=stream, stdout=stream, nosigint=True, skip=[__name__])  # type: ignore[arg-type]
 
         def interaction(self, *args: Any, **named: Any) -> None:
@@ -218,7 +218,7 @@ def _look(pdb: Any, sock: socket.socket, answer: Answer) -> None:
     for name in _STEPS:
         setattr(Looking, f"do_{name}", Looking.native)
     frame = sys._current_frames().get(terminal.main())
-    stream = Stream(sock)
+    stream = TerminalStream(sock)
     looking = Looking(stdin=stream, stdout=stream, nosigint=True)
     session = terminal.begin(looking, stream, waits=False)
     try:

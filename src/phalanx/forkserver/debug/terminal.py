@@ -61,7 +61,7 @@ def main() -> int:
     return threading.main_thread().ident or 0
 
 
-class Stream:
+class TerminalStream:
     """A terminal elsewhere, as pdb reads and writes it. Whatever becomes of it, the script does not end of that."""
 
     encoding = "utf-8"
@@ -105,7 +105,7 @@ class Stream:
 class Session:
     """Somebody is at the debugger."""
 
-    def __init__(self, pdb: Any, stream: Stream, waits: bool) -> None:
+    def __init__(self, pdb: Any, stream: TerminalStream, waits: bool) -> None:
         self.pdb = pdb
         self.stream = stream
         self.waits = waits  # for somebody else, if the one who is there goes
@@ -122,7 +122,7 @@ class Session:
         _turn.release()
 
 
-def begin(pdb: Any, stream: Stream, *, waits: bool) -> Session:
+def begin(pdb: Any, stream: TerminalStream, *, waits: bool) -> Session:
     """Whose turn it is."""
     global _session
     _session = Session(pdb, stream, waits)

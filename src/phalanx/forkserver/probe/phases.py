@@ -71,7 +71,7 @@ _JOINS = frozenset(
 _ASKS = ("get_", "is_", "_get_", "_rank_not_in", "_group_or", "_check", "_ensure", "_canonicalize", "_world", "pg_")
 
 
-class Kind(NamedTuple):
+class CodeKind(NamedTuple):
     phase: str  # empty: not known
     own: bool  # the user's
     calls: bool  # part of torch.distributed: whoever is in it may be about to record something
@@ -79,24 +79,24 @@ class Kind(NamedTuple):
     top: bool  # a module's own lines
 
 
-def kind(code: CodeType) -> Kind:
+def kind(code: CodeType) -> CodeKind:
     file, name = code.co_filename, code.co_name
     if file.startswith("<"):
-        return Kind("", False, False, file.startswith("<frozen importlib"), False)  # Python's, or made by a program
+        return CodeKind("", False, False, file.startswith("<frozen importlib"), False)  # Python's, or made by a program
     below = _below_torch(file)
     if below is not None:
         phase = _of_torch(below, name) if code.co_flags & _FUNCTION else ""  # else it is being imported
-        return Kind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
+        return CodeKind(phase, False, below.startswith(("distributed/", "nn/parallel/")), False, False)
     if file.startswith(paths.ROOT):
         path = file[len(paths.ROOT) :]
         own = path.startswith(paths.USER_CODE)
         joins = path.startswith(paths.COLLECTIVES) and name == "__init__"  # torch's own frame says so
-        return Kind("" if own or joins else _first(paths.PHASES, path), own, False, False, name == "<module>")
+        return CodeKind("" if own or joins else _first(paths.PHASES, path), own, False, False, name == "<module>")
     for folder in _INSTALLED:
         _, found, path = file.rpartition(folder)
         if found:
-            return Kind(_first(_OTHERS, path), False, False, False, False)
-    return Kind("", not file.startswith(_LIBRARY), False, False, name == "<module>")
+            return CodeKind(_first(_OTHERS, path), False, False, False, False)
+    return CodeKind("", not file.startswith(_LIBRARY), False, False, name == "<module>")
 
 
 def own_file(file: str) -> bool:

@@ -26,7 +26,7 @@ from ..child import finalization, gloo_groups
 from ..collective_check import checker, ledger
 from ..debug import debugger, group_timeouts, terminal
 from . import exclusive, flight_recorder, sampler, status_slot
-from .steps import Steps
+from .steps import StepCounter
 
 EVERY = 0.1  # seconds between two looks
 SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
@@ -103,7 +103,7 @@ class Probe:
         self.pid = os.getpid()
         self._channel = channel
         self._known = os.fstat(channel.fileno()).st_ino
-        self._steps = Steps(own)
+        self._steps = StepCounter(own)
         self._sampler = sampler.Sampler(own, SIGNAL)
         self._ended = _thread.allocate_lock()  # held while the thread runs
         self._bell = _thread.allocate_lock()  # held until the thread is to end

@@ -46,7 +46,7 @@ class Sampler:
         self._looks = 0
         self._moves = 0
         self._phases = [0] * len(status_slot.PHASES)
-        self._kinds: dict[int, tuple[CodeType, phases.Kind]] = {}
+        self._kinds: dict[int, tuple[CodeType, phases.CodeKind]] = {}
         self._before: tuple[int, int, int] = (0, 0, 0)
         self._done: tuple[int, ...] = ()
         self._moved = 0
@@ -158,7 +158,7 @@ class Sampler:
             frame = frame.f_back
         return phase or "idle", place, bool(calls)
 
-    def _learn(self, code: CodeType) -> tuple[CodeType, phases.Kind]:
+    def _learn(self, code: CodeType) -> tuple[CodeType, phases.CodeKind]:
         """By its number, and kept so that no other gets that: a code object's own hash is a hash of all its parts."""
         if len(self._kinds) >= _MOST:
             self._kinds.clear()

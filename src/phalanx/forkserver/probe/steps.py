@@ -11,7 +11,7 @@ from . import status_slot
 _AHEAD = 4  # steps of another optimizer, without one of the one that is counted: then that one is counted
 
 
-class Steps:
+class StepCounter:
     """Of one optimizer: a script with two of them counts as one step what it does with both."""
 
     def __init__(self, own: status_slot.StatusSlot) -> None:

@@ -20,7 +20,7 @@ from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
-from phalanx.diagnose.timeouts import Timeout
+from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.orphans import Orphans
@@ -530,7 +530,7 @@ class NodeAgent:
             await asyncio.wait((self._observing,))
         return await self._observer.blame(rank, timeout) if self._observer is not None else []
 
-    def _measured(self, message: words.Measured) -> None:
+    def _measured(self, message: words.MeasuredStep) -> None:
         if self._sights is not None:
             self._sights.measured(message)
 

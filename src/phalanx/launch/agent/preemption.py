@@ -1,6 +1,6 @@
 """A run that is preempted: it ends at a step that all ranks agree on, with a checkpoint of it, and can go on later.
 
-Of the node that decides: the only one, or node 0. How the ranks agree: train/halting.py.
+Of the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Preemption:
         self.able(*self._able)
         return True
 
-    def heard(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted, generation: int) -> None:
+    def heard(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt, generation: int) -> None:
         match message:
             case words.Keeping():
                 self._checkpoints = message.folder
@@ -96,7 +96,7 @@ class Preemption:
                     self._form_anew(f"rank {rank} cannot go on")
                 elif self._goal is None and len(self._standing) >= self._ranks:
                     self._settle(max(self._standing.values()) + 1)
-            case words.Halted() if self.begun and not self.halted:
+            case words.HaltedAt() if self.begun and not self.halted:
                 self._step = message.step
                 took = round(time.time() - self._began, 4)
                 self._run_folder.event(events.Preempted(time=time.time(), step=message.step, seconds=took))

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from phalanx.diagnose.timeouts import Timeout
+from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.launch.runs import root_cause
 
 if TYPE_CHECKING:

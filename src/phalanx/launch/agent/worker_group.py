@@ -111,13 +111,13 @@ class WorkerGroupContext:
     failing: Callable[[WorkerFailure], None]  # a worker has failed here: somebody decides what comes of it
     able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
     going: Callable[[words.FirstStep], None]  # the first step of a group that has formed anew is committed
-    halting: Callable[[int, words.Keeping | words.HaltAck | words.Halted], None]  # what a rank says about a halt
+    halting: Callable[[int, words.Keeping | words.HaltAck | words.HaltedAt], None]  # what a rank says about a halt
     relay: LogForwarder | None = None  # who else reads what workers write
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: StatusBoard | None = None  # where workers publish what they are at
     witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
-    measured: Callable[[words.Measured], None] | None = None  # what rank 0 says of its steps
+    measured: Callable[[words.MeasuredStep], None] | None = None  # what rank 0 says of its steps
     blame: Blame | None = None  # who made a rank time out
 
 
@@ -136,7 +136,7 @@ class WorkerGroup:
         self.over = asyncio.Event()
         self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
-        self.measured: words.Measured | None = None  # what rank 0 has said last
+        self.measured: words.MeasuredStep | None = None  # what rank 0 has said last
         self._why = ""  # this generation is not the first
         self._held = ""  # why they wait: too few are left
         self._names = map(str, count())
@@ -521,7 +521,7 @@ class WorkerGroup:
                 self.tell(name, signal.SIGTERM)
             elif not told:
                 self.tell(name, number)
-            self._line.send(worker.pid, words.End(number))
+            self._line.send(worker.pid, words.EndWorker(number))
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
@@ -535,7 +535,7 @@ class WorkerGroup:
             for name, worker in self.living:
                 self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self.tell(name, next_signal)
-                self._line.send(worker.pid, words.End(next_signal))
+                self._line.send(worker.pid, words.EndWorker(next_signal))
 
     def kill(self) -> None:
         for name, _ in self.living:
@@ -732,7 +732,7 @@ class WorkerGroup:
             case words.Heartbeat():
                 self._reached(worker, message.step)
                 worker.samples, worker.sampled = message.samples, worker.heard
-            case words.Measured() if worker.seat.rank == 0 and not worker.spare:
+            case words.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
                 self.measured = message
                 if self._stage.measured is not None:
                     self._stage.measured(message)
@@ -750,7 +750,7 @@ class WorkerGroup:
                 self._stage.halting(worker.seat.rank, message)
             case words.Rescued():
                 self._rescued(worker, message)
-            case words.Keeping() | words.Halted():
+            case words.Keeping() | words.HaltedAt():
                 self._stage.halting(worker.seat.rank, message)
 
     def _reached(self, worker: Worker, step: int) -> None:

@@ -127,7 +127,7 @@ class Coordinator(Protocol):
     def going(self, message: words.FirstStep) -> None:
         """A group that has formed anew has committed its first step."""
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
         """What a rank here says about halting."""
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -235,7 +235,7 @@ class SingleNodeCoordinator:
 
     # -- preemption
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
         self._preemption.heard(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:

@@ -182,7 +182,7 @@ class FailoverCoordinator:
     def going(self, message: words.FirstStep) -> None:
         self._role.going(message)
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
         self._role.halting(rank, message)
 
     def preempt(self, number: signal.Signals) -> bool:

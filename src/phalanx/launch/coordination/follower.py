@@ -82,7 +82,7 @@ class FollowerCoordinator:
         self._supervised: AgentView | None = None
         self._arrival = arrival_of(plan, gathering, door=door)
         self._member = Member(gathering.token, self._arrival, places(gathering), ears=self)
-        self._inbox: asyncio.Queue[messages.Start | messages.End] = asyncio.Queue()
+        self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
         self._running = False  # an attempt, from when it is ordered to its end here
@@ -113,7 +113,7 @@ class FollowerCoordinator:
     async def orders(self) -> StartAttempt | RunResult:
         """Begin, or end: whichever the leader says."""
         next_ = await self._inbox.get()
-        if isinstance(next_, messages.End):
+        if isinstance(next_, messages.EndMessage):
             # What everybody hears at node 0 is not told again by each of them on the same terminal.
             return RunResult(next_.code, next_.text if self._gathering.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
@@ -147,8 +147,8 @@ class FollowerCoordinator:
         match message:
             case messages.Waiting():
                 self.waiting(message.text)
-            case messages.Start() | messages.End():
-                if self._running and isinstance(message, messages.End) and self._supervised is not None:
+            case messages.Start() | messages.EndMessage():
+                if self._running and isinstance(message, messages.EndMessage) and self._supervised is not None:
                     grace = self._plan.ending.failure_grace
                     self._supervised.stop(signal.SIGTERM, "the run has ended at node 0", grace)
                 if isinstance(message, messages.Start):
@@ -176,7 +176,7 @@ class FollowerCoordinator:
             case messages.RpcFrame():
                 if self._supervised is not None:
                     self._supervised.letter(None, message)
-            case messages.Note():
+            case messages.NoteMessage():
                 self.note(message.text)
 
     def members(self) -> dict[int, tuple[int, ...]]:
@@ -210,7 +210,7 @@ class FollowerCoordinator:
 
     def give_up(self, why: str) -> None:
         self._lost = why
-        self._inbox.put_nowait(messages.End(code=1, text=f"node 0 is lost: {why}"))
+        self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
         if self._supervised is not None:
             self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.ending.failure_grace)
 
@@ -284,9 +284,11 @@ class FollowerCoordinator:
         self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
 
     def going(self, message: words.FirstStep) -> None:
-        self._member.send(messages.Progress(generation=message.generation, step=message.step, before=message.before))
+        self._member.send(
+            messages.ProgressMessage(generation=message.generation, step=message.step, before=message.before)
+        )
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
         match message:
             case words.HaltAck():
                 self._member.send(
@@ -294,7 +296,7 @@ class FollowerCoordinator:
                         rank=rank, step=message.step, generation=message.generation, stuck=message.stuck
                     )
                 )
-            case words.Halted():
+            case words.HaltedAt():
                 self._member.send(messages.NodeHalted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -310,7 +312,7 @@ class FollowerCoordinator:
             self._member.send(messages.Signalled(signal=number))
         self._going = self._gathering.elastic and number == signal.SIGTERM
         if not (self._running or self._started) or self._going:
-            self._inbox.put_nowait(messages.End(code=128 + number))
+            self._inbox.put_nowait(messages.EndMessage(code=128 + number))
 
     def passed(self, number: signal.Signals) -> None:
         pass

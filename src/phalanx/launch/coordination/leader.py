@@ -301,10 +301,10 @@ class LeaderCoordinator:
                 told = words.HaltAck(message.step, message.generation, message.stuck)
                 self.halting(message.rank, told)
             case messages.NodeHalted():
-                self.halting(0, words.Halted(message.step))
+                self.halting(0, words.HaltedAt(message.step))
             case messages.Signalled() if message.preempt and self._preempted_at(member, message):
                 pass
-            case messages.Progress():
+            case messages.ProgressMessage():
                 self._going(message.generation, message.step, message.before)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
@@ -327,7 +327,7 @@ class LeaderCoordinator:
                     elif message.trouble and not self._restarts:
                         self._give_up(RunResult(128 + signal.SIGKILL, f"{self._name(member)}: {message.trouble}"))
                     self._count()
-            case messages.Note():
+            case messages.NoteMessage():
                 self.note(f"{self._name(member)}: {message.text}")
             case messages.RpcFrame():
                 if self._supervised is not None:
@@ -686,7 +686,7 @@ class LeaderCoordinator:
 
     # -- preemption
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.Halted) -> None:
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
         self._preemption.heard(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
@@ -815,7 +815,7 @@ class LeaderCoordinator:
     def announce(self, code: int, text: str) -> None:
         self._ended = True
         if self._leader is not None:
-            self._leader.broadcast(messages.End(code=code, text=text[: 1 << 15]))
+            self._leader.broadcast(messages.EndMessage(code=code, text=text[: 1 << 15]))
 
     async def close(self, code: int, text: str) -> None:
         self.announce(code, text)

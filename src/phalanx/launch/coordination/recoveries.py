@@ -38,7 +38,7 @@ class Recoveries:
         self._latest = decide(self._faults, fault, self._budget, able=able)
         self._faults.append(fault)
         self._folder.event(
-            events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
+            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
         )
         self._note(fall)
         return self._latest.way
@@ -57,7 +57,7 @@ class Recoveries:
     def moved(self, fall: WorkerFailure, way: RecoveryAction) -> None:
         """A node has come or gone, as it may: it costs nothing of the budget."""
         self._latest = Recovery(way)
-        self._folder.event(events.Fault(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))
+        self._folder.event(events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value))
         self._note(fall)
         self._moves += 1
 

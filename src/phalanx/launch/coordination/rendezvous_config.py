@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.sources.task import Task
+from phalanx.cluster.sources.task import SchedulerTask
 
 if TYPE_CHECKING:  # a run on one node has no use for it, and would start later
     from phalanx.control.leader_file import LeaderFile
@@ -24,7 +24,7 @@ class RendezvousConfig:
     run: str = ""  # id, where the user gave one
     addresses: tuple[str, ...] = ()  # the leader's, where it told them
     promised: tuple[int, ...] = ()  # workers of every node, where the user said them
-    task: Task | None = None  # this process is one that a scheduler started
+    task: SchedulerTask | None = None  # this process is one that a scheduler started
     meeting: LeaderFile | None = None  # where tasks find their leader if no name leads to it
     join_timeout: float = 300.0
     lost_after: float = 15.0

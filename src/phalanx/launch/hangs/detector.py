@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from phalanx.contract import encoding, events
 from phalanx.control import join_problems
-from phalanx.diagnose import absent, diagnosis, report, words
-from phalanx.diagnose.evidence import Evidence, Node
+from phalanx.diagnose import diagnosis, report, words
+from phalanx.diagnose.evidence import Evidence, NodeFacts
 from phalanx.diagnose.rank_state import LONGER
-from phalanx.diagnose.timeouts import Timeout
+from phalanx.diagnose.rules import absent
+from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.forkserver import wire
@@ -221,7 +222,7 @@ class HangDetector:
         path = await asyncio.to_thread(stall_dump.write, self._folder.path, next(self._stalls), evidence, verdicts)
         self._folder.event(events.Stalled(time=time.time(), seconds=round(evidence.waited, 1), folder=path))
         for verdict in verdicts:
-            told = events.Verdict(time=time.time(), kind=verdict.kind, text=verdict.text, ranks=verdict.ranks)
+            told = events.VerdictEvent(time=time.time(), kind=verdict.kind, text=verdict.text, ranks=verdict.ranks)
             self._folder.event(told)
         text = report.text(evidence, verdicts)
         short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
@@ -352,7 +353,7 @@ class HangDetector:
         then, pulse = self._heard.get(member, (0.0, None))
         began = self._watched.began if self._watched is not None else time.monotonic() - _ANSWER
         silent = time.monotonic() - (then if pulse is not None else began)
-        node = Node(
+        node = NodeFacts(
             node=pulse.node if pulse is not None else member,
             host=pulse.host if pulse is not None else "",
             silent=silent,
@@ -372,7 +373,7 @@ class HangDetector:
     async def _testimony(self) -> NodeEvidence:
         """Of this node."""
         total, available = process_stats.machine()
-        node = Node(
+        node = NodeFacts(
             node=self._supervisor.plan.node,
             host=os.uname().nodename,
             memory=total,

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from phalanx.diagnose import desync
-from phalanx.diagnose.divergence import partings
 from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.rank_state import survey
+from phalanx.diagnose.rules import desync
+from phalanx.diagnose.rules.divergence import partings
 from phalanx.launch.hangs import node_evidence
 from phalanx.launch.hangs.source_lines import Sources
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from phalanx.contract import encoding
 from phalanx.diagnose import frames
-from phalanx.diagnose.evidence import Call, Frame, Group, History, Node, Process, Rank, Thread
-from phalanx.diagnose.timeouts import Timeout
+from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, History, NodeFacts, Process, Rank, ThreadStack
+from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import probe
 from phalanx.launch.hangs import stacks
@@ -50,16 +50,16 @@ _STOPPED = ("T", "t", "Z", "X")
 class NodeEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Of one node."""
 
-    node: Node
+    node: NodeFacts
     ranks: tuple[Rank, ...]
 
 
 class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank's witness answers."""
 
-    threads: tuple[Thread, ...] = ()
-    groups: tuple[Group, ...] = ()
-    calls: tuple[Call, ...] = ()
+    threads: tuple[ThreadStack, ...] = ()
+    groups: tuple[GroupEvidence, ...] = ()
+    calls: tuple[CallEvidence, ...] = ()
     history: History = History()
     store: str = ""
     given: str = ""
@@ -77,7 +77,7 @@ def decode(text: bytes) -> NodeEvidence:
     return _decoder.decode(text)
 
 
-async def take(attempt: WorkerGroup, looks: ProcessStatsReader, node: Node) -> NodeEvidence:
+async def take(attempt: WorkerGroup, looks: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
     """Of all ranks here, the dead ones too."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
@@ -154,16 +154,16 @@ def _gave_up(bare: Rank, worker: Worker, death: root_cause.ProcessFailure) -> Ra
     if not any(thread.frames for thread in threads):  # it could not tell: there is its traceback
         lines = reversed(root_cause.report_of(death).stack)
         frames = tuple(Frame(file, number, function) for file, number, function, _ in lines)
-        threads = (Thread(name="MainThread", frames=frames, main=True),)
+        threads = (ThreadStack(name="MainThread", frames=frames, main=True),)
     timeout = root_cause.timeout(death) or Timeout()
     calls = _undone(told.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
     if timeout.seq:  # NCCL's watchdog names the call, and ends the process without an exception
-        calls = (*calls, Call(group=timeout.group, seq=timeout.seq, op=timeout.op))
+        calls = (*calls, CallEvidence(group=timeout.group, seq=timeout.seq, op=timeout.op))
     found = replace(bare, threads=threads, groups=told.groups, calls=calls, history=told.history)
     return replace(found, store=told.store, given=told.given, hosts=told.hosts)
 
 
-def _undone(calls: tuple[Call, ...], functions: set[str]) -> tuple[Call, ...]:
+def _undone(calls: tuple[CallEvidence, ...], functions: set[str]) -> tuple[CallEvidence, ...]:
     """torch takes a call that failed for one that is over."""
     last = calls[-1:]
     if last and last[0].done and (last[0].op in functions or "_engine_run_backward" in functions):
@@ -223,7 +223,7 @@ def _plain(name: str) -> str:
 
 async def _stacks(
     attempt: WorkerGroup, name: str, worker: Worker, state: str, why: str
-) -> tuple[tuple[Thread, ...], str]:
+) -> tuple[tuple[ThreadStack, ...], str]:
     """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
     if worker.witness is not None and state not in _STOPPED and _stacks_by_signal(worker.witness, worker.pid):
         sent = lambda: attempt.tell(name, probe.SIGNAL, alone=True)  # noqa: E731
@@ -251,7 +251,7 @@ def _stacks_by_signal(shown: ProbeClient, pid: int) -> bool:
     return False
 
 
-async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, ...]:
+async def _with_holder(pid: int, threads: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
     """Who has Python's lock: the main thread, unless that waits for it, and wakes every 5 ms to look. Then it is
     another, if only one is seen to wait for nothing."""
     before = process_stats.switches(pid)
@@ -259,20 +259,20 @@ async def _with_holder(pid: int, threads: tuple[Thread, ...]) -> tuple[Thread, .
     return holder(threads, waits=process_stats.switches(pid) - before >= _WAKES)
 
 
-def holder(threads: tuple[Thread, ...], *, waits: bool) -> tuple[Thread, ...]:
+def holder(threads: tuple[ThreadStack, ...], *, waits: bool) -> tuple[ThreadStack, ...]:
     """`waits`: the main thread does, for the lock."""
     able = [each for each in threads if each.main is not waits and (each.main or _at_work(each))]
     return tuple(replace(each, holds_gil=[each] == able) for each in threads)
 
 
-def _at_work(thread: Thread) -> bool:
+def _at_work(thread: ThreadStack) -> bool:
     return frames.act(thread.frames).what == "nothing"
 
 
-async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
+async def _of_children(worker: Worker, process: Process) -> tuple[ThreadStack, ...]:
     """Of those that the rank has forked, which have its handler: workers of a DataLoader. One after the other, for they
     write into the same file."""
-    found: tuple[Thread, ...] = ()
+    found: tuple[ThreadStack, ...] = ()
     if worker.witness is None:
         return found
     for child in process.children[:_MOST_CHILDREN]:
@@ -285,6 +285,6 @@ async def _of_children(worker: Worker, process: Process) -> tuple[Thread, ...]:
     return found
 
 
-def silent(node: Node, ranks: tuple[int, ...], why: str) -> NodeEvidence:
+def silent(node: NodeFacts, ranks: tuple[int, ...], why: str) -> NodeEvidence:
     """Of a node that does not answer, which is evidence too."""
     return NodeEvidence(node=node, ranks=tuple(Rank(rank=rank, node=node.node, note=why) for rank in ranks))

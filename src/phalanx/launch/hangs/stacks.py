@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.diagnose.evidence import Frame, Thread
+from phalanx.diagnose.evidence import Frame, ThreadStack
 from phalanx.forkserver import linux, paths
 
 _SETTLED = 0.03  # seconds without another line: it is complete
@@ -51,7 +51,7 @@ async def written(fd: int, send: Callable[[], object], limit: float) -> str:
         os.close(own)
 
 
-def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:
+def parsed(text: str, *, name: str = "") -> tuple[ThreadStack, ...]:
     """Threads of a dump of faulthandler's: the main one was there first, and is written last."""
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
@@ -63,7 +63,7 @@ def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:
             found[-1][1].append(Frame(frame["file"], number, frame["name"]))
     last = len(found) - 1
     return clean(
-        Thread(
+        ThreadStack(
             name=name or own or ("MainThread" if place == last else f"thread {place + 1}"),
             frames=tuple(frames),
             main=place == last and not name,
@@ -72,7 +72,7 @@ def parsed(text: str, *, name: str = "") -> tuple[Thread, ...]:
     )
 
 
-def clean(threads: Iterable[Thread]) -> tuple[Thread, ...]:
+def clean(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
     """Without what is ours."""
     return tuple(
         msgspec.structs.replace(
@@ -83,7 +83,7 @@ def clean(threads: Iterable[Thread]) -> tuple[Thread, ...]:
     )
 
 
-async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[Thread, ...], str]:
+async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[ThreadStack, ...], str]:
     """By py-spy; and why there is nothing."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=_beside())
     if program is None:
@@ -108,12 +108,12 @@ async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[Thread, 
     return (), "py-spy has said what nobody understands"
 
 
-def _spied(thread: dict[str, Any], pid: int) -> Thread:
+def _spied(thread: dict[str, Any], pid: int) -> ThreadStack:
     # It says of which class a method is; everybody else does not.
     frames = tuple(Frame(f["filename"], int(f["line"] or 0), f["name"].rpartition(".")[2]) for f in thread["frames"])
     main = thread.get("os_thread_id") == pid
     name = thread.get("thread_name") or ("MainThread" if main else f"thread {thread.get('os_thread_id')}")
-    return Thread(name=name, frames=frames, main=main, holds_gil=bool(thread.get("owns_gil")))
+    return ThreadStack(name=name, frames=frames, main=main, holds_gil=bool(thread.get("owns_gil")))
 
 
 def _beside() -> str:
@@ -123,7 +123,7 @@ def _beside() -> str:
     return sysconfig.get_path("scripts")
 
 
-def text_of(threads: tuple[Thread, ...]) -> str:
+def text_of(threads: tuple[ThreadStack, ...]) -> str:
     """As Python shows a dump."""
     lines = []
     for thread in threads:

@@ -16,7 +16,7 @@ from typing import Literal
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.filters import Duplicate, Std
 from phalanx.launch.output.line_model import LineModel, plain
-from phalanx.launch.output.log_forwarder import LogForwarder, Thread
+from phalanx.launch.output.log_forwarder import ForwarderThread, LogForwarder
 from phalanx.launch.output.log_tail import LogTail
 from phalanx.launch.output.noise import Noise
 
@@ -29,7 +29,7 @@ NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
 
 
 @dataclass(eq=False)
-class Stream:
+class CapturedStream:
     """One stream of one worker, or both where they are shown in one place."""
 
     rank: int
@@ -42,7 +42,7 @@ class Stream:
     start: int  # of this worker's part of the log
     size: int  # of the log
     ended: asyncio.Future[None]
-    followers: list[LogTail | Thread] = field(default_factory=list)  # they read the log as it grows
+    followers: list[LogTail | ForwarderThread] = field(default_factory=list)  # they read the log as it grows
     duplicate: Duplicate | None = None
     unkept: bytes = b""  # the end of what the log could not take
     repeated: bytes = b""  # the worker has started again, and writes this for a second time
@@ -62,7 +62,7 @@ class OutputCapture:
         self._console = console
         self._relay = relay
         self._echo = echo  # what is to be shown is shown here
-        self._streams: dict[tuple[int, Std], Stream] = {}
+        self._streams: dict[tuple[int, Std], CapturedStream] = {}
         self._buffer = memoryview(bytearray(PIPE_SIZE))
         self._lost = 0
         self._lost_path = ""
@@ -115,7 +115,7 @@ class OutputCapture:
         assert err is not None  # noqa: S101
         return out, err
 
-    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> Stream:
+    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> CapturedStream:
         shown = bool(show & std)
         live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
         path = f"{folder}/{dict(NAMES)[std]}.log"
@@ -135,7 +135,7 @@ class OutputCapture:
         else:
             with contextlib.suppress(OSError):  # the user's share of pipe memory may be used up
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-        stream = Stream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
+        stream = CapturedStream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
         if shown and self._echo:
             stream.followers.append(self._console.attach(rank, std, log, size, live=live))
         if shown and self._relay is not None:
@@ -255,16 +255,16 @@ class OutputCapture:
             self._console.say(f"{self._lost} bytes of output could not be kept (first: {self._lost_path})")
             self._lost = 0
 
-    def _of(self, ranks: Iterable[int] | None) -> list[Stream]:
+    def _of(self, ranks: Iterable[int] | None) -> list[CapturedStream]:
         chosen = None if ranks is None else set(ranks)
         streams = dict.fromkeys(self._streams.values())  # one for both is there twice
         return [stream for stream in streams if chosen is None or stream.rank in chosen]
 
-    def _readable(self, stream: Stream) -> None:
+    def _readable(self, stream: CapturedStream) -> None:
         if self._pump(stream) == 0:
             self._end(stream)
 
-    def _pump(self, stream: Stream) -> int | None:
+    def _pump(self, stream: CapturedStream) -> int | None:
         """One read. 0: the stream has ended. None: nothing there."""
         try:
             count = os.readv(stream.source, [self._buffer])
@@ -278,7 +278,7 @@ class OutputCapture:
             self._keep(stream, self._buffer[:count])
         return count
 
-    def _keep(self, stream: Stream, data: memoryview) -> None:
+    def _keep(self, stream: CapturedStream, data: memoryview) -> None:
         written = 0
         try:
             if stream.log is not None:
@@ -297,7 +297,7 @@ class OutputCapture:
         if stream.duplicate is not None:
             self._match(stream.std, stream.duplicate.feed(bytes(data)))
 
-    def _unkept(self, stream: Stream, data: bytes) -> None:
+    def _unkept(self, stream: CapturedStream, data: bytes) -> None:
         self._lost += len(data)
         stream.unkept = (stream.unkept + data)[-TAIL_SIZE:]  # the reason of a failure is in the last lines
         for follower in stream.followers:
@@ -315,7 +315,7 @@ class OutputCapture:
             with contextlib.suppress(OSError):
                 os.write(self._matches[std], lines)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: CapturedStream) -> None:
         """Take what is there, then close, whoever else has the other end."""
         if stream.ended.done():
             return
@@ -325,7 +325,7 @@ class OutputCapture:
         if not stream.ended.done():
             self._end(stream)
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: CapturedStream) -> None:
         if stream.held:
             self._keep(stream, memoryview(stream.held))
         self._loop.remove_reader(stream.source)
@@ -343,7 +343,7 @@ class OutputCapture:
         stream.ended.set_result(None)
 
 
-def _not_repeated(stream: Stream, data: bytes) -> bytes:
+def _not_repeated(stream: CapturedStream, data: bytes) -> bytes:
     """What is new: from the first line on that differs. What may yet turn out to be the same line is held."""
     data = stream.held + data
     pairs = enumerate(zip(data, stream.repeated, strict=False))

@@ -23,7 +23,7 @@ _PAUSE = 0.05  # between two rounds: lines that come together go together
 _QUEUED = 64  # messages that may wait for the wire
 
 
-class Thread:
+class ForwarderThread:
     """One stream of one rank."""
 
     def __init__(self, relay: LogForwarder, rank: int, std: Std, log: int | None, size: int) -> None:
@@ -81,15 +81,15 @@ class LogForwarder:
     def __init__(self, send: Callable[[Log], None], waiting: Callable[[], int]) -> None:
         self._send = send
         self._waiting = waiting
-        self._threads: list[Thread] = []
+        self._threads: list[ForwarderThread] = []
         self._awake = asyncio.Event()
         self._idle = asyncio.Event()
         self._allowance = float(BURST)
         self._last = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    def follow(self, rank: int, std: Std, log: int | None, size: int) -> Thread:
-        thread = Thread(self, rank, std, log, size)
+    def follow(self, rank: int, std: Std, log: int | None, size: int) -> ForwarderThread:
+        thread = ForwarderThread(self, rank, std, log, size)
         self._threads.append(thread)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -132,7 +132,7 @@ class LogForwarder:
             self._send_some(thread)
         return any(thread.ended or thread.size - thread.sent > CHUNK for thread in self._threads)
 
-    def _send_some(self, thread: Thread) -> None:
+    def _send_some(self, thread: ForwarderThread) -> None:
         data = thread.take(CHUNK)
         last = thread.ended and thread.sent >= thread.size
         if data or thread.skipped or last:

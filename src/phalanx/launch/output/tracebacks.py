@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from phalanx.diagnose import frames as stack
 from phalanx.diagnose.evidence import Frame
+from phalanx.forkserver import paths
 
 Line = tuple[str, int, str, str]  # file, line number, function, source
 
@@ -50,7 +51,7 @@ _BARS = re.compile(r"^[ |]*\| ", re.MULTILINE)
 _SUB_EXCEPTIONS = re.compile(r"\((\d+) sub-exceptions?\)")
 _IGNORED = re.compile(r"^Exception ignored (in|on)\b|^Error in atexit")  # Python goes on after these
 _IN_THREAD = re.compile(r"^Exception in thread (?P<name>.+):$")
-_IN_WORDS = ("CollectiveMismatchError", "trouble.Mismatched")  # their text names the lines that matter
+_IN_WORDS = ("CollectiveMismatchError", f"errors.{paths.MISMATCH}")  # their text names the lines that matter
 _UNNAMED = re.compile(r"^phalanx\.(\w+\.)*")
 _EMPTY = re.compile(r"^([\w.]+): *$")  # an exception without a message
 

@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.diagnose import diagnosis, frames, report
-from phalanx.diagnose.evidence import Call, Evidence, Node, Rank, decode, encode
+from phalanx.diagnose.evidence import CallEvidence, Evidence, NodeFacts, Rank, decode, encode
 from phalanx.diagnose.rank_state import PATIENCE, RESTS
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
@@ -108,7 +108,7 @@ async def _look(found: list[ForeignProcess]) -> Evidence:
     below_them = await asyncio.to_thread(linux.families, [one.pid for one in found])
     ranks = await asyncio.gather(*(_rank(one, rates, below_them.get(one.pid, [])) for one in found))
     total, available = process_stats.machine()
-    node = Node(node=0, host=os.uname().nodename, memory=total, available=available, swapping=rates.swapping())
+    node = NodeFacts(node=0, host=os.uname().nodename, memory=total, available=available, swapping=rates.swapping())
     source = Sources()
     return Evidence(
         time=time.time(),
@@ -128,7 +128,7 @@ async def _rank(one: ForeignProcess, rates: process_stats.ProcessStatsReader, be
         return rank
     # A backward pass that does nothing waits for others, in a collective that nobody has recorded.
     waits = frames.in_backward(frames.main_frames(rank))
-    return replace(rank, since=_STILL, calls=(Call(group="", seq=0, op="a collective"),) if waits else ())
+    return replace(rank, since=_STILL, calls=(CallEvidence(group="", seq=0, op="a collective"),) if waits else ())
 
 
 def answer(evidence: Evidence) -> dict[str, Any]:

@@ -54,7 +54,7 @@ async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> 
         while own is not None and own.time <= event.time:
             see(own)
             own = next(metrics, None)
-        if not (doubled and isinstance(event, events.Measured)):
+        if not (doubled and isinstance(event, events.MetricsMeasured)):
             see(event)
     while own is not None:
         see(own)
@@ -67,14 +67,14 @@ def _size(path: str) -> int:
     return 0
 
 
-def _told(path: str) -> Iterator[events.Measured]:
+def _told(path: str) -> Iterator[events.MetricsMeasured]:
     """What was measured, among the sights."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
             if line.startswith(b'{"event":"measured"'):
                 with contextlib.suppress(msgspec.MsgspecError):
                     event = events.decode(line)
-                    if isinstance(event, events.Measured):
+                    if isinstance(event, events.MetricsMeasured):
                         yield event
 
 
@@ -108,10 +108,10 @@ def _stall(path: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _metrics(path: str, told: list[events.Measured]) -> Iterator[events.Measured]:
+def _metrics(path: str, told: list[events.MetricsMeasured]) -> Iterator[events.MetricsMeasured]:
     """What a training has written itself, as if it had been measured; with what else was told of it."""
     more = {event.step: event for event in told}
-    last: events.Measured | None = None
+    last: events.MetricsMeasured | None = None
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
             found = measured(line)
@@ -123,12 +123,12 @@ def _metrics(path: str, told: list[events.Measured]) -> Iterator[events.Measured
             yield found
 
 
-def measured(line: bytes) -> events.Measured | None:
+def measured(line: bytes) -> events.MetricsMeasured | None:
     """A line of metrics.jsonl. None: it is none."""
     try:
         said: dict[str, Any] = json.loads(line)
         values = {name: _number(value) for name, value in said.items() if name not in _OURS}
-        return events.Measured(
+        return events.MetricsMeasured(
             time=float(said["time"]), step=int(said["step"]), epoch=int(said.get("epoch", 0)), values=values
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

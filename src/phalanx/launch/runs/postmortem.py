@@ -195,7 +195,7 @@ def _unfinished(remains: PostmortemData) -> list[str]:
 
 
 def _survived(remains: PostmortemData) -> list[str]:
-    faults = [event for event in remains.happened if isinstance(event, events.Fault) and event.recovery != "stop"]
+    faults = [event for event in remains.happened if isinstance(event, events.FaultEvent) and event.recovery != "stop"]
     if not faults:
         return []
     lines = [f"it had survived {len(faults)} fault{'s' if len(faults) > 1 else ''}:"]

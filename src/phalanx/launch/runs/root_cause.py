@@ -8,7 +8,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.diagnose import timeouts
+from phalanx.diagnose.rules import timeouts
+from phalanx.forkserver import paths
 from phalanx.launch.output import tracebacks
 from phalanx.launch.output.tracebacks import Line, TracebackReport
 
@@ -20,7 +21,7 @@ _PEER_LOST = re.compile(
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|successfully reached monitoredBarrier, but received errors"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
-    r"|\b(PeerLost|Late|Aborted): "  # of our own groups
+    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # of our own groups
 )
 
 _PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
@@ -208,7 +209,7 @@ def place(death: ProcessFailure) -> str:
 
 def differs(death: ProcessFailure) -> bool:
     """Ranks called different things, and one of our own groups has noticed."""
-    return "Mismatched: " in report_of(death).exception
+    return f"{paths.MISMATCH}: " in report_of(death).exception
 
 
 def block(

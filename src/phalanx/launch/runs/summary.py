@@ -30,7 +30,7 @@ class RunSummary:
 def of(record: RunRecord) -> RunSummary:
     record = history.leading(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
-    faults = (event for event in happened if isinstance(event, events.Fault) and not event.joins)
+    faults = (event for event in happened if isinstance(event, events.FaultEvent) and not event.joins)
     survived = sum(event.recovery != "stop" for event in faults)
     step, loss = _measured(record.folder)
     if step is None:
@@ -49,7 +49,7 @@ def _measured(folder: str) -> tuple[int | None, float | None]:
     for line in reversed(history.end(os.path.join(folder, "sights.jsonl"), _END).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError):
             event = events.decode(line)
-            if isinstance(event, events.Measured):
+            if isinstance(event, events.MetricsMeasured):
                 return event.step, _loss(event)
             if isinstance(event, events.ClusterSample) and seen is None:
                 seen = max((glance.step for glance in event.ranks if glance.step >= 0), default=None)
@@ -59,7 +59,7 @@ def _measured(folder: str) -> tuple[int | None, float | None]:
     return seen, None
 
 
-def _loss(event: events.Measured) -> float | None:
+def _loss(event: events.MetricsMeasured) -> float | None:
     """By that name, or the first that has it in its name."""
     names = sorted((name for name in event.values if "loss" in name.lower()), key=lambda name: (name != "loss", name))
     if not names:

@@ -96,7 +96,7 @@ class Collector:
             await asyncio.gather(task, return_exceptions=True)
         await self._measures.end()
 
-    def measured(self, message: words.Measured) -> None:
+    def measured(self, message: words.MeasuredStep) -> None:
         """By rank 0, which is here."""
         with contextlib.suppress(Exception):
             self._measures.told(message)

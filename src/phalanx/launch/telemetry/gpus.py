@@ -94,7 +94,7 @@ def _throttled(nvml: Any, handle: Any) -> str:
 
 
 def examined(
-    nvml: Any, devices: Sequence[Device | None], found: Sequence[Gpu | None], reported: Sequence[xids.Xid]
+    nvml: Any, devices: Sequence[Device | None], found: Sequence[Gpu | None], reported: Sequence[xids.XidLine]
 ) -> list[Gpu | None]:
     """With what the driver and the kernel log tell about errors, until the time for it is over."""
     ends = time.monotonic() + _HEALTH
@@ -113,7 +113,7 @@ def examined(
     return result
 
 
-def _errors(nvml: Any, device: Device, reported: Sequence[xids.Xid]) -> dict[str, Any]:
+def _errors(nvml: Any, device: Device, reported: Sequence[xids.XidLine]) -> dict[str, Any]:
     """Of a slice: those of its GPU. What this driver or this GPU does not know counts as no error."""
 
     def known(name: str, *arguments: Any) -> Any:

@@ -25,7 +25,7 @@ _EVERY = 0.2  # seconds
 _MOST = 1 << 15  # bytes of a stream that are read in a second
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[words.Measured] = msgspec.json.Decoder(words.Measured)
+_decoder: msgspec.json.Decoder[words.MeasuredStep] = msgspec.json.Decoder(words.MeasuredStep)
 
 
 class RunMetrics:
@@ -33,13 +33,13 @@ class RunMetrics:
         self._post = post
         self._folder = folder
         self._thinning = Downsampler(_ROOM, _EVERY)
-        self._unkept: events.Measured | None = None
+        self._unkept: events.MetricsMeasured | None = None
         self._gauges: dict[str, tuple[int, LossParser]] = {}  # by file: how far it was read
         self._reading: asyncio.Task[None] | None = None
         self.samples = -1.0  # of all ranks, a second
         post.reads("measured", self._heard)
 
-    def told(self, message: words.Measured) -> None:
+    def told(self, message: words.MeasuredStep) -> None:
         """By rank 0, which is here."""
         self._post.send("measured", 0, _encoder.encode(message))
 
@@ -47,7 +47,7 @@ class RunMetrics:
         with contextlib.suppress(Exception):  # a letter must not cost the one who wrote it his place
             told = _decoder.decode(content)
             now = time.time()
-            event = events.Measured(
+            event = events.MetricsMeasured(
                 time=round(now, 3),
                 step=told.step,
                 values=told.values,
@@ -94,7 +94,9 @@ class RunMetrics:
     def _tell(self, found: ParsedLoss | None, seen: int) -> None:
         if found is not None:
             step = found.step if found.step is not None else seen or found.bar or 0
-            self.told(words.Measured(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values))
+            self.told(
+                words.MeasuredStep(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values)
+            )
 
     def _newest(self, folder: str) -> ParsedLoss | None:
         for name in ("stdout", "stderr"):

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phalanx.contract import events
-from phalanx.diagnose import stragglers
 from phalanx.diagnose.evidence import Gpu
-from phalanx.diagnose.stragglers import Straggler, Total
+from phalanx.diagnose.rules import stragglers
+from phalanx.diagnose.rules.stragglers import Straggler, Total
 from phalanx.forkserver import wire
 from phalanx.forkserver.probe.status_slot import StatusReading
 from phalanx.launch.ipc.control_socket import ControlSocket

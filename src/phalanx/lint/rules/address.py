@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "fixed-address"
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.joins or model.reach.spawns:
         return  # whoever starts the ranks has to say where they meet
     found = [*_set(model), *_given(model)]
@@ -20,7 +20,7 @@ def check(model: Model) -> Iterator[Finding]:
         return
     node, what = found[0]
     names = ", ".join(dict.fromkeys(name for _, name in found))
-    yield Finding(
+    yield LintFinding(
         node.lineno,
         NAME,
         "warning",

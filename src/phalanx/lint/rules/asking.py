@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "input"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.many:
         return
     for call in model.script.calls:
         asks = isinstance(call.func, ast.Name) and call.func.id == "input" and not model.script.lookup(call.func)
         if (asks and "input" not in model.script.functions) and model.reach.everywhere(call):
-            yield Finding(
+            yield LintFinding(
                 call.lineno,
                 NAME,
                 "error",

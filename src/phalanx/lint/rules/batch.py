@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "world-batch"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.many:
         return
     if _scaled_rate(model):
@@ -19,7 +19,7 @@ def check(model: Model) -> Iterator[Finding]:
     for call in model.calls("DataLoader", "loader"):
         for word in call.keywords:
             if word.arg == "batch_size" and (text := _times_world(model, word.value, 3)):
-                yield Finding(
+                yield LintFinding(
                     word.value.lineno,
                     NAME,
                     "warning",

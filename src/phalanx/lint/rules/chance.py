@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.operations import Kind
 from phalanx.lint.rules.collective import lone
@@ -13,14 +13,14 @@ NAME = "chance-collective"
 _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     told: set[int] = set()  # conditions
     for kind in _KINDS:
         for one, parting in lone(model, kind, model.chance.depends):
             if one.quiet or parting.line in told:
                 continue
             told.add(parting.line)
-            yield Finding(
+            yield LintFinding(
                 one.node.lineno,
                 NAME,
                 "error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.operations import Kind, Operation
 from phalanx.lint.parting import Divides, Parting
@@ -13,9 +13,9 @@ from phalanx.lint.parting import Divides, Parting
 NAME = "rank-collective"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     for one, parting in lone(model, "collective", model.ranks.depends):
-        yield Finding(
+        yield LintFinding(
             one.node.lineno,
             NAME,
             "error",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "first-gpu"
 _CHOOSES = ("set_device", "set_device_index", "set_device_idx")
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.many:
         return
     # Whoever joins elsewhere may choose the device there.
@@ -26,7 +26,7 @@ def check(model: Model) -> Iterator[Finding]:
         return
     call, where = found[0]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    yield Finding(
+    yield LintFinding(
         call.lineno,
         NAME,
         "error",

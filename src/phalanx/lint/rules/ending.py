@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "no-destroy"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     ends = ("destroy_process_group", "_abort_process_group", "abandon")
     if any(isinstance(n, ast.Name | ast.Attribute) and model.script.last(n) in ends for n in model.script.nodes):
         return
@@ -19,7 +19,7 @@ def check(model: Model) -> Iterator[Finding]:
         return
     for call in model.calls("init_process_group"):
         if model.script.name(call.func).startswith(("torch.distributed", "init_")) and _reached(model, call):
-            yield Finding(
+            yield LintFinding(
                 call.lineno,
                 NAME,
                 "warning",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "no-set-epoch"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if model.driven or any(isinstance(n, ast.Attribute) and n.attr == "set_epoch" for n in model.script.nodes):
         return
     if not any(isinstance(node, ast.For) and _epochs(node) for node in model.script.nodes):
@@ -19,7 +19,7 @@ def check(model: Model) -> Iterator[Finding]:
     for call in model.calls("DistributedSampler"):
         if _shuffles(call) and not _for_tests(model, call):
             name = _name(model, call)
-            yield Finding(
+            yield LintFinding(
                 call.lineno,
                 NAME,
                 "warning",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.rules.collective import lone
 
 NAME = "rank-forward"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     for one, parting in lone(model, "model", model.ranks.depends):
         if one.quiet:
-            yield Finding(
+            yield LintFinding(
                 one.node.lineno,
                 NAME,
                 "warning",
@@ -23,7 +23,7 @@ def check(model: Model) -> Iterator[Finding]:
                 one.node.end_lineno or 0,
             )
         else:
-            yield Finding(
+            yield LintFinding(
                 one.node.lineno,
                 NAME,
                 "error",

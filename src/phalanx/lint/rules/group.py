@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.rules.collective import lone
 
 NAME = "rank-group"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     for one, parting in lone(model, "group", model.ranks.depends):
-        yield Finding(
+        yield LintFinding(
             one.node.lineno,
             NAME,
             "error",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "uneven-loop"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     for loop in model.script.nodes:
         if not isinstance(loop, ast.For) or not _uneven(model, loop.iter):
             continue
@@ -19,7 +19,7 @@ def check(model: Model) -> Iterator[Finding]:
             continue
         for one in model.operations.below(*loop.body):
             if not one.part and not one.quiet:
-                yield Finding(
+                yield LintFinding(
                     loop.lineno,
                     NAME,
                     "warning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.place import private
 
@@ -13,7 +13,7 @@ NAME = "file-race"
 _DOWNLOADS = ("urllib.request.urlretrieve", "wget.download", "gdown.download", "torch.hub.download_url_to_file")
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.many:
         return
     for call in model.script.calls:
@@ -29,7 +29,7 @@ def check(model: Model) -> Iterator[Finding]:
         if (path is not None and private(model, path)) or _caught(model, call) or _first(model, call):
             continue
         if model.reach.everywhere(call):
-            yield Finding(call.lineno, NAME, "warning", reason, fix, call.end_lineno or 0)
+            yield LintFinding(call.lineno, NAME, "warning", reason, fix, call.end_lineno or 0)
 
 
 def _folder(model: Model, call: ast.Call) -> ast.expr | None:

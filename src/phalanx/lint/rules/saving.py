@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.place import private
 
 NAME = "save-everywhere"
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     if not model.many:
         return
     for call in model.script.calls:
@@ -21,7 +21,7 @@ def check(model: Model) -> Iterator[Finding]:
         path = call.args[1] if len(call.args) > 1 else next((w.value for w in call.keywords if w.arg == "f"), None)
         if path is None or private(model, path) or not model.reach.everywhere(call):
             continue
-        yield Finding(
+        yield LintFinding(
             call.lineno,
             NAME,
             "error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.finding import Finding
+from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 
 NAME = "unsharded-data"
@@ -31,7 +31,7 @@ _ELSEWISE = (  # all ranks of a stage are meant to see the same data
 _PLAIN = ("RandomSampler", "SequentialSampler", "BatchSampler", "SubsetRandomSampler")
 
 
-def check(model: Model) -> Iterator[Finding]:
+def check(model: Model) -> Iterator[LintFinding]:
     script = model.script
     if not model.joins or model.driven or script.uses(*_ELSEWISE) or not model.calls("backward"):
         return
@@ -47,7 +47,7 @@ def check(model: Model) -> Iterator[Finding]:
         data = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "dataset"), None)
         if data is None or model.ranks.mentions(data) or _shards_itself(model, data):
             continue
-        yield Finding(
+        yield LintFinding(
             call.lineno,
             NAME,
             "warning",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Reader:
+class SnapshotReader:
     """Every rank makes the same calls in the same order."""
 
     def __init__(

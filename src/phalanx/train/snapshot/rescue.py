@@ -22,7 +22,7 @@ from phalanx.train.snapshot.found import RESCUE
 from phalanx.train.snapshot.part import Part, Writer
 
 if TYPE_CHECKING:
-    from phalanx.train.state_offer import StateOffer
+    from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 

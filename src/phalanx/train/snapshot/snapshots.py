@@ -27,18 +27,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import LaunchError
-from phalanx.train import shard_placement
 from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
 from phalanx.train.checkpoint.checkpoints import step_back
 from phalanx.train.checkpoint.plain import packed
 from phalanx.train.checkpoint.shares import Chunk, share
+from phalanx.train.model import shard_placement
 from phalanx.train.snapshot.copying import Copying
 from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import RESCUE, Division, FoundSnapshot, division, newest
 from phalanx.train.snapshot.part import Part, Writer
-from phalanx.train.snapshot.reader import Reader, carry
+from phalanx.train.snapshot.reader import SnapshotReader, carry
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
@@ -61,7 +61,7 @@ class Snapshots:
         self._vault = vault
         self._generators = generators
         self.say = say if say is not None else _say
-        self._reader = Reader(group, vault, generators, self.say)
+        self._reader = SnapshotReader(group, vault, generators, self.say)
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
         self._writers = [Writer(partial(vault.lend, name)) for name in names]
         self._counter = Counter(vault, group.rank)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from phalanx.control.connection_gate import GateLimits
-from phalanx.watch.page.keys import Keys
+from phalanx.watch.page.keys import PageKeys
 
 # A browser has six connections, and the page itself may come by a slow line. Its headers are long: it sends the cookies
 # of everything that ever was on this host, on any port.
@@ -74,7 +74,7 @@ def _ours(host: str, names: frozenset[str], *, digits: bool) -> bool:
     return digits or address.is_loopback
 
 
-def entitled(request: web.BaseRequest, keys: Keys, *, bearer: bool = False) -> bool:
+def entitled(request: web.BaseRequest, keys: PageKeys, *, bearer: bool = False) -> bool:
     if keys.knows(request.cookies.get(keys.cookie_name)):
         return True
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -29,7 +29,7 @@ def new(told: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class Keys:
+class PageKeys:
     key: str
     port: int
     run: str = ""

@@ -11,7 +11,7 @@ import msgspec
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
-    """A rank, as watch/run_model.py's RankView. In a whole, all of them; in an update, those that have changed."""
+    """A rank, as `RankView`. In a whole, all of them; in an update, those that have changed."""
 
     rank: int
     node: int
@@ -66,7 +66,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PageUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     head: Head
     rows: tuple[RankRow, ...] = ()

@@ -28,7 +28,7 @@ from phalanx.control.connection_gate import ConnectionGate
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
 from phalanx.watch.page import guard, keys, place
-from phalanx.watch.page.keys import Keys
+from phalanx.watch.page.keys import PageKeys
 from phalanx.watch.page.place import PageAddress
 from phalanx.watch.page.subscribers import Subscribers
 from phalanx.watch.source import Source, Stream, WhyAnswer
@@ -70,7 +70,7 @@ def serve(source: Source, at: str | None = None, fd: int | None = None, key: str
 
 async def _served(source: Source, where: PageAddress, key: str, sock: socket.socket, *, stays: bool) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    page = PageServer(source, where, Keys(key, sock.getsockname()[1], source.run))
+    page = PageServer(source, where, PageKeys(key, sock.getsockname()[1], source.run))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=_LAST)
@@ -95,7 +95,7 @@ async def _served(source: Source, where: PageAddress, key: str, sock: socket.soc
 
 
 class PageServer:
-    def __init__(self, source: Source, where: PageAddress, own: Keys) -> None:
+    def __init__(self, source: Source, where: PageAddress, own: PageKeys) -> None:
         self.crowd = Subscribers(source)
         self.door = ConnectionGate(self._handle, guard.LIMITS)
         self._source = source

@@ -9,9 +9,9 @@ from collections import deque
 from aiohttp import web
 
 from phalanx.contract.events import AnyEvent, RunEnded
-from phalanx.watch.page.protocol import Update
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.page.protocol import PageUpdate
 from phalanx.watch.page.updates import Updates, encode
-from phalanx.watch.run_model import RunModel
 from phalanx.watch.source import Source
 
 MOST = 64  # browsers
@@ -131,5 +131,5 @@ class Subscribers:
         return b"retry: 1000\n" + _event("whole", self._updates.whole())
 
 
-def _event(name: str, update: Update) -> bytes:
+def _event(name: str, update: PageUpdate) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(update))

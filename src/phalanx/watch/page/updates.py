@@ -12,17 +12,17 @@ from itertools import islice
 import msgspec
 
 from phalanx.contract import encoding
-from phalanx.watch.curve import Point
-from phalanx.watch.page.protocol import Head, RankRow, Told, Update
-from phalanx.watch.rank import RankView
-from phalanx.watch.run_model import RunModel, TimelineEvent
-from phalanx.watch.strip import TICK, Strip
+from phalanx.watch.model.curve import Point
+from phalanx.watch.model.rank import RankView
+from phalanx.watch.model.run_model import RunModel, TimelineEvent
+from phalanx.watch.model.strip import TICK, Strip
+from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, Told
 
 SECONDS = 30.0  # of phases, in a whole
 _HELD = 5  # ranks that others waited for
 
 
-def encode(update: Update) -> bytes:
+def encode(update: PageUpdate) -> bytes:
     """In one line, as server-sent events want it."""
     return encoding.encode(update)
 
@@ -33,14 +33,14 @@ class Updates:
     def __init__(self, scene: RunModel, *, seconds: float = SECONDS) -> None:
         self._scene = scene
         self._seconds = seconds
-        self._latest: Update | None = None  # with all that is told each time, and nothing that is told once
+        self._latest: PageUpdate | None = None  # with all that is told each time, and nothing that is told once
         self._rows: dict[int, RankRow] = {}
         self._ends: dict[int, float] = {}  # how far the strips were told
         self._given: dict[str, int] = {}  # how far the curves were told
         self._told = 0
         self._links: object = None
 
-    def whole(self) -> Update:
+    def whole(self) -> PageUpdate:
         """What all updates so far come to; the first one looks at the scene."""
         if self._latest is None:
             self.next()
@@ -64,7 +64,7 @@ class Updates:
             **self._linked(),
         )
 
-    def next(self) -> Update | None:
+    def next(self) -> PageUpdate | None:
         """What is new; None: nothing."""
         scene = self._scene
         links = self._linked() if scene.links is not self._links else {}
@@ -74,7 +74,7 @@ class Updates:
         gone = tuple(rank for rank in before if rank not in rows)
         for rank in gone:
             self._ends.pop(rank, None)
-        latest = Update(
+        latest = PageUpdate(
             at=scene.now,
             head=_head(scene),
             verdicts=tuple(map(_told, scene.verdicts)),

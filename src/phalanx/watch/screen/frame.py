@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from phalanx.watch import plot
-from phalanx.watch.run_model import RunModel, TimelineEvent
+from phalanx.watch.charts import plot
+from phalanx.watch.model.run_model import RunModel, TimelineEvent
 from phalanx.watch.screen import grid, head, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import KINDS, Signs

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from phalanx.watch.run_model import RankView, RunModel
+from phalanx.watch.model.run_model import RankView, RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import STYLES, Signs

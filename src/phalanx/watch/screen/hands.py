@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Hands(Protocol):
+class RunActions(Protocol):
     def debugger(self, rank: int) -> Sequence[str]:
         """The command that debugs a rank, on the terminal that it is given."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import STYLES, Signs

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.watch.run_model import RunModel, TimelineEvent
+from phalanx.watch.model.run_model import RunModel, TimelineEvent
 from phalanx.watch.screen import head, numbers, text
 from phalanx.watch.source import Source
 

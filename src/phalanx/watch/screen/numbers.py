@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.watch import figures
+from phalanx.watch.charts import figures
 
 
 def size(count: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import re
 
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import UNICODE

@@ -11,12 +11,12 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from phalanx.contract.events import ClusterSample, Measured
+from phalanx.contract.events import ClusterSample, MetricsMeasured
 from phalanx.errors import PhalanxError
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.hands import Hands
+from phalanx.watch.screen.hands import RunActions
 from phalanx.watch.screen.keys import Keys
 from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import signs
@@ -34,13 +34,13 @@ _PATIENCE = 2.0  # seconds for questions that are still under way when somebody 
 _HEED = 200  # events between two looks at anything else
 
 
-def show(source: Source, *, hands: Hands, environ: Mapping[str, str], held: bool = False) -> int:
+def show(source: Source, *, hands: RunActions, environ: Mapping[str, str], held: bool = False) -> int:
     """Until somebody leaves. `held`: below `phalanx run`, whose terminal this is; it goes with the run."""
     return asyncio.run(Screen(source, hands, environ, held=held).run())
 
 
 class Screen:
-    def __init__(self, source: Source, hands: Hands, environ: Mapping[str, str], *, held: bool) -> None:
+    def __init__(self, source: Source, hands: RunActions, environ: Mapping[str, str], *, held: bool) -> None:
         self._source = source
         self._hands = hands
         self._signs = signs(environ)
@@ -115,7 +115,7 @@ class Screen:
             async for event in self._source.events():
                 self._scene.see(event)
                 self._news.set()
-                if not isinstance(event, ClusterSample | Measured):  # something has happened
+                if not isinstance(event, ClusterSample | MetricsMeasured):  # something has happened
                     self._hurry.set()
                 seen += 1
                 if seen % _HEED == 0:

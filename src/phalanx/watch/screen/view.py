@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from phalanx.watch.run_model import RunModel
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import text
 from phalanx.watch.screen.tail import Tail
 from phalanx.watch.source import Stream

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from phalanx.cluster.sources import launchers
-from phalanx.cluster.sources.task import Task, Variables
+from phalanx.cluster.sources.task import SchedulerTask, Variables
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -117,7 +117,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return None
     task = launchers.find(environ)
-    if not isinstance(task, Task):
+    if not isinstance(task, SchedulerTask):
         return None
     for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
         if environ.get(name) and environ[name] != str(value):

@@ -29,7 +29,7 @@ from phalanx.contract.variables import (
     RUN_FOLDER,
     THREADS,
     TOPOLOGY,
-    Membership,
+    WorkerVariables,
     worker_environment,
 )
 from phalanx.worker.rendezvous import device
@@ -216,7 +216,7 @@ def _environment(crew: SpawnSpec, rank: int) -> dict[str, str]:
     for name in [*os.environ]:
         if name in (RUN, RUN_FOLDER, MEMORY, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
-    member = Membership(
+    member = WorkerVariables(
         rank=rank,
         world_size=crew.ranks,
         local_rank=rank,

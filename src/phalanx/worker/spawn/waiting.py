@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from phalanx.errors import LaunchError, RankError
+from phalanx.forkserver import paths
 from phalanx.worker.spawn import linux
 
 # What a healthy rank says when another one has gone: a consequence, never the first cause.
@@ -23,7 +24,7 @@ _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
     r"|NCCL (remote|communicator was aborted)|Connection was likely closed|failed to connect|connectFullMesh failed"
     r"|pair closure"
-    r"|\b(PeerLost|Late|Aborted): "  # of our own groups
+    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # of our own groups
 )
 _LAST_WORDS = 10.0  # for a keeper that was told to stop
 _LINGER = 5.0  # for a rank that has failed, or has gone without a result, and does not end or end the others

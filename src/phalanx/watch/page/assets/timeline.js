@@ -141,7 +141,7 @@ export class Timeline {
       if (letter === "w" || letter === "W") waiting++;
       else working.push(rank);
     }
-    // As watch/waiting.py: when at least half wait, those that do not hold them up.
+    // As watch/model/waiting.py: when at least half wait, those that do not hold them up.
     const found = working.length <= waiting ? working : [];
     if (this.#held.size > KEPT) this.#held.clear();
     if (tick < this.#model.newest / TICK - 30) this.#held.set(tick, found);

@@ -95,7 +95,7 @@ export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString("en-GB");
 }
 
-// 0.00084, 20k, 1.5M, 3e-5: as watch/axis.py writes them.
+// 0.00084, 20k, 1.5M, 3e-5: as watch/charts/axis.py writes them.
 export function short(value, digits = 3) {
   const round = Number(value.toPrecision(digits));
   const size = Math.abs(round);
@@ -106,7 +106,7 @@ export function short(value, digits = 3) {
   return String(round);
 }
 
-// What was measured, as watch/figures.py writes it: 2.301, 0.00084, 15.9k
+// What was measured, as watch/charts/figures.py writes it: 2.301, 0.00084, 15.9k
 export function measure(value) {
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(Number(value.toPrecision(4)));

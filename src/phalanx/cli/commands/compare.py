@@ -1,0 +1,155 @@
+"""`phalanx compare RUN RUN …`: loss and throughput of runs over each other, in the terminal and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.cli import choice, document
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import UsageError
+from phalanx.launch.runs import history
+from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.watch.charts import plot, svg
+from phalanx.watch.html import comparison
+from phalanx.watch.html.comparison import ComparisonCell, Course, Track
+
+SIGN = "phalanx compare"
+_COLOURS = (36, 33, 32, 35, 34, 31)  # of a terminal, in the order of the runs
+_HIGH = {True: 15, False: 10}  # rows of a chart: of the metric, of a rate
+_MOST = 160  # columns
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx compare",
+        description="Loss and throughput of runs over each other, and a table. Runs may have ended, or go on.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="as `phalanx ps --all` shows it, or its folder")
+    parser.add_argument("--metric", default="loss", metavar="NAME", help="instead of loss")
+    parser.add_argument("--over", choices=("step", "time"), default="step", help="what the curves go along (step)")
+    parser.add_argument("--log", action="store_true", help="a logarithmic scale for the metric")
+    parser.add_argument("--svg", metavar="FILE", help="also write it as a picture")
+    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is not ours")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args(argv)
+    records = [history.leading(choice.any_run(name, verb="compare")) for name in options.runs]
+    names = _names(records)
+    courses = []
+    for name, record in zip(names, records, strict=True):
+        track = Track(name, metric=options.metric)
+        history.read(record, track.see)
+        courses.append(track.course(record.state))
+    _check(courses, options.metric)
+    if options.svg:
+        charts = [
+            comparison.chart(courses, name, over=options.over, log=options.log) for name in comparison.shown(courses)
+        ]
+        picture = svg.picture(charts, comment=SIGN)
+        where = document.write(options.svg, picture, sign=SIGN, force=options.force, what="picture")
+    if options.json:
+        sys.stdout.write(json.dumps(_object(courses, options.metric)) + "\n")
+        return 0
+    _show(courses, over=options.over, log=options.log)
+    if options.svg:
+        sys.stdout.write(f"\nthe picture: {where}\n")
+    return 0
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """Unlike each other, even if a run is compared with itself."""
+    names: list[str] = []
+    for record in records:
+        name = record.id if record.id not in names else os.path.basename(record.folder)
+        again = (f"{name} ({number})" for number in range(2, len(records) + 1))
+        names.append(name if name not in names else next(one for one in again if one not in names))
+    return names
+
+
+def _check(courses: Sequence[Course], metric: str) -> None:
+    if metric != "loss" and all(course.final is None for course in courses):
+        known = sorted({name for course in courses for name in course.known})
+        raise UsageError(
+            f"none of these runs has measured {metric}",
+            details=[f"there is: {', '.join(known) or 'nothing'}"],
+            fix=f"--metric {known[0]}" if known else "leave --metric out: throughput is known of every run with steps",
+        )
+
+
+def _object(courses: Sequence[Course], metric: str) -> dict[str, Any]:
+    runs = []
+    for course in courses:
+        told = asdict(course)
+        told["curves"] = {name: told["curves"][name] for name in comparison.shown([course])}
+        for name in ("final", "lowest", "highest"):
+            if told[name] is not None and not math.isfinite(told[name]):
+                told[name] = str(told[name])  # JSON has no word for it
+        runs.append(told)
+    return {"metric": metric, "runs": runs, "ratios": _ratios(courses)}
+
+
+def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
+    """To the first run."""
+    return {
+        name: [1.0, *(cell.ratio for cell in cells[1:])]
+        for name, cells in comparison.table(courses)
+        if any(cell.ratio is not None for cell in cells)
+    }
+
+
+def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> None:
+    out = sys.stdout
+    width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
+    coloured = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
+    # without colours, what is drawn in dots looks the same for all of them
+    ascii_only = "utf" not in (out.encoding or "").lower() or (not coloured and len(courses) > 1)
+    letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(courses))]
+
+    def paint(text: str, style: int) -> str:
+        colour = _COLOURS[style % len(_COLOURS)] if style >= 0 else 0
+        return f"\x1b[{colour}m{text}\x1b[0m" if coloured and colour and text.strip() else text
+
+    for index, course in enumerate(courses):
+        sign = plot.sign(index, ascii_only=ascii_only)
+        missing = (
+            ""
+            if course.final is not None or course.metric not in comparison.shown(courses)
+            else (f"   (no {course.metric} was measured)")
+        )
+        out.write(paint(f"{sign} {letters[index]}", index) + f"  {course.run}{missing}\n")
+    names = comparison.shown(courses)
+    if courses[0].metric not in names:
+        out.write(f"\nno {courses[0].metric} was measured in {'either' if len(courses) == 2 else 'any'} of them\n")
+    if not names:
+        out.write("and nothing is known of their speed: they made no steps that were seen\n")
+    for name in names:
+        chart = comparison.chart(courses, name, over=over, log=log)
+        rows = plot.lines(
+            chart.series,
+            width,
+            _HIGH[name not in comparison.RATES],
+            ascii_only=ascii_only,
+            log=chart.log,
+            zero=chart.zero,
+            over=chart.over,
+        )
+        out.write(f"\n{name} over {'steps' if over == 'step' else 'time'}\n")
+        for row in rows:
+            out.write("".join(paint(text, style) for text, style in row).rstrip() + "\n")
+    out.write("\n" + "\n".join(_table(courses, letters)) + "\n")
+
+
+def _table(courses: Sequence[Course], letters: Sequence[str]) -> list[str]:
+    rows = [("", *letters), *((name, *map(_told, cells)) for name, cells in comparison.table(courses))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(courses) + 1)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _told(cell: ComparisonCell) -> str:
+    return cell.text if cell.ratio is None else f"{cell.text} ({cell.ratio:.2f}x)"

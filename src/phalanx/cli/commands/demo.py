@@ -1,0 +1,43 @@
+"""`phalanx demo`: a training that works, and one in which a rank fails, as a user would see them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+
+from phalanx import demo
+from phalanx.cli.commands import run
+from phalanx.errors import OptionError
+
+_SCRIPTS = os.path.dirname(os.path.abspath(demo.__file__))
+_ENOUGH = "95"  # percent
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="phalanx demo", description="See it work, in a few seconds.")
+    parser.add_argument("-g", "--slots", type=int, default=2, metavar="N", help="ranks (2)")
+    ranks = parser.parse_args(argv).slots
+    if ranks < 2:
+        raise OptionError(f"-g {ranks}: rank 1 has a part in the demo, so it takes 2 or more", fix="phalanx demo -g 2")
+    code, took = _run(ranks, "digits.py", "--at-least", _ENOUGH)
+    if code:
+        return code
+    sys.stdout.write(f"\nfrom command to trained model in {took:.1f} s\n\nNow rank 1 meets an error:\n")
+    code, _ = _run(ranks, "broken.py")
+    sys.stdout.write(
+        f"\nThe first cause is named, the others are stopped, and the exit code is the failing rank's: {code}\n"
+    )
+    return 0 if code == 1 else 1
+
+
+def _run(ranks: int, script: str, *args: str) -> tuple[int, float]:
+    path = os.path.join(_SCRIPTS, script)
+    near = os.path.relpath(path)
+    words = ["-g", str(ranks), "--cpu", path if near.startswith(os.pardir) else near, *args]
+    sys.stdout.write(f"\n$ phalanx run {shlex.join(words)}\n")
+    sys.stdout.flush()
+    start = time.monotonic()
+    return run.main(words), time.monotonic() - start

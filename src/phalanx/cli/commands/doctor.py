@@ -1,0 +1,249 @@
+"""`phalanx doctor`: what is wrong with this machine, or with several and the network between them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.cli.options.values import duration
+from phalanx.cluster import links
+from phalanx.cluster.sources import launchers
+from phalanx.cluster.sources.hosts import Host, parse_hostfile, parse_hosts
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
+from phalanx.contract.events import LinkMeasured
+from phalanx.doctor import machine, refusal, report, result
+from phalanx.doctor.checks.gpus import Gpus
+from phalanx.doctor.finding import Finding, worst
+from phalanx.doctor.result import Result
+from phalanx.errors import OptionError
+from phalanx.launch.runs import run_folder
+
+_SURVEY = "phalanx.doctor.survey"
+_LIMIT = 150.0
+_LIMIT_A_NODE = 15.0
+_GRACE = 10.0
+_RANKS = 8
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    environ = environment()
+    # As an exception, so that the test run is ended with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    patience, quick = _duration(options.join_timeout), options.quick
+    hosts = _hosts(options)
+    found = launchers.find(environ) if not hosts else None
+    result_: Result | None
+    if hosts:
+        result_ = _over_ssh(hosts, Trial(environ, patience, quick))
+    elif isinstance(found, SchedulerTask) and found.size > 1:
+        result_ = _as_task(found, Trial(environ, patience, quick))
+    elif isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
+        # `phalanx run` starts its own srun. On a node by itself there must be two, or there is nothing to see.
+        nodes = len(found.hosts)
+        result_ = _or_here(Trial(environ, patience, quick).run(["-g", "1" if nodes > 1 else "2"], nodes), environ)
+    else:
+        result_ = _here(environ, quick)
+    if result_ is None:
+        return 0
+    _keep(result_, environ)
+    if options.json:
+        sys.stdout.write(json.dumps(report.as_json(result_), indent=1) + "\n")
+    else:
+        report.show(result_)
+    return 1 if worst(result_.findings) == "red" else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phalanx doctor",
+        description="Checks this machine, or several and the network between them: with --hosts, in a Slurm "
+        "allocation, or as tasks of srun and mpirun. Says what is wrong, why, and what to type. Exit code 1: something "
+        "would make a run fail.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--quick", action="store_true", help="only look, measure nothing")
+    parser.add_argument("--join-timeout", metavar="TIME", default="60", help="how long to wait for all nodes (60 s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A,B", help="check these machines, as phalanx run --hosts reaches them")
+    where.add_argument("--hostfile", metavar="FILE", help="the same from a file, a host a line")
+    return parser
+
+
+def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    try:
+        if options.hosts is not None:
+            return parse_hosts(options.hosts)
+        if options.hostfile is not None:
+            with open(options.hostfile) as file:
+                return parse_hostfile(file.read())
+    except ValueError as why:
+        given = f"--hosts {options.hosts}" if options.hosts is not None else f"--hostfile {options.hostfile}"
+        raise OptionError(f"{given} cannot be used: {why}", fix="phalanx doctor --hosts a,b") from None
+    except OSError as error:
+        raise OptionError(
+            f"the host file {options.hostfile} cannot be read: {error.strerror}", fix="phalanx doctor --hosts a,b"
+        ) from None
+    return ()
+
+
+def _spelled(host: Host) -> str:
+    """With one slot: a rank a node is enough to look around."""
+    user, at, name = host.name.rpartition("@")
+    return f"{user}{at}[{name}]:1" if ":" in name and not name.startswith("[") else f"{host.name}:1"
+
+
+def _duration(text: str) -> float:
+    try:
+        return duration(text)
+    except ValueError as why:
+        raise OptionError(
+            f"--join-timeout {text} cannot be used: {why}", fix="phalanx doctor --join-timeout 2m …"
+        ) from None
+
+
+def _keep(found: Result, environ: Mapping[str, str]) -> None:
+    """For runs between the same hosts, which show it."""
+    pairs = [pair for pair in found.pairs if not pair.local]
+    with contextlib.suppress(OSError):
+        links.keep(
+            run_folder.home(environ),
+            (LinkMeasured(one=p.one, other=p.other, latency=p.latency, there=p.there, back=p.back) for p in pairs),
+            time.time(),
+        )
+
+
+# -- where it looks
+
+
+def _here(environ: Mapping[str, str], quick: bool) -> Result:
+    facts = machine.read(environ, run_folder.home(environ))
+    alone = Result(nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
+    if quick or not facts.versions.torch:
+        return alone
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        # A home of its own: the test shall not stand in the list of runs, nor fail for want of a disk.
+        trial = Trial({**environ, "PHALANX_HOME": f"{folder}/home"}, 0.0, quick)
+        # On this machine alone, whatever a scheduler says about others.
+        tried = trial.run(["--standalone", "-g", str(_ranks(facts.gpus))], 1)
+    return replace(alone, between=tried.between, pairs=tried.pairs, collectives=tried.collectives)
+
+
+def _ranks(gpus: Gpus) -> int:
+    """Two at least, or there is nothing to see; one a GPU, so that NCCL is tried."""
+    return min(_RANKS, max(2, len(gpus.gpus) - gpus.hidden))
+
+
+def _over_ssh(hosts: Sequence[Host], trial: Trial) -> Result:
+    """Those that cannot take part are named, and the others looked at without them."""
+    refused: list[Finding] = []
+    while True:
+        names = [host.name for host in hosts]
+        began = time.monotonic()
+        tried = trial.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts), names)
+        if tried.nodes:
+            return replace(tried, between=(*refused, *tried.between))
+        refused += tried.between
+        out = {finding.node for finding in tried.between}
+        left = [host for host in hosts if host.name not in out]
+        # A host that gave up waiting for the first one is not to blame, and every such round takes as long again.
+        late = time.monotonic() - began > trial.patience / 2
+        if late or not left or len(left) == len(hosts):
+            return _or_here(replace(tried, between=tuple(refused)), trial.environ)
+        hosts = left
+
+
+def _as_task(task: SchedulerTask, trial: Trial) -> Result | None:
+    """Every task takes part, and the one that leads tells for all: None in the others."""
+    tried = trial.run(["-g", "1"], task.size, shared=True)
+    return tried if tried.nodes or tried.between else None
+
+
+def _or_here(tried: Result, environ: Mapping[str, str]) -> Result:
+    """Where nobody answered, what is wrong here may be why."""
+    if tried.nodes:
+        return tried
+    facts = machine.read(environ, run_folder.home(environ))
+    return replace(tried, nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
+
+
+# -- the test
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The survey, run as any script is run."""
+
+    environ: Mapping[str, str]
+    patience: float  # until all nodes are here
+    quick: bool
+
+    def run(self, where: Sequence[str], nodes: int, names: Sequence[str] = (), *, shared: bool = False) -> Result:
+        """`shared`: other processes run the same, and must have the same words; only one of them gets the result."""
+        waits = ["--join-timeout", f"{self.patience:g}"] if self.patience else []
+        launch = [sys.executable, "-P", "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
+        limit = _LIMIT + _LIMIT_A_NODE * nodes + self.patience
+        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+            outfile = "-" if shared else os.path.join(folder, "result.json")
+            # The first node may be another machine, so the result is printed too.
+            words = [*launch, "-m", _SURVEY, outfile, "--print", *(["--quick"] if self.quick else [])]
+            code, out, err = _run(words, self.environ, limit)
+            found = _read(outfile) or result.find(out)
+        if found is not None:
+            return found
+        if shared and code == 0:
+            return Result(nodes=())
+        text = err.decode(errors="replace").strip()
+        if code is not None and (told := refusal.findings(text, names)):
+            return Result(nodes=(), between=tuple(told))
+        sys.stderr.write(f"{text}\n" if text else "")
+        ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"
+        fact = f"phalanx run could not start the test: it {ended}"
+        cause = text.splitlines()[0] if text else ""
+        fix = shlex.join(["phalanx", *launch[3:-2], "--no-python", "hostname"])
+        return Result(nodes=(), between=(Finding(refusal.CHECK, "red", fact, cause, fix),))
+
+
+def _read(path: str) -> Result | None:
+    try:
+        with open(path, "rb") as file:
+            return result.decode(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, bytes, bytes]:
+    """To its end, or to that of our patience (code None)."""
+    with subprocess.Popen(
+        list(words), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit)
+            return process.returncode, out, err
+        except subprocess.TimeoutExpired:
+            return None, *_end(process)
+        except BaseException:
+            _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """It ends its ranks, and is waited for, so that nothing of it is left when we are gone."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=_GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        return process.communicate()

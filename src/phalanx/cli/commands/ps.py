@@ -1,0 +1,152 @@
+"""`phalanx ps`: the runs of this user on this machine; those that have ended are remembered, or forgotten."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import OptionError, UsageError
+from phalanx.launch.runs import deletion, run_folder, summary
+from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launch.runs.summary import RunSummary
+from phalanx.watch.charts.figures import number
+
+_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_WHAT = 48  # letters of a command
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="phalanx ps", description="List runs: those that are running, or all.")
+    parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(
+        "--forget",
+        nargs="*",
+        metavar="RUN",
+        help="remove these runs that have ended, with their folders and all logs in them; --older: all that old",
+    )
+    parser.add_argument("--older", metavar="AGE", help="with --forget: those that began longer ago than 12h, 30d …")
+    options = parser.parse_args(argv)
+    base = run_folder.home(environment())
+    if options.forget is not None or options.older is not None:
+        return _forget(base, options.forget, options.older)
+    runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
+    if options.json:
+        for run in runs:
+            told = asdict(summary.of(run))
+            if told["loss"] is not None and not math.isfinite(told["loss"]):
+                told["loss"] = str(told["loss"])  # JSON has no word for it
+            sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **told}) + "\n")
+        return 0
+    if not runs:
+        sys.stdout.write("nothing is running\n" if not options.all else "no runs yet\n")
+        return 0
+    width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+    for line in table([(run, summary.of(run)) for run in runs], width or None, now=time.time()):
+        sys.stdout.write(line + "\n")
+    return 0
+
+
+def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, now: float) -> list[str]:
+    """In a terminal no line is wider than it: folders are left out, what is long is cut, and why a run failed has a
+    line of its own. Elsewhere a run is a line."""
+    rows = [["RUN", "STATE", "RANKS", "FOR", "STEP", "LOSS", "FAULTS", "WHAT", "FOLDER"]]
+    for run, told in runs:
+        lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
+        step = "-" if told.step is None else str(told.step)
+        loss = "-" if told.loss is None else number(told.loss)
+        faults = str(told.faults) if told.faults else "-"
+        what = told.why or _cut(_command(run.command), _WHAT)
+        rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])
+    if width is None or max(map(len, _aligned(rows))) <= width:
+        return _aligned(rows)
+    for row, (run, _) in zip(rows[1:], runs, strict=True):
+        row[7] = _command([os.path.basename(word) if os.sep in word else word for word in run.command])
+    rows = [row[:8] for row in rows]
+    reasons = ["", *(told.why for _, told in runs)]
+    lines = []
+    for line, why in zip(_aligned(rows), reasons, strict=True):
+        lines.append(_cut(line, width))
+        if why:
+            lines.append(_cut(f"    {why}", width))
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(most) for cell, most in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _forget(base: str, names: list[str] | None, older: str | None) -> int:
+    runs = list(run_folder.all_runs(base))
+    if names is None:
+        raise OptionError("--older says which runs to forget", fix=f"phalanx ps --forget --older {older}")
+    if not names and older is None:
+        raise OptionError("which runs are to be forgotten?", fix="phalanx ps --forget RUN, or --forget --older 30d")
+    if names:
+        chosen = [_named(name, runs) for name in names]
+    else:
+        chosen = [run for run in runs if not run.alive and (run.ended is not None or run.here)]
+    if older is not None:
+        oldest = time.time() - _age(older)
+        chosen = [run for run in chosen if run.started < oldest]
+    refused: UsageError | None = None  # one that cannot be does not keep the others
+    for run in chosen:
+        try:
+            deletion.forget(base, run)
+            sys.stdout.write(f"forgot {run.id}\n")
+        except UsageError as error:
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    if not chosen:
+        sys.stdout.write(f"no run is older than {older}\n")
+    return 0
+
+
+def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
+    """By its whole name: what is removed is not guessed."""
+    found = [run for run in runs if run.id == name]
+    found = found if len(found) < 2 else [run for run in runs if os.path.basename(run.folder) == name]
+    if len(found) == 1:
+        return found[0]
+    near = [run.id for run in runs if run.id.startswith(name)][:5]
+    raise UsageError(
+        f"no run is called {name}",
+        details=[f"there is: {', '.join(near)}"] if near else [],
+        fix=f"phalanx ps --forget {near[0]}" if near else "phalanx ps --all",
+    )
+
+
+def _age(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None:
+        raise OptionError(f"--older {text} is no age", fix="--older 12h, 30d, 8w")
+    return float(int(match[1]) * _AGES[match[2]])
+
+
+def _command(words: Sequence[str]) -> str:
+    """In one line, without what a terminal obeys, and without the interpreter, which is the same for all of them."""
+    shown = list(words)
+    if shown and os.path.basename(shown[0]).startswith("python"):
+        shown = shown[2:] if shown[1:2] == ["-u"] else shown[1:]
+    return "".join(char if char.isprintable() else " " for char in shlex.join(shown or words))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

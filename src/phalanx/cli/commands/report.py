@@ -1,0 +1,142 @@
+"""`phalanx report [RUN]`: one HTML file of a run, to share with somebody who was not there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from phalanx.cli import choice, document
+from phalanx.contract import encoding, events
+from phalanx.launch.runs import history, postmortem, views
+from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.version import __version__
+from phalanx.watch.html import masking, report
+from phalanx.watch.html.comparison import Track
+from phalanx.watch.html.report import Account, ReportTail, Stood
+from phalanx.watch.model.incidents import Incidents
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.strip import TICK
+from phalanx.watch.page import assets
+from phalanx.watch.page.updates import Updates
+from phalanx.watch.source import Stream
+
+_RANKS = 32  # of which the ends of logs are shown
+_TAIL = 16_000  # bytes of each stream
+_PHASES = 1_500_000  # letters of all ranks
+_MOST_PHASES = 6000  # of one
+_POINTS = 40_000  # of all curves
+_STACKS = 128  # ranks
+_STACK = 10_000  # letters of each
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx report",
+        description="One HTML file of a run, that has ended or goes on, to share: what ran, how fast, what failed and "
+        "what it cost. It needs no network and no script. What looks like a password or a token is masked.",
+    )
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps --all` shows it, or its folder (the last)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where it is written (RUN.html); -: standard output")
+    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
+    parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
+    options = parser.parse_args(argv)
+    record = history.leading(choice.any_run(options.run, verb="report"))
+    text = made(record, with_logs=not options.no_logs)
+    if options.output == "-":
+        sys.stdout.write(text)
+        return 0
+    path = options.output or f"{record.id}.html"
+    where = document.write(path, text, sign=report.SIGN, force=options.force, what="report")
+    sys.stdout.write(f"{where}\n")
+    return 0
+
+
+def made(record: RunRecord, *, with_logs: bool = True) -> str:
+    track, ledger, blamed = Track(record.id), Incidents(), Blamed()
+    history.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
+    scene, remains = track.scene, postmortem.read(record)
+    ended_badly = not record.alive and record.code != 0
+    ranks = list(blamed.ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
+    account = Account(
+        run=record.id,
+        state=record.state,
+        command=tuple(record.command),
+        version=__version__,
+        made=time.time(),
+        host=record.host,
+        cwd=record.cwd,
+        folder=record.folder,
+        started=record.started,
+        first=postmortem.first(remains) if ended_badly else "",
+        cause=postmortem.report(remains) if ended_badly else "",
+        stood=tuple(Stood(texts, stacks) for texts, stacks in history.stalls_of(record)),
+        tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
+        with_logs=with_logs,
+    )
+    page = asyncio.run(_page(record, scene, account))
+    return report.html(account, scene, track.course(record.state), ledger, page=page)
+
+
+async def _page(record: RunRecord, scene: RunModel, account: Account) -> str:
+    """The page with all that it shows inside: as many phases as there is room for."""
+    letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
+    logs: dict[str, dict[str, str]] = {}
+    for tail in account.tails:
+        logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
+    why = await views.FinishedRun(record).why()
+    stacks = {rank: text[:_STACK] for rank, text in itertools.islice(why.stacks.items(), _STACKS)}
+    whole = Updates(scene, seconds=letters * TICK).whole()
+    every = math.ceil(sum(map(len, whole.curves.values())) / _POINTS) or 1
+    curves = {name: [*points[:-1:every], points[-1]] for name, points in whole.curves.items() if points}
+    data = {
+        "whole": msgspec.structs.replace(whole, curves=curves),
+        "logs": logs,
+        "why": msgspec.structs.replace(why, stacks=stacks),
+    }
+    return assets.inlined(encoding.encode(_masked(msgspec.to_builtins(data, str_keys=True))).decode())
+
+
+def _masked(data: Any) -> Any:
+    """Text by text: in the whole, the values of a metric that is called tokens would look like secrets."""
+    match data:
+        case str():
+            return masking.hidden(data)
+        case dict():
+            return {name: _masked(value) for name, value in data.items()}
+        case list() | tuple() if any(isinstance(value, str | dict | list | tuple) for value in data):
+            return [_masked(value) for value in data]
+    return data
+
+
+@dataclass
+class Blamed:
+    """Ranks whose words are worth reading first: who failed, and who was blamed."""
+
+    ranks: dict[int, None] = field(default_factory=dict)
+
+    def see(self, event: events.AnyEvent) -> None:
+        match event:
+            case events.WorkerFailed() | events.FaultEvent():
+                self.ranks[event.rank] = None
+            case events.VerdictEvent():
+                self.ranks |= dict.fromkeys(event.ranks[:8])
+
+
+async def _tails(record: RunRecord, ranks: Sequence[int]) -> tuple[ReportTail, ...]:
+    source, found = views.FinishedRun(record), []
+    for rank in ranks:
+        for stream in _STREAMS:
+            part = await source.log(rank, stream, size=_TAIL)
+            if part.text.strip():
+                found.append(ReportTail(rank, stream, part.text, part.end))
+    return tuple(found)

@@ -1,0 +1,49 @@
+"""`phalanx watch [RUN]`: see a run, or what was of one, in this terminal or in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from phalanx.cli import choice
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import PAGE_KEY
+from phalanx.forkserver import linux
+from phalanx.launch.runs import views
+from phalanx.launch.viewers import dashboard
+from phalanx.watch.page import keys
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="phalanx watch", description="See a run live, or one that has ended. Looking changes nothing."
+    )
+    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
+    parser.add_argument("--page", action="store_true", help="in a browser: prints a link, and serves until Ctrl-C")
+    parser.add_argument("--page-at", metavar="HOST[:PORT]", help="where the page listens (127.0.0.1, a free port)")
+    parser.add_argument("--plain", action="store_true", help="lines instead of a full screen, as in a pipe")
+    parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
+    parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
+    options = parser.parse_args(argv)
+    if options.held is not None:
+        linux.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
+    run = (
+        choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held, options.run)
+    )
+    source = views.of(run)
+    if options.page or options.page_at or options.page_fd is not None:
+        from phalanx.watch.page import server
+
+        key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else dashboard.key_of(run.folder)
+        return server.serve(source, at=options.page_at, fd=options.page_fd, key=key)
+    from phalanx.watch.screen import terminal
+
+    environ = environment()
+    if options.plain or not terminal.good_for_a_screen(environ.get("TERM", "")):
+        from phalanx.watch.screen import lines
+
+        return lines.show(source)
+    from phalanx.cli.hands import LocalRunActions
+    from phalanx.watch.screen import screen
+
+    return screen.show(source, hands=LocalRunActions(run), environ=environ, held=options.held is not None)

@@ -1,0 +1,1 @@
+"""What moves and reduces memory between ranks: shared memory, gloo, MPI, and several hosts."""

@@ -1,0 +1,428 @@
+"""The engine through MPI, by mpi4py: tensors are handed to it where they are.
+
+MPI reduces in an order of its own: whether all ranks have the same bits, every time, is up to it. 16-bit floats go as
+32-bit ones and are rounded once. It cannot tell who is missing, so a timeout names nobody; and what it has begun cannot
+be called off, so a process whose wait timed out, or which failed, ends the whole job when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+
+from .engine import ANYONE, CallKind, EngineCall, Op, Reduction, spread
+from .threaded import ENDED, Threaded
+
+PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
+_EAGER = 0.0005  # seconds of looks that follow each other
+_SLOW = 2e8  # bytes a second: so much longer, for it is by looks that MPI moves them
+_SHORT, _LONG = 0.00002, 0.001  # between later ones
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+_OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
+_TYPES = {
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+}
+_OPS = {
+    Op.SUM: "SUM",
+    Op.PRODUCT: "PROD",
+    Op.MIN: "MIN",
+    Op.MAX: "MAX",
+    Op.BAND: "BAND",
+    Op.BOR: "BOR",
+    Op.BXOR: "BXOR",
+}
+_MOVED = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+
+_stranded: list[Any] = []  # memory that MPI may still read or write
+_failed = False  # the script, or a wait in MPI: to wait for the others at the end would be for ever
+_guarded = False
+
+
+def create(ranks: Sequence[int] = ()) -> MpiEngine | None:
+    """`ranks`: of the world, in this order; none: all. None: this process is not among them. Ranks call it together."""
+    mpi = _import()
+    world = mpi.COMM_WORLD
+    launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
+    if world.size == 1 and launched != "1":
+        raise CallRefused(
+            f"the backend mpi: MPI has started this process alone, and WORLD_SIZE is {launched}",
+            f"mpirun -n {launched} python …, or another backend: shm, gloo",
+        )
+    if not ranks:
+        return MpiEngine(mpi, world.Dup())
+    if world.rank not in ranks:
+        return None
+    wrong = [rank for rank in ranks if not 0 <= rank < world.size]
+    if wrong:
+        raise CallRefused(f"a group of ranks {', '.join(map(str, ranks))}: mpirun has started {world.size}")
+    group = world.group.Incl(list(ranks))
+    try:
+        # Who is in other groups does not take part: the tag keeps apart what is formed at the same time.
+        return MpiEngine(mpi, world.Create_group(group, tag=zlib.crc32(repr(list(ranks)).encode()) % 32768))
+    finally:
+        group.Free()
+
+
+class MpiEngine(Threaded):
+    """Collectives and messages in communicators of their own, `comm` and a copy of it.
+
+    all_reduce, broadcast and barrier besides, which make no Call.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._mpi = mpi
+        self._comm = comm
+        self._post = comm.Dup()  # messages
+        self._highest = comm.Get_attr(mpi.TAG_UB)
+        self._types = {dtype: getattr(mpi, name) for dtype, name in _TYPES.items()}
+        self._ops = {op: getattr(mpi, name) for op, name in _OPS.items()}
+        self._moved = {size: getattr(mpi, name) for size, name in _MOVED.items()}
+        # One call of MPI at a time, where the library has no more: none of ours waits within.
+        alone = mpi.Query_thread() < mpi.THREAD_MULTIPLE
+        self._held: list[torch.Tensor] = []  # by what is under way
+        self._turn: Any = threading.Lock() if alone else contextlib.nullcontext()
+
+    # -- without a Call
+
+    def all_reduce(self, tensor: torch.Tensor, how: Reduction, timeout: float) -> None:
+        if tensor.dtype not in self._types or how.average or how.before != 1.0 or tensor.numel() > PIECE:
+            self.run(EngineCall(CallKind.ALL_REDUCE, (), [tensor], how, timeout=timeout))
+            return
+        words = (self._mpi.IN_PLACE, [*self._spec(tensor)[:2], self._types[tensor.dtype]], self._ops[how.op])
+        self._in_turn(lambda: self._at_once("all_reduce", timeout, tensor, "Iallreduce", *words))
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: float) -> None:
+        if tensor.numel() > PIECE:
+            self.run(EngineCall(CallKind.BROADCAST, (), [tensor], root=root, timeout=timeout))
+            return
+        self._in_turn(lambda: self._at_once("broadcast", timeout, tensor, "Ibcast", self._spec(tensor), root))
+
+    def barrier(self, timeout: float) -> None:
+        self._in_turn(lambda: self._at_once("barrier", timeout, None, "Ibarrier"))
+
+    def _at_once(self, what: str, timeout: float, tensor: torch.Tensor | None, name: str, *words: Any) -> None:
+        if self._ended:
+            raise GroupAborted(ENDED)
+        self._held = [] if tensor is None else [tensor]
+        with _Ours(what):
+            self._wait(what, timeout, self._begin(name, *words))
+
+    # -- from rank to rank
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> MpiMessage:
+        self._check(tag)
+        with self._turn, _Ours("send"):
+            return MpiMessage(self, "send", self._post.Isend(self._spec(tensor), to, tag), tensor, timeout)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> MpiMessage:
+        self._check(tag)
+        whom = self._mpi.ANY_SOURCE if source == ANYONE else source
+        with self._turn, _Ours("recv"):
+            return MpiMessage(self, "recv", self._post.Irecv(self._spec(tensor), whom, tag), tensor, timeout)
+
+    def _check(self, tag: int) -> None:
+        if self._ended:
+            raise GroupAborted(ENDED)
+        if not 0 <= tag <= self._highest:
+            raise CallRefused(f"tag {tag}: this MPI has tags from 0 to {self._highest}")
+
+    # -- calls
+
+    def close(self) -> None:
+        super().close()
+        comms, self._comm, self._post = (self._comm, self._post), None, None
+        if not _failed and not self._mpi.Is_finalized():
+            for comm in filter(None, comms):
+                with contextlib.suppress(self._mpi.Exception):
+                    comm.Free()
+
+    def _do(self, call: EngineCall) -> None:
+        if self._ended:
+            raise GroupAborted(ENDED)
+        what = call.kind.name.lower()
+        self._held = []
+        with _Ours(what):
+            match call.kind:
+                case CallKind.ALL_REDUCE | CallKind.REDUCE:
+                    self._reduce(call, what)
+                case CallKind.REDUCE_SCATTER:
+                    self._reduce_scatter(call, what)
+                case CallKind.BROADCAST:
+                    for piece in call.outs[0].view(-1).split(PIECE):
+                        self._wait(what, call.timeout, self._begin("Ibcast", self._memory(piece), call.root))
+                case CallKind.ALL_GATHER:
+                    self._all_gather(call, what)
+                case CallKind.GATHER:
+                    outs = spread(call.outs, self.size) if self.rank == call.root else ()
+                    self._swap(call, what, {call.root: call.ins[0]}, dict(enumerate(outs)))
+                case CallKind.SCATTER:
+                    ins = spread(call.ins, self.size) if self.rank == call.root else ()
+                    self._swap(call, what, dict(enumerate(ins)), {call.root: call.outs[0]})
+                case CallKind.ALL_TO_ALL:
+                    ins, outs = spread(call.ins, self.size), spread(call.outs, self.size)
+                    self._swap(call, what, dict(enumerate(ins)), dict(enumerate(outs)))
+                case CallKind.BARRIER:
+                    self._wait(what, call.timeout, self._begin("Ibarrier"))
+
+    def _reduce(self, call: EngineCall, what: str) -> None:
+        how = call.reduction or Reduction()
+        takes = call.kind == CallKind.ALL_REDUCE or self.rank == call.root
+        for out in call.outs[0].view(-1).split(PIECE):
+            part = _prepared(out, how, keep=not takes)
+            memory, op = self._numbers(part), self._op(out.dtype, how.op)
+            if call.kind == CallKind.ALL_REDUCE:
+                request = self._begin("Iallreduce", self._mpi.IN_PLACE, memory, op)
+            elif takes:
+                request = self._begin("Ireduce", self._mpi.IN_PLACE, memory, op, call.root)
+            else:
+                request = self._begin("Ireduce", memory, None, op, call.root)
+            self._wait(what, call.timeout, request)
+            if takes:
+                _finish(out, part, how, self.size)
+
+    def _reduce_scatter(self, call: EngineCall, what: str) -> None:
+        how, out = call.reduction or Reduction(), call.outs[0].view(-1)
+        whole = call.ins[0] if len(call.ins) == 1 else torch.cat([part.view(-1) for part in call.ins])
+        part = _prepared(whole.view(-1), how, keep=True)
+        result = out if part.dtype == out.dtype else torch.empty_like(out, dtype=part.dtype)
+        memory, op = self._numbers(part, out.numel()), self._op(out.dtype, how.op)
+        self._wait(what, call.timeout, self._begin("Ireduce_scatter_block", memory, self._numbers(result), op))
+        _finish(out, result, how, self.size)
+
+    def _all_gather(self, call: EngineCall, what: str) -> None:
+        if len(call.outs) == 1:
+            part, whole = call.ins[0], call.outs[0]
+            memory = self._memory(whole, part.numel())
+            self._wait(what, call.timeout, self._begin("Iallgather", self._memory(part), memory))
+            return
+        call.outs[self.rank].view(-1).copy_(call.ins[0].view(-1))
+        requests = [self._begin("Ibcast", self._memory(out), rank) for rank, out in enumerate(call.outs)]
+        self._wait(what, call.timeout, *requests)
+
+    def _swap(self, call: EngineCall, what: str, ins: dict[int, torch.Tensor], outs: dict[int, torch.Tensor]) -> None:
+        """To each rank what it has to get, from each what it gives: straight from and into the tensors."""
+        if self.rank in outs:
+            own, mine = ins[self.rank], outs[self.rank]
+            if own.nbytes != mine.nbytes:
+                raise CollectiveMismatch(f"{what}: {own.nbytes} bytes for this rank itself, which takes {mine.nbytes}")
+            mine.view(-1).copy_(own.view(-1))
+        requests = [self._begin("Irecv", self._memory(outs[rank]), rank) for rank in outs if rank != self.rank]
+        requests += [self._begin("Isend", self._memory(ins[rank]), rank) for rank in ins if rank != self.rank]
+        self._wait(what, call.timeout, *requests)
+
+    # -- MPI
+
+    def _begin(self, name: str, *words: Any) -> Any:
+        with self._turn:
+            return getattr(self._comm, name)(*words)
+
+    def _wait(self, what: str, timeout: float, *requests: Any) -> None:
+        """Until all are over."""
+        if self._over(requests):
+            return
+        pace = MpiPolling(sum(tensor.nbytes for tensor in self._held))
+        while not self._over(requests):
+            if self._ended:
+                _give_up(self._held, requests)
+                raise GroupAborted(ENDED)
+            if timeout and pace.waited > timeout:
+                _give_up(self._held, requests)
+                self._end()
+                raise CollectiveTimeout(
+                    f"{what} timed out: it waited {timeout:g} s for other ranks, and MPI does not tell for which"
+                )
+            pace.rest()
+
+    def _over(self, requests: Sequence[Any]) -> bool:
+        with self._turn:
+            return bool(requests[0].Test() if len(requests) == 1 else self._mpi.Request.Testall(list(requests)))
+
+    def _memory(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
+        """As something that is merely moved: so many elements, all unless said."""
+        self._held.append(tensor)
+        return self._spec(tensor, count)
+
+    def _numbers(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
+        self._held.append(tensor)
+        return [*self._spec(tensor, count)[:2], self._types[tensor.dtype]]
+
+    def _spec(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.numel() if count < 0 else count, self._moved[tensor.element_size()]]
+
+    def _op(self, dtype: torch.dtype, op: Op) -> Any:
+        return self._ops[_OF_TRUTH.get(op, op) if dtype == torch.bool else op]
+
+
+class MpiPolling:
+    """Looks are what MPI moves anything by: they come often while there is hope, and then leave the core to others.
+
+    With more ranks than cores MPI itself yields at each.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self._begun = time.monotonic()
+        self._eager = _EAGER + size / _SLOW
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._begun
+
+    def rest(self) -> None:
+        waited = self.waited
+        if waited > self._eager:  # not by sched_yield, which on a busy machine costs more than a sleep
+            time.sleep(min(_LONG, max(_SHORT, waited / 100)))
+
+
+class MpiMessage:
+    """A message under way (engine.Pending)."""
+
+    def __init__(self, engine: MpiEngine, what: str, request: Any, tensor: torch.Tensor, timeout: float) -> None:
+        self._engine = engine
+        self._what = what
+        self._request = request
+        self._tensor: torch.Tensor | None = tensor  # which has to stay while MPI reads or writes it
+        self._status = engine._mpi.Status()
+        self._timeout = timeout
+        self._looking = threading.Lock()
+
+    @property
+    def over(self) -> bool:
+        """As far as is known: for who looks on, and must not wait (journal.py)."""
+        return self._tensor is None
+
+    def done(self) -> bool:
+        with self._looking:
+            if self._tensor is not None:
+                with self._engine._turn, _Ours(self._what):
+                    over = self._request.Test(self._status)
+                self._tensor = None if over else self._tensor
+            return self._tensor is None
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        pace = MpiPolling(self._tensor.nbytes if self._tensor is not None else 0)
+        while not self.done():
+            if self._engine._ended:
+                _give_up(self._tensor, self._request)
+                raise GroupAborted(ENDED)
+            if timeout and pace.waited > timeout:
+                return False
+            if self._timeout and pace.waited > self._timeout:
+                _give_up(self._tensor, self._request)
+                raise CollectiveTimeout(f"{self._what} timed out: it waited {self._timeout:g} s for another rank")
+            pace.rest()
+        return True
+
+    @property
+    def source(self) -> int:
+        return int(self._status.Get_source())
+
+
+def _prepared(tensor: torch.Tensor, how: Reduction, keep: bool) -> torch.Tensor:
+    """As MPI gets it: of a type that it knows, the factor applied. `keep`: the tensor itself stays as it is."""
+    part = tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    if tensor.dtype == torch.bool:
+        part = tensor.view(torch.uint8)
+    if how.before != 1.0:
+        factor = how.before if part.is_floating_point() else int(how.before)
+        part = part * factor if keep and part is tensor else part.mul_(factor)
+    return part
+
+
+def _finish(out: torch.Tensor, part: torch.Tensor, how: Reduction, size: int) -> None:
+    if how.average:
+        part.div_(size, rounding_mode=None if part.is_floating_point() else "trunc")
+    if part.data_ptr() != out.data_ptr():
+        out.copy_(part)
+
+
+class _Ours:
+    """What MPI says is one of our errors. Not a generator: every call comes here."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        from mpi4py import MPI
+
+        if not isinstance(error, MPI.Exception):
+            return
+        _give_up()
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise CollectiveMismatch(
+                f"{self._what}: ranks called different things: more has come than there is room for"
+            ) from None
+        raise PeerLost(f"{self._what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
+
+
+def _import() -> Any:
+    try:
+        import mpi4py
+    except ImportError:
+        raise CallRefused(
+            "the backend mpi needs mpi4py, which is not installed", "pip install 'phalanx[mpi]'"
+        ) from None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise CallRefused(
+            f"mpi4py {mpi4py.__version__} finds no MPI library here: {str(error).splitlines()[0]}",
+            "install one (apt install openmpi-bin libopenmpi-dev, module load …), and start ranks with its own mpirun",
+        ) from None
+    if MPI.Is_finalized():
+        raise CallRefused("MPI has been ended in this process, and cannot be begun again")
+    _guard(MPI)
+    return MPI
+
+
+def _guard(mpi: Any) -> None:
+    """MPI is ended by mpi4py at exit, where ranks wait for each other: one that failed must not, or all would hang."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    before = sys.excepthook
+
+    def failed(*error: Any) -> None:
+        before(*error)
+        _give_up()
+
+    sys.excepthook = failed
+
+    def end() -> None:
+        if _failed and not mpi.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(1)
+
+    atexit.register(end)
+
+
+def _give_up(*under_way: Any) -> None:
+    global _failed
+    _failed = True
+    _stranded.append(under_way)

@@ -1,0 +1,1 @@
+"""One kind of cause per file: evidence -> verdicts."""

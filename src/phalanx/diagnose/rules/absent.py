@@ -1,0 +1,124 @@
+"""Who did not come to a collective, barrier or store that timed out: from evidence in which the victim waits where it
+gave up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from phalanx.diagnose import words
+from phalanx.diagnose.diagnosis import diagnose
+from phalanx.diagnose.evidence import Evidence
+from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, Field, RankState, being, described, survey
+from phalanx.diagnose.rules import children
+from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.diagnose.verdict import Verdict
+
+_WAITED = 30.0  # seconds, where the message does not say
+
+
+def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
+    """Who did not come, and where it was: one sentence, then what shows it and what to do. Empty: nobody can tell."""
+    field = survey(_as_stuck(evidence, timeout))
+    victim = field.standings.get(late)
+    if victim is None:
+        return []
+    verdicts = diagnose(field.evidence)
+    certain = next((verdict for verdict in verdicts if verdict.certain and verdict.kind != "exited"), None)
+    if certain is not None:
+        return [certain.text, *certain.details, *([f"fix: {certain.fix}"] if certain.fix else [])]
+    missing = _missing(field, victim, timeout)
+    if not missing:
+        return _nobody(field, victim, timeout)
+    groups = _together(missing)
+    first = groups[0]
+    text = f"{words.who(_numbers(first))} did not {_do(victim, timeout)}: {_being(first)}"
+    more = [f"{words.who(_numbers(group))}: {_being(group)}" for group in groups[1:4]]
+    return [text, *more, *_shown(first, verdicts)]
+
+
+def _do(victim: RankState, timeout: Timeout) -> str:
+    """come to all_reduce #3 at train.py:7 within 5 s"""
+    seconds = words.duration(timeout.seconds) if timeout.seconds else ""
+    within, call = f" within {seconds}" if seconds else "", victim.call
+    if call is not None and call.op in ("send", "recv"):
+        what = "send" if call.op == "recv" else "receive"
+        return f"{what} what rank {victim.number} waited for in {described(victim)}{within}"
+    if call is not None or victim.act.what in MEETINGS:
+        return f"come to {described(victim)}{within}"
+    return f"come; rank {victim.number} waited{words.at(victim.place)}{f' for {seconds}' if seconds else ''}"
+
+
+def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:
+    """However short the timeout was, and however long the steps of a rank take, its peer has not waited for it."""
+    waited = max(evidence.waited, timeout.seconds or _WAITED, PATIENCE)
+    ranks = tuple(msgspec.structs.replace(rank, usual=0.0, since=max(rank.since, waited)) for rank in evidence.ranks)
+    return msgspec.structs.replace(evidence, waited=waited, ranks=ranks)
+
+
+def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankState]:
+    """Whoever keeps the victim: those that wait for nobody, as far as they are among the missing."""
+    awaited = field.awaits.get(victim.number, frozenset())
+    if not awaited and timeout.ranks and not timeout.key:
+        awaited = frozenset(timeout.ranks) - {victim.number}
+    roots, seen, ahead = set[int](), {victim.number}, list(awaited)
+    while ahead:  # a missing rank may wait for another itself
+        rank = ahead.pop()
+        if rank not in seen:
+            seen.add(rank)
+            further = field.awaits.get(rank, frozenset())
+            ahead += further
+            roots |= set() if further else {rank}
+    return field.of(roots or awaited)
+
+
+def _nobody(field: Field, victim: RankState, timeout: Timeout) -> list[str]:
+    """Nobody is missing by the evidence: a key of the store that no rank has set, or what lies between them."""
+    if not timeout.key or victim.act.what in MEETINGS:
+        return []
+    others = [each for each in field.of(field.standings) if each.number != victim.number]
+    where = f"rank {victim.number} waited for{words.at(victim.place)}"
+    text = f"no rank set the key {timeout.key!r} that {where} within {words.duration(timeout.seconds)}"
+    return [text, *(f"{words.who(_numbers(group))}: {_being(group)}" for group in _together(others)[:4])]
+
+
+def _together(standings: Sequence[RankState]) -> list[list[RankState]]:
+    """Those that are at the same place, and do the same there."""
+    groups: dict[str, list[RankState]] = {}
+    for each in standings:
+        groups.setdefault(_doing(each), []).append(each)
+    return list(groups.values())
+
+
+def _numbers(group: Sequence[RankState]) -> list[int]:
+    return [each.number for each in group]
+
+
+def _being(group: Sequence[RankState]) -> str:
+    subject = words.verb(_numbers(group), "it", "they")
+    gone = group[0].rank.ended is not None
+    return f"{subject} {'' if gone else words.verb(_numbers(group), 'was ', 'were ')}{_doing(group[0])}"
+
+
+def _doing(standing: RankState) -> str:
+    if standing.rank.ended is not None:
+        return words.exit_text(standing.rank.ended)
+    if standing.unseen:
+        return f"not to be seen ({standing.rank.note})" if standing.rank.note else "not to be seen"
+    state = {"T": "stopped (SIGSTOP) ", "t": "held by a tracer "}.get(
+        standing.rank.process.state if standing.rank.process else "", ""
+    )
+    return f"{state}{being(standing)}"
+
+
+def _shown(group: Sequence[RankState], verdicts: Sequence[Verdict]) -> list[str]:
+    """The processes that it waited for, the line itself, and what to do."""
+    first, numbers = group[0], set(_numbers(group))
+    awaited = children.awaited(first.rank, first.act)
+    found = next((verdict for verdict in verdicts if numbers & set(verdict.ranks)), None)
+    if found is not None:
+        details = [detail for detail in found.details if detail not in awaited]
+        return [*awaited, *details[:4], *([f"fix: {found.fix}"] if found.fix else [])]
+    return [f"its line: {first.place.source}"] if first.place is not None and first.place.source else []

@@ -1,0 +1,169 @@
+"""Ranks that wait for each other: two groups in different order, messages that nobody takes or sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.diagnose import words
+from phalanx.diagnose.evidence import CallEvidence
+from phalanx.diagnose.rank_state import Field, RankState, being, described, site
+from phalanx.diagnose.verdict import Verdict
+
+_MESSAGES = ("send", "recv")
+_ORDER = "the same order of the groups on all ranks"
+
+
+def verdicts(field: Field) -> Iterator[Verdict]:
+    left = _entangled(field)
+    while left:
+        circle = _circle(field, left)
+        yield _judge(field, circle)
+        left -= set(circle)
+        left = {rank for rank in left if not field.awaits[rank] & set(circle)}
+        left = _shrunk(field, left)
+    yield from _crossed(field)
+    yield from _unanswered(field)
+
+
+def _entangled(field: Field) -> set[int]:
+    return _shrunk(field, set(field.awaits))
+
+
+def _shrunk(field: Field, ranks: set[int]) -> set[int]:
+    """Those of them that wait for one of them, and are waited for by one of them."""
+    while True:
+        awaited = {rank for each in ranks for rank in field.awaits[each]}
+        kept = {rank for rank in ranks if field.awaits[rank] & ranks and rank in awaited}
+        if kept == ranks:
+            return kept
+        ranks = kept
+
+
+def _circle(field: Field, ranks: set[int]) -> list[int]:
+    way = [min(ranks)]
+    while True:
+        following = min(field.awaits[way[-1]] & ranks)
+        if following in way:
+            return way[way.index(following) :]
+        way.append(following)
+
+
+def _judge(field: Field, circle: list[int]) -> Verdict:
+    standings = [field.standings[rank] for rank in circle]
+    messages = [(each, each.call) for each in standings if each.call is not None and each.call.op in _MESSAGES]
+    if len(circle) == 2 and len(messages) == 2:
+        return _two(*messages[0], *messages[1])
+    details = tuple(f"{words.who([each.number])}: {described(each)}" for each in standings)
+    chain = "; ".join(
+        f"rank {each.number} is in {_in(each)}, which needs rank {circle[(index + 1) % len(circle)]}"
+        for index, each in enumerate(standings[:4])
+    ) + (" ..." if len(standings) > 4 else "")
+    ranks = tuple(sorted(circle))
+    if len(messages) == len(standings):
+        what, fix = "a circle of messages", "let one of them receive first, or use isend and irecv"
+        return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, fix=fix,
+                       place=standings[0].place)  # fmt: skip
+    if messages:
+        standing, call = messages[0]
+        following = circle[(circle.index(standing.number) + 1) % len(circle)]
+        return _alone(field, standing, call, field.standings[following])
+    groups = {each.call.group for each in standings if each.call is not None}
+    what = "deadlock between two groups" if len(groups) == 2 else "deadlock between groups"
+    return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, place=standings[0].place,
+                   fix=_ORDER)  # fmt: skip
+
+
+def _in(standing: RankState) -> str:
+    call = standing.call
+    if call is None or call.op in _MESSAGES:
+        return described(standing)
+    group = next((each for each in standing.rank.groups if each.name == call.group), None)
+    name = (group.description or group.name) if group is not None else call.group
+    return f"{words.numbered(call)} of group {name}{words.at(site(standing, call))}"
+
+
+def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvidence) -> Verdict:
+    """Both wait for a message of the other."""
+    ranks = tuple(sorted((one.number, other.number)))
+    where = f"{described(one)}; {described(other)}"
+    if mine.op == theirs.op:
+        doing = "send to" if mine.op == "send" else "wait to receive from"
+        return Verdict(
+            kind="both send" if mine.op == "send" else "both receive",
+            ranks=ranks,
+            text=f"{words.who(ranks)} both {doing} each other: {where}",
+            place=one.place,
+            fix="let one of them receive first, or use isend and irecv"
+            if mine.op == "send"
+            else "let one of them send first",
+        )
+    return Verdict(
+        kind="wrong tag",
+        ranks=ranks,
+        text=f"rank {one.number} and rank {other.number} use different tags for one message: {where}",
+        place=one.place,
+        details=(f"tag {mine.tag or 0} and tag {theirs.tag or 0}",),
+        fix="the same tag for the send and its receive",
+    )
+
+
+def _alone(field: Field, standing: RankState, call: CallEvidence, peer: RankState) -> Verdict:
+    """A message whose other end does something else."""
+    sends = call.op == "send"
+    doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is {being(peer)}"
+    to = "to" if sends else "from"
+    tag = f" (tag {call.tag})" if call.tag else ""
+    waiting = [rank for rank in field.waiting_for([standing.number]) if rank != peer.number]
+    more = f"; {words.who(waiting)} {words.verb(waiting, 'waits', 'wait')} behind them" if waiting else ""
+    return Verdict(
+        kind="send without a receive" if sends else "receive without a send",
+        ranks=tuple(sorted((standing.number, peer.number))),
+        text=f"rank {standing.number} is in {call.op} {to} rank {peer.number}{tag}{words.at(site(standing, call))}, "
+        f"and rank {peer.number} {'does not receive it' if sends else 'does not send it'}: it {doing}{more}",
+        place=site(standing, call),
+        fix=f"a {'recv' if sends else 'send'} on rank {peer.number} for it, before its next collective",
+    )
+
+
+def _unanswered(field: Field) -> Iterator[Verdict]:
+    """A message for a rank that has ended, or that waits for messages of others."""
+    circling = _entangled(field)
+    for standing in field.of(set(field.awaits) - circling):
+        call = standing.call
+        if call is None or call.op not in _MESSAGES or call.peer is None:
+            continue
+        peer = field.standings.get(call.peer)
+        if peer is not None and peer.number in field.awaits[standing.number] and peer.leaving:
+            yield _alone(field, standing, call, peer)
+
+
+def _crossed(field: Field) -> Iterator[Verdict]:
+    """Collectives of two groups that were queued in different order, as NCCL has it: each GPU is in another one."""
+    orders: dict[tuple[tuple[str, int], tuple[str, int]], RankState] = {}
+    for standing in field.standings.values():
+        if not standing.stuck:
+            continue
+        queued = [call for call in standing.rank.calls if not call.done and call.seq > 0]
+        heads = list({call.group: call for call in reversed(queued)}.values())[::-1][:4]
+        for first, second in _pairs(heads):
+            key = ((first.group, first.seq), (second.group, second.seq))
+            other = orders.get((key[1], key[0]))
+            if other is not None and other.number != standing.number:
+                ranks = tuple(sorted((standing.number, other.number)))
+                yield Verdict(
+                    kind="deadlock",
+                    ranks=ranks,
+                    text=f"deadlock between two groups: rank {other.number} queued {words.numbered(second)} of group "
+                    f"{second.group} first, rank {standing.number} {words.numbered(first)} of group {first.group}",
+                    place=standing.place,
+                    fix=_ORDER,
+                )
+                return
+            orders.setdefault(key, standing)
+
+
+def _pairs(calls: list[CallEvidence]) -> Iterator[tuple[CallEvidence, CallEvidence]]:
+    for index, first in enumerate(calls):
+        for second in calls[index + 1 :]:
+            if first.group != second.group:
+                yield first, second

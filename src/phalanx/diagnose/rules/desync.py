@@ -1,0 +1,277 @@
+"""What it means that ranks part: another operation, other contents, one collective too many or too few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.diagnose import frames, words
+from phalanx.diagnose.evidence import CallEvidence, Frame
+from phalanx.diagnose.history import Shift
+from phalanx.diagnose.rank_state import Field, RankState, bucket, described, named, site, trail
+from phalanx.diagnose.rules.divergence import Divergence, alike, expected, guard, past, ways
+from phalanx.diagnose.verdict import Verdict
+
+SAME = "all ranks of a group have to call the same collectives in the same order"
+UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `with model.join():` around the loop"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Two calls with one number: of the first of the odd ones, and of the first of the others."""
+
+    field: Field
+    parting: Divergence
+
+    @property
+    def standing(self) -> RankState:
+        return self.parting.odd[0][0]
+
+    @property
+    def call(self) -> CallEvidence:
+        return self.parting.odd[0][1]
+
+    @property
+    def other(self) -> RankState:
+        return self.parting.rest[0][0]
+
+    @property
+    def beside(self) -> CallEvidence:
+        return self.parting.rest[0][1]
+
+    @property
+    def here(self) -> Frame | None:
+        return site(self.standing, self.call)
+
+    @property
+    def there(self) -> Frame | None:
+        return site(self.other, self.beside)
+
+    @cached_property
+    def ways(self) -> tuple[Frame, Frame] | None:
+        return ways(trail(self.standing, self.call), trail(self.other, self.beside))
+
+    @cached_property
+    def guard(self) -> Frame | None:
+        return next((found for pair in self.parting.odd if (found := guard(*pair)) is not None), None)
+
+    @cached_property
+    def their_guard(self) -> Frame | None:
+        return next((found for pair in self.parting.rest if (found := guard(*pair)) is not None), None)
+
+    @cached_property
+    def strange(self) -> bool:
+        """By what the loop did before, the others are right."""
+        usual = expected(past(self.other, self.parting))
+        return usual is not None and alike(usual, self.beside) and not alike(usual, self.call)
+
+    @cached_property
+    def again(self) -> bool:
+        """It belongs to the loop: it was called before."""
+        return any(alike(each, self.call) for each in past(self.other, self.parting))
+
+    @property
+    def who(self) -> str:
+        return words.who(self.parting.ranks)
+
+    @property
+    def them(self) -> str:
+        return words.others(self.parting.others, self.field.evidence, self.parting.ranks)
+
+    @property
+    def they_are(self) -> str:
+        return f"{self.them} {words.verb(self.parting.others, 'is', 'are')}"
+
+    @property
+    def mine(self) -> str:
+        if self.here is None and self.standing.place is not None:  # it has gone on since
+            return f"{words.numbered(self.call)} (by now {described(self.standing)})"
+        return f"{words.numbered(self.call)}{words.at(self.here)}"
+
+    @property
+    def theirs(self) -> str:
+        return f"{named(self.other, self.beside)}{words.at(self.there)}"
+
+    def verdict(self, kind: str, text: str, fix: str = SAME, place: Frame | None = None) -> Verdict:
+        pairs = (*self.parting.odd[:8], *self.parting.rest[:1])
+        details = [f"{words.who([standing.number])}: {_what(standing, call)}" for standing, call in pairs]
+        if self.ways is not None and self.ways != (self.here, self.there):
+            one, other = map(words.place, self.ways)
+            details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
+        details += _aftermath(self.parting)
+        place = place or self.here or self.standing.place
+        return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
+
+
+def judge(field: Field, parting: Divergence) -> Verdict:
+    case = _Case(field, parting)
+    same_place = case.here is not None and case.here == case.there
+    if case.call.op == case.beside.op and same_place:
+        return _differs(case)
+    found = next(filter(None, (test(case) for test in _TESTS[parting.shift])), None)
+    if found is not None:
+        return found
+    return _operation(case) if case.call.op != case.beside.op else _differs(case)
+
+
+def _evaluation(case: _Case) -> Verdict | None:
+    alone = frames.in_model(case.call.site or case.standing.frames)
+    if not alone or case.call.op != "broadcast" or frames.in_model(case.beside.site or case.other.frames):
+        return None
+    runs = words.verb(case.parting.ranks, "runs", "run")
+    asked = next((frame for frame in case.standing.frames if frame.guard), None)
+    return case.verdict(
+        "evaluation",
+        f"{case.who} alone {runs} the forward of a DDP model{words.inside(asked or case.standing.place)}, which "
+        f"broadcasts its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
+        "evaluate with model.module(...), or on all ranks",
+    )
+
+
+def _uneven(case: _Case) -> Verdict | None:
+    asked = case.guard is not None or case.their_guard is not None
+    left = case.standing.leaving and case.parting.newest
+    if asked or not (left or _left_loop(case)):
+        return None
+    return case.verdict(
+        "uneven data",
+        f"{case.who} left the loop earlier than the others, to {case.mine}, while {case.they_are} still in "
+        f"{case.theirs}: uneven data",
+        UNEVEN,
+    )
+
+
+def _left_loop(case: _Case) -> bool:
+    """The others are in a loop, and it is behind that."""
+    if case.ways is None:
+        return False
+    mine, theirs = case.ways
+    if mine.line < theirs.line:
+        return False
+    stack = trail(case.other, case.beside)
+    if any(frame.loop for frame in stack[: stack.index(theirs)]):
+        return True
+    if theirs.loop:
+        return mine.loop != theirs.loop
+    return case.call.op == "barrier" and case.strange and not mine.source
+
+
+def _unused(case: _Case) -> Verdict | None:
+    """The backward pass of the others goes on to a bucket, and its own was through."""
+    reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.standing.frames)
+    if not (reduces and case.strange and case.again):
+        return None
+    before = [call for call in past(case.standing, case.parting) if call.seq == case.parting.seq - 1]
+    if any(call.site and not bucket(call) for call in before):
+        return None
+    return case.verdict(
+        "unused parameters",
+        f"{case.who} did not reduce a DDP bucket that the others wait for in {case.theirs}: parameters got no gradient "
+        f"there; it went on to {case.mine}",
+        "DistributedDataParallel(..., find_unused_parameters=True), or the same branches of the model on all ranks",
+    )
+
+
+def _skipped(case: _Case) -> Verdict | None:
+    if case.guard is not None or not (case.their_guard is not None or (case.strange and case.again)):
+        return None
+    return _left_out(case)
+
+
+def _left_out(case: _Case) -> Verdict:
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} skipped a collective that {case.them} called{words.inside(case.their_guard or case.there)}: "
+        f"{named(case.other, case.beside)}; {case.who} went on to {case.mine}",
+    )
+
+
+def _extra(case: _Case) -> Verdict | None:
+    """Where both ask for the rank, each has its own branch, and the operation is what differs."""
+    if case.their_guard is not None:
+        return None
+    if case.guard is None and not (case.strange and case.call.op == case.beside.op):
+        return None
+    return _added(case)
+
+
+def _added(case: _Case) -> Verdict:
+    return case.verdict(
+        "skipped collective",
+        f"{case.who} called one more collective than the others, {words.numbered(case.call)}"
+        f"{words.inside(case.guard or case.here)}; {case.they_are} in {case.theirs}",
+        place=case.guard,
+    )
+
+
+def _operation(case: _Case) -> Verdict:
+    return case.verdict(
+        "wrong operation",
+        f"{case.who} called {case.call.op}{words.at(case.here)} where {case.them} called {case.beside.op}"
+        f"{words.at(case.there)} (#{case.call.seq})",
+    )
+
+
+def _differs(case: _Case) -> Verdict:
+    """The same operation with other contents."""
+    call, beside = case.call, case.beside
+    where = f" in {words.numbered(call)}{words.at(case.here or case.there)}"
+    has, have = words.verb(case.parting.ranks, "has", "have"), words.verb(case.parting.others, "has", "have")
+
+    def sentence(what: str, mine: object, theirs: object) -> str:
+        return f"{what} differ{where}: {case.who} {has} {mine}, {case.them} {have} {theirs}"
+
+    if call.dtypes and beside.dtypes and call.dtypes[0] != beside.dtypes[0]:
+        text = sentence("dtypes", call.dtypes[0], beside.dtypes[0])
+        return case.verdict("dtypes differ", text, "cast to one dtype before the collective")
+    if words.elements(call.shapes) != words.elements(beside.shapes):
+        text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
+        return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
+    if None not in (call.root, beside.root) and call.root != beside.root:
+        text = sentence("roots", f"root {call.root}", f"root {beside.root}")
+        return case.verdict("roots differ", text, "the same root on all ranks")
+    text = sentence("reductions", call.reduction or "none", beside.reduction or "none")
+    return case.verdict("reductions differ", text, "the same reduction on all ranks")
+
+
+# By what the records show after the difference. Empty: they do not tell, and the code around the calls has to.
+_TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
+    "": (_evaluation, _uneven, _unused, _skipped, _extra),
+    "replaced": (),
+    "added": (_evaluation, _added),
+    "skipped": (_unused, _left_out),
+}
+
+
+def _aftermath(parting: Divergence) -> list[str]:
+    """What a difference that ranks have passed means for what came after it."""
+    if not parting.passed:
+        return []
+    found = []
+    if all(call.done for _, call in (*parting.odd, *parting.rest)):
+        checked = "NCCL does not compare what ranks call: " if "nccl" in parting.backend else ""
+        found.append(f"{checked}all ranks went on, with wrong results since collective {parting.seq}")
+    if parting.overwritten:
+        have = words.verb(parting.overwritten, "has", "have")
+        found.append(f"{words.who(parting.overwritten)} {have} no record of it any more")
+    if parting.begin > 1 and parting.seq == parting.begin:
+        found.append(
+            f"collectives before {parting.begin} are not recorded any more: the first difference may be older "
+            "(TORCH_FR_BUFFER_SIZE)"
+        )
+    return found
+
+
+def _shapes(parting: Divergence) -> str:
+    """rank 3 has [10]: one part for each shape that is not the others'"""
+    by_shape: dict[str, list[int]] = {}
+    for standing, call in parting.odd:
+        by_shape.setdefault(words.shapes(call), []).append(standing.number)
+    parts = [f"{words.who(ranks)} {words.verb(ranks, 'has', 'have')} {shape}" for shape, ranks in by_shape.items()]
+    return ", ".join(parts[:4]) + (" ..." if len(parts) > 4 else "")
+
+
+def _what(standing: RankState, call: CallEvidence) -> str:
+    about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
+    return " ".join(filter(None, about)) + words.inside(site(standing, call))

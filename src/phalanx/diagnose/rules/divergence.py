@@ -1,0 +1,257 @@
+"""Where the ranks of a group part: the first number under which they have not called one and the same collective.
+
+Collectives of a group are numbered by each rank for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from phalanx.diagnose import frames, history, words
+from phalanx.diagnose.evidence import CallEvidence, Frame
+from phalanx.diagnose.history import Difference, Item, Log, Shift
+from phalanx.diagnose.rank_state import Field, RankState, trail
+
+_EARLIER = 256  # collectives before a difference that say what the loop does
+_LOOK_BACK = 16  # collectives that have to repeat, at most, to say what comes next
+_SAME_INPUTS = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base", "gather")
+
+_Pair = tuple[RankState, CallEvidence]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Who called something else, and what the others called."""
+
+    group: str
+    seq: int
+    odd: tuple[_Pair, ...]
+    rest: tuple[_Pair, ...]
+    backend: str = ""
+    passed: bool = False  # by the records of all ranks: it may be over since long
+    newest: bool = True  # the odd ones have called nothing since
+    shift: Shift = ""  # how their collectives go on after it
+    begin: int = 0  # the first number that could be compared: older records are overwritten
+    overwritten: tuple[int, ...] = ()  # ranks that do not have it any more
+    earlier: Mapping[int, Sequence[CallEvidence]] = field(default_factory=dict)  # of a rank: what it called before
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(standing.number for standing, _ in self.odd)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(standing.number for standing, _ in self.rest)
+
+
+_Members = tuple[int, ...]
+_Key = tuple[str, str, _Members]  # name, backend and ranks of a group
+
+
+def partings(field: Field) -> list[Divergence]:
+    """One of a group: by what is not over, or by the records of all ranks where these show an earlier one."""
+    now, then = _present(field), _recorded(field)
+    found = dict(now)
+    for key, parting in then.items():
+        known = now.get(key)
+        if known is None or parting.seq < known.seq:
+            found[key] = parting
+        elif parting.seq == known.seq:
+            found[key] = replace(known, shift=parting.shift, newest=parting.newest, earlier=parting.earlier)
+    return [found[key] for key in sorted(found)]
+
+
+def _present(field: Field) -> dict[_Key, Divergence]:
+    # What all of them have done is compared by their records.
+    undone = {(call.group, call.seq) for rank in field.evidence.ranks for call in rank.calls if not call.done}
+    called: dict[_Key, dict[int, list[_Pair]]] = {}
+    known = _known(field)
+    backends = {(call.group, call.backend) for rank in field.evidence.ranks for call in rank.calls if call.backend}
+    for standing in field.of(field.standings):
+        members = _members(standing)
+        for call in standing.rank.calls:
+            if call.seq > 0 and (call.group, call.seq) in undone:
+                only = [backend for group, backend in backends if group == call.group]
+                backend = call.backend or (only[0] if len(only) == 1 else "")
+                key = (call.group, backend, members.get(call.group) or known.get(call.group, ()))
+                called.setdefault(key, {}).setdefault(call.seq, []).append((standing, call))
+    found = {key: _first(key, called[key]) for key in called}
+    return {key: parting for key, parting in found.items() if parting is not None}
+
+
+def _members(standing: RankState) -> dict[str, _Members]:
+    return {group.name: group.ranks for group in standing.rank.groups if group.ranks}
+
+
+def _known(field: Field) -> dict[str, _Members]:
+    """For a rank that does not tell who is in a group."""
+    found: dict[str, _Members] = {}
+    for standing in field.of(field.standings):
+        found = {**_members(standing), **found}
+    return found
+
+
+def _recorded(field: Field) -> dict[_Key, Divergence]:
+    """The first difference in the records of each group."""
+    known = _known(field)
+    groups: dict[_Key, dict[int, Log]] = {}
+    for standing in field.of(field.standings):
+        members = _members(standing)
+        for (name, backend), log in history.logs(standing.rank.history).items():
+            ranks = members.get(name) or known.get(name, ())
+            if not ranks or standing.number in ranks:
+                groups.setdefault((name, backend, ranks), {})[standing.number] = log
+    found: dict[_Key, Divergence] = {}
+    for key, logs in groups.items():
+        difference = history.first_difference(logs)
+        if difference is not None:
+            found[key] = _differing(field, key, difference, logs)
+    return found
+
+
+def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[int, Log]) -> Divergence:
+    name, backend, _ = key
+    seq = difference.seq
+
+    def pairs(ranks: Sequence[int]) -> list[_Pair]:
+        return [(field.standings[rank], _call(field.standings[rank], key, seq, _at(logs[rank][seq], difference.part)))
+                for rank in ranks]  # fmt: skip
+
+    kinds = [pairs(side.ranks) for side in difference.sides]
+    *odd, rest = sorted(kinds, key=_oddness)
+    by_rank = sorted((pair for each in odd for pair in each), key=lambda pair: pair[0].number)
+    first, other = by_rank[0][0].number, rest[0][0].number
+    earlier = {
+        rank: [
+            _call(field.standings[rank], key, number, item)
+            for number in [number for number in sorted(logs[rank]) if number < seq][-_EARLIER:]
+            for item in logs[rank][number][:1]
+        ]
+        for rank in (first, other)
+    }
+    return Divergence(
+        name,
+        seq,
+        tuple(by_rank),
+        tuple(rest),
+        backend=backend,
+        passed=True,
+        newest=max(logs[first]) == seq,
+        shift=history.shift(logs[first], logs[other], seq),
+        begin=difference.begin,
+        overwritten=difference.overwritten,
+        earlier=earlier,
+    )
+
+
+def _at(items: tuple[Item, ...], part: int) -> Item:
+    return items[min(part, len(items) - 1)]
+
+
+def _call(standing: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
+    """As if it were one of the newest."""
+    group, backend, _ = key
+    for call in standing.rank.calls:
+        if (call.group, call.backend, call.seq) == (group, backend, seq):
+            return call
+    signature = item.signature
+    completed = next((each.completed for each in standing.rank.groups if each.name == group), -1)
+    shapes = signature.outputs if signature.op in history.OUTPUTS else signature.shapes
+    return CallEvidence(
+        group=group,
+        seq=seq,
+        op=signature.called or signature.op,
+        dtypes=signature.dtypes,
+        shapes=shapes,
+        outputs=signature.outputs,
+        done=seq <= completed,
+        site=item.site,
+        reduction=signature.reduction,
+        root=signature.root,
+        backend=backend,
+    )
+
+
+def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
+    """The fewest are odd. Of equally many those whose code asks for the rank, or that rank 0 is not among."""
+    return len(pairs), all(guard(*pair) is None for pair in pairs), -pairs[0][0].number
+
+
+def _first(key: _Key, called: dict[int, list[_Pair]]) -> Divergence | None:
+    for seq in sorted(called):
+        if len({standing.number for standing, _ in called[seq]}) < len(called[seq]):
+            continue  # several that are coalesced into one: history compares them in their order
+        kinds = _kinds(called[seq])
+        if len(kinds) < 2:
+            continue
+        *odd, rest = sorted(kinds, key=_oddness)
+        by_rank = sorted((pair for each in odd for pair in each), key=lambda pair: pair[0].number)
+        return Divergence(key[0], seq, tuple(by_rank), tuple(rest), backend=key[1])
+    return None
+
+
+def _kind(call: CallEvidence) -> tuple[object, ...]:
+    """What has to be the same for all ranks; None: not known, or of no matter."""
+    if call.op not in _SAME_INPUTS:
+        return call.op, None, None, call.reduction or None, call.root
+    uneven = len(set(call.outputs)) > 1  # an all_gather may be
+    size = words.elements(call.shapes) if call.shapes and not uneven else None
+    return call.op, size, call.dtypes[0] if call.dtypes else None, call.reduction or None, call.root
+
+
+def _kinds(pairs: list[_Pair]) -> list[list[_Pair]]:
+    """Those together who have called the same. What a rank does not tell is no difference: it is with the most."""
+    found: dict[tuple[object, ...], list[_Pair]] = {}
+    by_kind: dict[tuple[object, ...], list[_Pair]] = {}
+    for standing, call in pairs:
+        by_kind.setdefault(_kind(call), []).append((standing, call))
+    for kind in sorted(by_kind, key=lambda kind: (kind.count(None), -len(by_kind[kind]))):
+        like = [known for known in found if _compatible(kind, known)]
+        found.setdefault(max(like, key=lambda known: len(found[known]), default=kind), []).extend(by_kind[kind])
+    return [sorted(each, key=lambda pair: pair[0].number) for each in found.values()]
+
+
+def _compatible(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
+
+
+def alike(one: CallEvidence, other: CallEvidence) -> bool:
+    """The same collective, as far as can be seen: of the same place, where that is known."""
+    a, b = frames.own(one.site), frames.own(other.site)
+    if a is not None and b is not None and (a.file, a.line) != (b.file, b.line):
+        return False
+    return _kind(one) == _kind(other)
+
+
+def guard(standing: RankState, call: CallEvidence) -> Frame | None:
+    """The innermost place of a call that asks for the rank."""
+    return next((frame for frame in trail(standing, call) if frame.guard), None)
+
+
+def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
+    """The outermost function that both are in, at two of its lines."""
+    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
+        if (mine.file, mine.function) != (theirs.file, theirs.function):
+            return None
+        if mine.line != theirs.line:
+            return mine, theirs
+    return None
+
+
+def past(standing: RankState, parting: Divergence) -> list[CallEvidence]:
+    if parting.earlier.get(standing.number):
+        return list(parting.earlier[standing.number])
+    return [call for call in standing.rank.calls if call.group == parting.group and 0 < call.seq < parting.seq]
+
+
+def expected(calls: list[CallEvidence]) -> CallEvidence | None:
+    """What came next when last the collectives before were as they are now: a loop repeats itself."""
+    best, at = 0, None
+    for end in range(len(calls) - 1, 0, -1):
+        length = 0
+        while length < min(end, _LOOK_BACK) and alike(calls[end - 1 - length], calls[-1 - length]):
+            length += 1
+        if length > best:
+            best, at = length, end
+    return None if at is None else calls[at]

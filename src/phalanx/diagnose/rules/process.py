@@ -1,0 +1,177 @@
+"""What the kernel, the driver and the other nodes prove about a process: stopped, swapped out, silent, gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.diagnose import frames, words
+from phalanx.diagnose.evidence import Evidence, NodeFacts
+from phalanx.diagnose.rank_state import LONGER, SPINS, Field, RankState
+from phalanx.diagnose.verdict import Verdict
+
+_UNHEARD = 5.0  # seconds without a word of a node, which says one every second
+_MUTE = 1.5  # likewise, of one that has not said either how its ranks are, when it was asked
+_SWAPPED = 64e6  # bytes of a process on disk, at least
+_FAULTS = 50.0  # pages read back in a second
+_RELEASE = "native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long"
+_FULL = 0.03  # of a node's memory is left: it has none
+
+
+def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
+    seen = {
+        rank.node for rank in evidence.ranks if rank.threads or rank.process or rank.calls or rank.ended is not None
+    }
+    return [
+        node
+        for node in evidence.nodes
+        if node.lost or node.silent >= _UNHEARD or (node.silent >= _MUTE and node.node not in seen)
+    ]
+
+
+def nodes(field: Field) -> Iterator[Verdict]:
+    for node in lost_nodes(field.evidence):
+        ranks = tuple(sorted(rank.rank for rank in field.evidence.ranks if rank.node == node.node))
+        seen = "its connection has ended" if node.lost else f"nothing heard of it for {words.duration(node.silent)}"
+        cause = (
+            node.finding or field.evidence.finding or ("the node is lost" if node.lost else "link down, or it hangs")
+        )
+        name = node.host or str(node.node)
+        yield Verdict(
+            kind="node",
+            ranks=ranks,
+            text=f"node {name}{f' ({words.who(ranks)})' if ranks else ''} does not answer: {cause}",
+            details=(seen,),
+            fix="phalanx doctor shows the way to it",
+            certain=node.lost or node.silent >= _UNHEARD,
+        )
+
+
+def verdicts(field: Field) -> Iterator[Verdict]:
+    away = {node.node for node in lost_nodes(field.evidence)}
+    for standing in field.of(field.standings):
+        if standing.rank.node in away:
+            continue
+        found = (
+            _exit(field, standing)
+            or _stopped(field, standing)
+            or _gpu(field, standing)
+            or _memory(field, standing)
+            or _lock(field, standing)
+        )
+        if found is not None:
+            yield found
+
+
+def _exit(field: Field, standing: RankState) -> Verdict | None:
+    ended = standing.rank.ended
+    if not standing.gone or ended == 0 or not field.waiting_for([standing.number]):
+        return None
+    node = next((node for node in field.evidence.nodes if node.node == standing.rank.node), None)
+    how = words.exit_text(ended) if ended is not None else "has ended, and nobody has taken notice (zombie)"
+    return Verdict(
+        kind="exited",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} {how}{field.wait_for([standing.number])}",
+        details=(node.out_of_memory,) if node is not None and node.out_of_memory and ended == -9 else (),
+        place=standing.place,
+        fix="the error of that rank is the cause: see its output",
+    )
+
+
+def _stopped(field: Field, standing: RankState) -> Verdict | None:
+    process = standing.rank.process
+    if not standing.stopped or process is None:
+        return None
+    traced = process.state == "t"
+    how = "is held by a tracer (strace, gdb)" if traced else "is stopped (SIGSTOP)"
+    return Verdict(
+        kind="traced" if traced else "stopped",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} {how}{words.at(standing.place)}{field.wait_for([standing.number])}",
+        details=(f"process {process.pid} is in state {process.state}",),
+        place=standing.place,
+        fix="let the tracer go on or end it" if traced else f"kill -CONT {process.pid}",
+    )
+
+
+def _gpu(field: Field, standing: RankState) -> Verdict | None:
+    gpu = standing.rank.gpu
+    if gpu is None or not gpu.lost or standing.gone:
+        return None
+    node = words.host(field.evidence, standing.rank.node)
+    return Verdict(
+        kind="gpu lost",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} has lost its GPU: GPU {gpu.index} of node {node} does not answer its driver"
+        f"{field.wait_for([standing.number])}",
+        place=standing.place,
+        fix="dmesg | grep -i xid shows why; the node needs a reset of that GPU",
+    )
+
+
+def _memory(field: Field, standing: RankState) -> Verdict | None:
+    process = standing.rank.process
+    if process is None or standing.gone or not standing.stuck or standing.rank.busy:
+        return None
+    node = next((node for node in field.evidence.nodes if node.node == standing.rank.node), None)
+    full = node is not None and node.memory > 0 and node.available < _FULL * node.memory
+    thrashes = process.swapped >= _SWAPPED and process.major_faults >= _FAULTS
+    if not thrashes and not (full and process.major_faults >= _FAULTS):
+        return None
+    details = [f"{process.major_faults:.0f} pages are read back from disk each second"]
+    if node is not None and node.memory:
+        details.append(f"node {node.host}: {words.quantity(node.available)} of {words.quantity(node.memory)} are left")
+    return Verdict(
+        kind="memory",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} is out of memory and swapping ({words.quantity(process.swapped)} on disk)"
+        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
+        details=tuple(details),
+        place=standing.place,
+        fix="fewer DataLoader workers, a smaller batch, or fewer ranks on that node",
+    )
+
+
+def _lock(field: Field, standing: RankState) -> Verdict | None:
+    process = standing.rank.process
+    if not standing.held or process is None or process.state == "D" or standing.call is not None:
+        return None
+    if standing.long and standing.rank.silent < LONGER * field.evidence.limit:
+        return None  # native code of a compiler, or of an import
+    holder = next((thread for thread in standing.rank.threads if thread.holds_gil), None)
+    place = (frames.own(holder.frames) if holder is not None else None) or standing.place
+    thread = f" in thread {holder.name.removeprefix('thread ')}" if holder is not None and not holder.main else ""
+    if holder is None and len(standing.rank.threads) > 2 and frames.asleep(process).what == "lock":
+        return _other_thread(field, standing)
+    if process.state == "R" or process.cpu >= SPINS:
+        how = "spins holding the GIL"
+    elif holder is not None and not holder.main:  # the kernel speaks of the main thread
+        how = "holds the GIL"
+    else:
+        doing = frames.asleep(process)
+        how = f"holds the GIL while {doing.words}" if doing.words else "holds the GIL and does nothing"
+    return Verdict(
+        kind="gil",
+        ranks=(standing.number,),
+        text=f"rank {standing.number} {how}{words.at(place)}{thread}{field.wait_for([standing.number])}",
+        details=(f"no Python of this process has run for {words.duration(standing.rank.silent)}",),
+        place=place,
+        fix=_RELEASE,
+        certain=standing.rank.silent >= field.evidence.limit,
+    )
+
+
+def _other_thread(field: Field, standing: RankState) -> Verdict:
+    """The main thread waits for the lock, and it cannot be seen which of the others has it."""
+    others = [thread for thread in standing.rank.threads if not thread.main and thread.frames]
+    places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)
+    return Verdict(
+        kind="gil",
+        ranks=(standing.number,),
+        text=f"a thread of rank {standing.number} holds the GIL, and its main thread waits for that"
+        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
+        details=tuple(f"{name}{words.at(place)}" for name, place in places)[:8],
+        place=standing.place,
+        fix=_RELEASE,
+        certain=standing.rank.silent >= field.evidence.limit,
+    )

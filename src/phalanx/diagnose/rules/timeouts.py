@@ -1,0 +1,73 @@
+"""What the message of a collective, barrier or store that timed out says. The rank that gets it is the victim: who made
+it time out is told by absent.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from phalanx.forkserver import paths
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """What the message says."""
+
+    seconds: float = 0.0  # 0: not said
+    ranks: tuple[int, ...] = ()  # who did not come, by number in the group
+    key: str = ""  # of the store
+    address: str = ""  # of a store that did not answer: host:port
+    op: str = ""  # NCCL's watchdog names the collective
+    seq: int = 0
+    group: str = ""
+
+
+_PATTERNS = (  # compiled when a rank fails, and not when a run starts
+    r"Ranks? (?P<ranks>\d+(, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ?ms",
+    r"Rank \d+ timed out in monitoredBarrier after (?P<ms>\d+) ?ms",
+    r"Timed out waiting (?P<ms>\d+) ?ms for (recv|send) operation",  # gloo
+    r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<key>\S+)",  # the store
+    r"Timed out after (?P<s>\d+) seconds waiting for clients",
+    r"socket has timed out after (?P<ms>\d+) ?ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
+    rf"\b{paths.TIMED_OUT}: .*\branks? (?P<ranks>\d+(?:(?:, | and )\d+)*)(?: \(.*?\))? did not come within "
+    r"the timeout of (?P<s>[\d.]+) s",
+    rf"\b{paths.TIMED_OUT}: ",
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+),"
+    r".*?Timeout\(ms\)=(?P<ms>\d+)",
+)
+_DEFAULT = "0"  # as torch calls the group of all ranks
+_GUID = r"PG GUID (?P<group>[^\s()\]]+)"
+_NCCL = {  # as its watchdog calls them
+    "ALLREDUCE": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "all_gather_into_tensor",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter_tensor",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all_single",
+}
+
+
+def read(text: str) -> Timeout | None:
+    """None: it is no timeout of torch.distributed, nor of our own groups."""
+    found = next((match for pattern in _PATTERNS if (match := re.search(pattern, text))), None)
+    if found is None:
+        return None
+    said = found.groupdict()
+    seconds = float(said["ms"]) / 1000 if said.get("ms") else float(said.get("s") or 0)
+    guid = re.search(_GUID, text) if said.get("op") else None
+    op = said.get("op") or ""
+    return Timeout(
+        seconds=seconds,
+        ranks=tuple(map(int, re.findall(r"\d+", said.get("ranks") or ""))),
+        key=(said.get("key") or "").rpartition("//")[2] or (said.get("key") or ""),
+        address=f"{said['host']}:{said['port']}" if said.get("port") else "",
+        op=_NCCL.get(op, op.lower()),
+        seq=int(said.get("seq") or 0),
+        group=guid["group"] if guid else _DEFAULT if op else "",
+    )
+
+
+def timed_out(text: str) -> bool:
+    return read(text) is not None

@@ -1,0 +1,1 @@
+"""One check per file: facts -> findings."""

@@ -1,0 +1,498 @@
+"""Batches for this rank: every sample once an epoch, from wherever the last committed step was, at any number of ranks.
+
+loader = Loader(dataset, group, batch_size=64, shuffle=True)
+for batch in loader:                       # the rest of the epoch; the next time round, the next epoch
+    loss = loss_fn(model(batch)) * loader.scale
+    ...
+    loader.commit()                        # these samples are done with: what state_dict() tells, and nothing else
+
+`run.step` commits and `run.wrap` knows the scale; a loop of one's own does both itself. Batches that were taken but
+never committed come again: what a DataLoader has prefetched is nobody's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from phalanx.errors import UsageError
+from phalanx.train.data import rng
+from phalanx.train.data.order import Last, Order, Position, Step, check_last, count_steps, deal, steps
+from phalanx.train.data.shards import (
+    AssignedShard,
+    Parted,
+    ShardAssignment,
+    Shards,
+    ShardStream,
+    can_shard,
+    find_stateful_loader,
+    is_stateful,
+)
+
+VERSION = 1
+_AHEAD = 4096  # places that are looked up at once: one by one, they would cost more than a small step allows
+
+
+class Ranks(Protocol):
+    """What a loader has to know about the group. `seed` and `device` are used where they are there."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+class Loader:
+    """`batch_size` is that of one rank; `global_batch` that of all ranks together, the same when their number changes.
+
+    weights  one number a rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays.
+    last     what becomes of the samples at the end that fill no global batch. All ranks take the same number of steps.
+             "drop"    nobody gets them.
+             "pad"     batches keep their size, filled up with samples that must not count: take
+                       `(losses * loader.sample_weights).sum()` for the mean loss.
+             "uneven"  smaller batches; a rank that would have nothing gets one sample at a scale of 0.
+    total    adds up an int over all ranks; asked only for a data set with `shard(index, count)`. Without it, a
+             group of all ranks is made for that, at the first batch.
+    All other options are those of torch's DataLoader.
+
+    So that the mean of all ranks' gradients is the mean over samples, multiply each batch's mean loss by `scale`, which
+    is 1 where all ranks have as many; `run.backward` does.
+
+    An iterable data set is read as `train/data/shards.py` describes. One that has `state_dict` and `load_state_dict` is
+    resumed by them where torchdata is installed (`pip install phalanx[data]`); else, and for other ranks or workers
+    than before, what was consumed is read again and passed over.
+
+    Random numbers (Python's, NumPy's, torch's) that a data set draws depend on seed, epoch and place, not on how often
+    the run was resumed. One with an index and num_workers=0 draws from the training's, which checkpoints keep.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        group: Ranks,
+        *,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
+        shuffle: bool = False,
+        last: str = "drop",
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        generator: Any = None,
+        total: Callable[[int], int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.rank, self.world_size = group.rank, group.world_size
+        self.seed = int(getattr(group, "seed", 0)) if seed is None else seed
+        self.shuffle = shuffle
+        self.last: Last = check_last(last)
+        self.batches = deal(_global_batch(batch_size, global_batch, group.world_size), group.world_size, weights)
+        self._own_generator = generator is None
+        self._generator = generator or torch.Generator()
+        self._device = getattr(group, "device", None)
+        self._workers = num_workers
+        _refuse_foreign(options)
+        self._feed = self._choose(
+            {
+                **options,
+                "num_workers": num_workers,
+                "collate_fn": collate_fn,
+                "pin_memory": _pins(group) if pin_memory is None else pin_memory,
+                "persistent_workers": persistent_workers,
+                "prefetch_factor": prefetch_factor,
+                "generator": self._generator,
+            },
+            total or _Total(group.world_size),
+        )
+        self._committed = self._taken = (Position(), 0)  # and the steps of this epoch
+        self._finished = False
+        self._resume: dict[str, Any] | None = None
+        self._parted: Parted | None = None
+        self._reading: _Indexed | ShardStream | Shards = self._feed
+        self._times = 0
+        self._dealt: AssignedShard | None = None
+
+    def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> _Indexed | ShardStream | Shards:
+        part = ShardAssignment(self.batches, self.rank, self.last)
+        if not _is_iterable(self.dataset):
+            self._refuse_nothing(len(self.dataset))
+            dataset = self.dataset
+            if type(dataset) is TensorDataset and options["collate_fn"] is None:
+                dataset, options = _Tensors(dataset), {**options, "collate_fn": _as_it_is}
+            # Whoever seeds the workers in a way of their own knows why.
+            seeded = self._workers > 0 and self._own_generator and options.get("worker_init_fn") is None
+            indices = _Indices(len(self.dataset), self.seed, self.shuffle, part, seeded)
+            return _Indexed(_Seeded(dataset) if seeded else dataset, indices, options)
+        if self.shuffle:
+            raise UsageError(
+                f"{_name(self.dataset)} is iterable, and cannot be shuffled: it has no index",
+                fix="leave out shuffle=True, and let the data set shuffle in its __iter__, the same way on every rank",
+            )
+        if options["persistent_workers"]:
+            raise UsageError(
+                f"persistent_workers=True with {_name(self.dataset)}, which is iterable",
+                details=["its workers are told where to go on when they start, so each epoch has new ones"],
+                fix="leave out persistent_workers",
+            )
+        if is_stateful(self.dataset) and find_stateful_loader() is None:
+            warnings.warn(
+                f"{_name(self.dataset)} could tell where it is, but torchdata is not installed: "
+                "a resumed run will read again what it has consumed, and pass it over (pip install phalanx[data])",
+                stacklevel=4,
+            )
+        return (
+            Shards(self.dataset, part, options, self.seed, total)
+            if can_shard(self.dataset)
+            else ShardStream(self.dataset, part, options, self.seed)
+        )
+
+    def _refuse_nothing(self, length: int) -> None:
+        if not count_steps(length, self.batches, self.last):
+            raise UsageError(
+                f"an epoch has no step: {length} samples, {self.global_batch} in a step, and last={self.last!r}",
+                fix=f"global_batch={length} or less, or last='uneven'"
+                if length
+                else "give a data set that has samples",
+            )
+
+    # The loop
+
+    @property
+    def position(self) -> Position:
+        """As of the last committed step."""
+        return self._committed[0]
+
+    @property
+    def taken(self) -> Position:
+        """After the batch in hand, committed or not."""
+        return self._taken[0]
+
+    @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Of this rank, in a full step."""
+        return self.batches[self.rank]
+
+    @property
+    def global_batch(self) -> int:
+        return sum(self.batches)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch. A data set without a length has none, as with torch's DataLoader."""
+        if isinstance(self._feed, Shards):
+            raise TypeError(f"{_name(self.dataset)} is read in parts, and how long those are nobody knows beforehand")
+        return count_steps(len(self.dataset), self.batches, self.last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches after the last committed step, to the end of the epoch."""
+        if self._finished:
+            self._begin(Position(self.epoch + 1))
+        self._taken = self._committed
+        position, done = self._committed
+        if self._own_generator:
+            # Not torch's own generator: a DataLoader draws from it whenever it starts, and a resumed one starts again.
+            self._generator.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
+        resume, self._resume = self._resume, None
+        self._reading = self._feed
+        if self._parted is not None and isinstance(self._feed, Shards):
+            self._reading = self._feed.rest(self._parted)
+        self._times += 1
+        return self._hand_out(self._reading.open(position, done, resume), self._times)
+
+    def _hand_out(self, batches: Iterator[AssignedShard], time: int) -> Iterator[Any]:
+        for dealt in batches:
+            if time != self._times:
+                raise UsageError(
+                    "this loader is read twice at a time: both would get the same samples, or one the other's",
+                    fix="end one loop over it before the next begins, or make a second loader",
+                )
+            self._dealt = dealt
+            self._taken = (dealt.next, self._taken[1] + 1)
+            yield dealt.batch
+        self._finished = True
+
+    def commit(self) -> None:
+        """All batches handed out so far are done with: the step that used them counts."""
+        self._committed = self._taken
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of this epoch; in the middle of that very epoch, stay. An epoch gone through begins again."""
+        if epoch != self.epoch or self._finished:
+            self._begin(Position(epoch))
+
+    def _begin(self, position: Position, done: int = 0) -> None:
+        self._committed = self._taken = (position, done)
+        self._finished = False
+        self._resume = self._parted = None
+
+    # The batch in hand
+
+    @property
+    def last_count(self) -> int:
+        """Samples of this rank's batch that count."""
+        return self._dealt.count if self._dealt else 0
+
+    @property
+    def last_total(self) -> int:
+        """The same of all ranks together."""
+        return self._dealt.total if self._dealt else 0
+
+    @property
+    def scale(self) -> float:
+        return self.world_size * self._dealt.count / self._dealt.total if self._dealt else 1.0
+
+    @property
+    def sample_weights(self) -> Any:
+        """A weight for every sample of the batch: `(losses * sample_weights).sum()` is the mean of those that count."""
+        if self._dealt is None:
+            return torch.zeros(0, device=self._device)
+        weights = torch.zeros(self._dealt.size, device=self._device)
+        if self._dealt.count:
+            weights[: self._dealt.count] = 1 / self._dealt.count
+        return weights
+
+    # State: plain values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last committed step left off. The same on every rank but for `workers`, which may be left out."""
+        position, done = self._committed
+        return {
+            "version": VERSION,
+            "kind": self._feed.kind,
+            "epoch": position.epoch,
+            "consumed": position.consumed,
+            "steps": done,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": self._length(),
+            "batches": list(self.batches),
+            "num_workers": self._workers,
+            "last": self.last,
+            "parted": self._parted and {**vars(self._parted), "batches": list(self._parted.batches)},
+            "workers": self._workers_state(),
+        }
+
+    def _length(self) -> int | None:
+        return len(self.dataset) if self._feed.kind == "indexed" else None
+
+    def _workers_state(self) -> dict[str, Any] | None:
+        if self._resume is not None:
+            return {"rank": self.rank, "state": self._resume}
+        if self._taken != self._committed or not self._committed[1] or self._finished:
+            return None  # the workers are further than what counts
+        state = self._reading.snapshot()
+        return state and {"rank": self.rank, "state": copy.deepcopy(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the last committed step of `state`, at this loader's number of ranks and batch sizes."""
+        if state.get("version") != VERSION:
+            raise UsageError(
+                f"this is not the state of a loader, or of another version of phalanx: {sorted(state)}",
+                fix="give what state_dict() of a loader returned, or leave the loader out of what is resumed",
+            )
+        now = {"kind": self._feed.kind, "length": self._length(), "shuffle": self.shuffle, "seed": self.seed}
+        wrong = [f"{name}: {state[name]} then, {now[name]} now" for name in now if state[name] != now[name]]
+        if wrong:
+            raise UsageError(
+                "the data is not what it was when this state was saved, so what has been consumed cannot be told",
+                details=wrong,
+                fix="give the same data set, seed and shuffle, or leave the loader out of what is resumed",
+            )
+        mine = {"batches": list(self.batches), "num_workers": self._workers, "last": self.last}
+        same = all(state[name] == mine[name] for name in mine)
+        self._begin(Position(state["epoch"], state["consumed"]), state["steps"])
+        parted = state["parted"]
+        if parted is None and self._feed.kind == "shards" and state["steps"] and not same:
+            parted = {"workers": max(1, state["num_workers"])}
+            parted |= {name: state[name] for name in ("batches", "last", "steps", "consumed")}
+        if parted is not None:
+            self._parted = Parted(**{**parted, "batches": tuple(parted["batches"])})
+        workers = state["workers"]
+        # All ranks read a stream alike, and a checkpoint has rank 0's.
+        fits = same and workers is not None and (self._feed.kind == "stream" or workers["rank"] == self.rank)
+        if fits and find_stateful_loader() is not None:
+            self._resume = workers["state"]
+
+
+class _Indexed:
+    """Feeds a rank from a data set with an index: torch's DataLoader over our order."""
+
+    kind = "indexed"
+
+    def __init__(self, dataset: Any, indices: _Indices, options: dict[str, Any]) -> None:
+        self._indices = indices
+        # One for all epochs, so that its workers can persist. It asks for indices anew each time.
+        self._loader = DataLoader(dataset, batch_sampler=indices, **options)
+
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedShard]:
+        del steps, state
+        self._indices.position = position
+        return self._read(self._indices.steps(), self._indices.part.rank)
+
+    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedShard]:
+        for step, batch in zip(steps, self._loader, strict=True):
+            yield AssignedShard(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
+
+    def snapshot(self) -> None:
+        return None
+
+
+class _Indices:
+    """The indices of this rank's batches from `position` on: a batch sampler."""
+
+    def __init__(self, length: int, seed: int, shuffle: bool, part: ShardAssignment, seeded: bool) -> None:
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.part = part
+        self.seeded = seeded  # each batch begins with a seed, for `_Seeded`
+        self.position = Position()
+
+    def steps(self) -> Iterator[Step]:
+        return steps(self.position, self.length, self.part.batches, self.part.last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._batches()
+        if not self.seeded:
+            return batches
+        numbers = (rng.number(self.seed, *step.position, self.part.rank) for step in self.steps())
+        return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
+
+    def _batches(self) -> Iterator[list[int]]:
+        order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
+        whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
+        start = self.position.consumed + sum(self.part.batches[:rank])
+        full = (self.length - self.position.consumed) // whole
+        ahead = max(1, _AHEAD // batch)
+        for first in range(0, full, ahead):
+            step = torch.arange(first, min(first + ahead, full))
+            yield from look_up(order, start + whole * step[:, None] + torch.arange(batch)).tolist()
+        last = Position(self.position.epoch, self.position.consumed + full * whole)
+        for tail in steps(last, self.length, self.part.batches, self.part.last):
+            yield look_up(order, torch.tensor(tail.portion(rank).places)).tolist()
+
+
+class _Tensors:
+    """A TensorDataset, of which a batch is taken at once: sample by sample it takes ten times as long."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        places = torch.tensor(indices)
+        return [tensor[places] for tensor in self._tensors]
+
+
+def _as_it_is(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+class _Seeded:
+    """The data set as a worker sees it: what it draws for a batch does not depend on the batches before."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._many = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, batch: list[int]) -> list[Any]:
+        seed, *indices = batch
+        rng.seed(seed)
+        if self._many is not None:
+            return list(self._many(indices))
+        return [self._dataset[index] for index in indices]
+
+
+def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
+    """`order[place]` for each of them, computed for all at once."""
+    if not order.shuffle:
+        return places
+    found = order.permute(places)
+    outside = found >= order.length  # few, if any
+    if outside.any():
+        found[outside] = torch.tensor([order.inside(place) for place in found[outside].tolist()])
+    return found
+
+
+class _Total:
+    """Adds up a number over all ranks, on the CPU, in a group of its own: it never waits for a device."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._group: Any = None
+
+    def __call__(self, number: int) -> int:
+        if self._world_size == 1:
+            return number
+        import torch.distributed as dist
+
+        if self._group is None:
+            self._group = dist.new_group(backend="shm" if "shm" in dist.get_backend() else "gloo")
+        tensor = torch.tensor([number])
+        dist.all_reduce(tensor, group=self._group)
+        return int(tensor.item())
+
+
+def _global_batch(batch_size: int | None, global_batch: int | None, world_size: int) -> int:
+    given = {"batch_size": batch_size, "global_batch": global_batch}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1 or not all(isinstance(value, int) and value > 0 for value in given.values()):
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UsageError(
+            f"how much is a batch? {said or 'neither batch_size nor global_batch'} was given",
+            fix="batch_size=… (samples of one rank) or global_batch=… (of all ranks together)",
+        )
+    return global_batch or (batch_size or 0) * world_size
+
+
+def _refuse_foreign(options: dict[str, Any]) -> None:
+    ours = {"sampler", "batch_sampler", "drop_last"} & set(options)
+    if ours:
+        raise UsageError(
+            f"{', '.join(sorted(ours))}: this loader decides itself who gets which samples",
+            fix='shuffle=…, weights=… and last="drop", "pad" or "uneven"',
+        )
+    if options.get("in_order") is False:
+        raise UsageError(
+            "in_order=False: batches out of their order could not be told apart, nor which samples are consumed",
+            fix="leave in_order out",
+        )
+
+
+def _is_iterable(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"{_name(dataset)} is no data set", fix="give one with __getitem__ and __len__, or with __iter__"
+            )
+        if hasattr(dataset, "__next__"):
+            raise UsageError(
+                f"{_name(dataset)} can be read only once, and an epoch needs it anew",
+                fix="give an object whose __iter__ begins again, such as a torch.utils.data.IterableDataset",
+            )
+        return True
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(f"{_name(dataset)} has an index but no length", fix="give it a __len__, or make it iterable")
+    return False
+
+
+def _name(dataset: Any) -> str:
+    return type(dataset).__name__
+
+
+def _pins(group: Ranks) -> bool:
+    device = getattr(group, "device", None)
+    return bool(torch.cuda.is_available()) if device is None else str(device).startswith("cuda")

@@ -1,0 +1,1 @@
+"""Training through failures: regrouping, and the state that goes to new ranks."""

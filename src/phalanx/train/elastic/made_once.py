@@ -1,0 +1,82 @@
+"""What a process makes once, however often its group forms anew: models, optimizers, compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import UsageError
+from phalanx.train.data import rng
+from phalanx.train.data.loader import Loader
+from phalanx.train.model.wrapped import Wrapped
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Made:
+    name: str
+    thing: Any
+    numbers: Any  # the random numbers' state after it was made
+
+
+class Once:
+    """By the order in which `train` asks for them: the n-th call is for the n-th thing."""
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+        self._asked = 0
+
+    def enter(self) -> None:
+        """`train` is entered again. What FSDP has sharded is tied to a group that is gone, and is made anew."""
+        self._asked = 0
+        if any(_is_sharded(part) for made in self._made for part in _parts(made.thing)):
+            self._made.clear()
+
+    def forget(self) -> None:
+        """What was made belongs to no step: who begins again begins with new ones, as all others do."""
+        self._made.clear()
+
+    def get(self, make: Callable[[], T], device: Any) -> T:
+        name, place = _name(make), self._asked
+        if place < len(self._made):
+            made = self._made[place]
+            if made.name != name:
+                raise UsageError(
+                    f"once({name}) is call {place + 1} of once here, and was once({made.name}) when train was entered "
+                    "before",
+                    details=["what was made is found again by the order of the calls"],
+                    fix="call run.once for the same things in the same order each time, outside of any condition",
+                )
+            rng.set_state(made.numbers, device)
+        else:
+            thing = make()
+            for part in _parts(thing):
+                if isinstance(part, Loader | Wrapped):
+                    raise UsageError(
+                        f"once({name}) made a {type(part).__name__}, which belongs to one formation of the group",
+                        fix="make models and optimizers in it; run.loader and run.wrap each time train is entered",
+                    )
+            made = _Made(name, thing, rng.state(device))
+            self._made.append(made)
+        self._asked += 1
+        return made.thing  # type: ignore[no-any-return]
+
+
+def _name(make: Any) -> str:
+    return str(getattr(make, "__qualname__", None) or type(make).__qualname__)
+
+
+def _parts(thing: Any) -> list[Any]:
+    """A thing, or those in a tuple, list or dict."""
+    if isinstance(thing, dict):
+        return [*thing.values()]
+    return [*thing] if isinstance(thing, (tuple, list)) else [thing]
+
+
+def _is_sharded(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module) and any(isinstance(one, DTensor) for one in thing.parameters())

@@ -1,0 +1,1 @@
+"""Wrapping a model for many ranks: DDP, FSDP, HSDP, precision, compression."""

@@ -1,0 +1,82 @@
+"""Which parts of a model FSDP gathers as one, and the sharding itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import OptionError
+from phalanx.train.model.replicas import Rows
+
+# A class of module, several, or a question asked of every module.
+Policy = type | tuple[type, ...] | Callable[[Any], bool] | None
+
+
+def units(model: Any, policy: Policy) -> list[Any]:
+    """Inner ones first. A part that shares a parameter with another is left to the root, or the tie would be cut."""
+    if policy is None:
+        found = _blocks(model)
+    elif isinstance(policy, type | tuple):
+        found = [module for module in model.modules() if isinstance(module, policy)]
+    else:
+        found = [module for module in model.modules() if policy(module)]
+    found = [module for module in found if module is not model]
+    if policy is not None and not found:
+        raise OptionError(
+            f"shard={policy!r} names no part of {type(model).__name__}",
+            fix="shard=Block, with the class of the model's repeated block",
+        )
+    whole = any(True for _ in model.parameters())
+    return [module for module in reversed(found) if whole and _apart(model, module)]
+
+
+def _blocks(model: Any) -> list[Any]:
+    """Children with parameters; those of a list, which has no forward of its own, one by one."""
+    found: list[Any] = []
+    for child in model.children():
+        if type(child).forward is torch.nn.Module.forward:
+            found.extend(_blocks(child))
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def _apart(model: Any, unit: Any) -> bool:
+    inside = {id(module) for module in unit.modules()}
+    own = {id(parameter) for parameter in unit.parameters()}
+    outside = (module for module in model.modules() if id(module) not in inside)
+    return bool(own) and all(
+        id(parameter) not in own for module in outside for parameter in module._parameters.values()
+    )
+
+
+def shard(
+    model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
+) -> list[tuple[Any, Any]]:
+    """Shards in place. Returns each parameter and what it has become, for an optimizer that was made before.
+
+    `rows`: the ranks of each replica; None: all ranks hold one together.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    parts = units(model, policy)
+    # As DDP does: what rank 0 holds is the model. Differing seeds would otherwise make a patchwork of it.
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, 0)
+    if rows is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    else:
+        mesh = DeviceMesh(device.type, rows, mesh_dim_names=("replicate", "shard"))
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for part in parts:
+        if compiled:
+            part.compile()
+        fully_shard(part, mesh=mesh, mp_policy=precision.policy())
+    fully_shard(model, mesh=mesh, mp_policy=precision.policy(root=True))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    return [(parameter, after[name]) for name, parameter in before.items()]

@@ -1,0 +1,1 @@
+"""What a training reports: metrics, TensorBoard, the progress bar."""

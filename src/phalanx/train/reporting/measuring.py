@@ -1,0 +1,51 @@
+"""Rank 0 tells its supervisor what was measured, now and then: whoever watches the run sees it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.contract.worker_messages import MeasuredStep
+from phalanx.train.reporting.metrics import read
+
+EVERY = 0.2  # seconds
+READ_EVERY = 2.0  # values of a GPU, where nobody else has just waited for it
+_MOST = 64  # values, and letters of a name: a message is one packet
+_LONGEST = 100
+
+
+class Measuring:
+    """A step at which nothing is told costs a look at the clock."""
+
+    def __init__(
+        self, tell: Callable[[MeasuredStep], None], total: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tell = tell
+        self._total = total or 0
+        self._clock = clock
+        self._due = 0.0
+        self._read = 0.0  # when values of a GPU are due
+        self._last: tuple[int, int, Mapping[str, Any]] | None = None  # that was not told
+
+    def advance(self, step: int, epoch: int, values: Mapping[str, Any], *, waited: bool = False) -> None:
+        """Of a committed step, as `metrics.held` returned them. `waited`: a GPU has come to the end of its work just
+        now, and reading from it costs next to nothing."""
+        self._last = (step, epoch, values)
+        now = self._clock()
+        if now < self._due:
+            return
+        if not waited and now < self._read and any(type(value) is not float for value in values.values()):
+            return
+        self._due, self._read = now + EVERY, now + READ_EVERY
+        self.close()
+
+    def close(self) -> None:
+        """The newest, if it was not told yet."""
+        if self._last is None:
+            return
+        (step, epoch, values), self._last = self._last, None
+        (numbers,) = read([dict(list(values.items())[:_MOST])])
+        finite = {name[:_LONGEST]: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._tell(MeasuredStep(step=step, epoch=epoch, total=self._total, values=finite))
