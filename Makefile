@@ -7,7 +7,7 @@ COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|
 # What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check faithful gpu-test clean
+.PHONY: demo test check faithful gpu-test dist clean
 
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
@@ -34,6 +34,11 @@ check: $(VENV)/ready
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+# An sdist, and a wheel that is built from it. `.ci/wheel` checks both.
+dist: $(VENV)/ready
+	@rm -rf dist
+	@$(BIN)/python -m build --quiet --no-isolation
+
 # The stamp is newer than what it was made from, so an edited constraint makes the environment anew.
 $(VENV)/ready: pyproject.toml constraints.txt setup.py $(wildcard src/phalanx/collectives/native/*.[ch])
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"phalanx needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12")'
@@ -46,4 +51,4 @@ $(VENV)/ready: pyproject.toml constraints.txt setup.py $(wildcard src/phalanx/co
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build dist

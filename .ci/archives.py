@@ -1,0 +1,77 @@
+"""Checks what the wheel and the sdist in a folder contain: `python .ci/archives.py dist`.
+
+The tracked files of src/ are the measure: both archives have all of them and no others, but the wheel has the built
+extension instead of its C sources.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[1]
+TAG = re.compile(r"cp311-abi3-linux_\w+")
+SDIST_EXTRA = {  # beside src/
+    *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
+    *("constraints.txt", "pyproject.toml", "setup.cfg", "setup.py"),
+}
+
+
+def tracked() -> set[str]:
+    """Paths below src/."""
+    listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {path.removeprefix("src/") for path in listed.stdout.splitlines()}
+
+
+def differences(what: str, found: set[str], expected: set[str]) -> list[str]:
+    missing = [f"{what}: {path} is missing" for path in sorted(expected - found)]
+    return missing + [f"{what}: {path} does not belong there" for path in sorted(found - expected)]
+
+
+def wheel_problems(archive: Path) -> list[str]:
+    with zipfile.ZipFile(archive) as file:
+        names = {name for name in file.namelist() if not name.endswith("/")}
+        metadata = {name for name in names if PurePosixPath(name).parts[0].endswith(".dist-info")}
+        tags = [
+            line.removeprefix("Tag: ")
+            for name in metadata
+            if name.endswith("/WHEEL")
+            for line in file.read(name).decode().splitlines()
+            if line.startswith("Tag: ")
+        ]
+    problems = [f"wheel: tag {tag} is not {TAG.pattern}" for tag in tags if not TAG.fullmatch(tag)]
+    if len(tags) != 1:
+        problems.append(f"wheel: {len(tags)} tags, not 1")
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in metadata):
+        problems.append("wheel: LICENSE is missing")
+    extensions = {name for name in names if name.endswith(".so")}
+    if len(extensions) != 1 or not all(name.endswith(".abi3.so") for name in extensions):
+        problems.append(f"wheel: has {sorted(extensions) or 'no extension'}, not one .abi3.so")
+    expected = {path for path in tracked() if not path.endswith((".c", ".h"))}
+    return problems + differences("wheel", names - metadata - extensions, expected)
+
+
+def sdist_problems(archive: Path) -> list[str]:
+    with tarfile.open(archive) as file:
+        names = {str(PurePosixPath(*PurePosixPath(one.name).parts[1:])) for one in file.getmembers() if one.isfile()}
+    names = {name for name in names if ".egg-info/" not in name}
+    return differences("sdist", names, SDIST_EXTRA | {f"src/{path}" for path in tracked()})
+
+
+def main(folder: Path) -> int:
+    wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
+    if (len(wheels), len(sdists)) != (1, 1):
+        problems = [f"{folder}: {len(wheels)} wheels and {len(sdists)} sdists, not one of each"]
+    else:
+        problems = wheel_problems(wheels[0]) + sdist_problems(sdists[0])
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
