@@ -1,4 +1,4 @@
-"""phalanx run -g 3 --stall-after 5 examples/hang.py, with --kind skip behind it: a rank that keeps the others waiting
+"""phalanx run -g 3 --stall-timeout 5 examples/hang.py, with --kind skip behind it: a rank that keeps the others waiting
 
 `--kind` is what goes wrong after some good steps; without it nothing does. Five seconds later phalanx says which rank
 it is, at which line and why. Ctrl-C ends the run, `--on-hang stop` does so by itself. Meanwhile `phalanx why --stacks`

@@ -26,7 +26,7 @@ def test_a_cost_is_that_of_the_same_round() -> None:
     found = costs(Seen(CASES["short"], windows(0, 0.001, 0.00101, 0.002) + windows(1, 0.1, 0.101, 0.2)))
     assert {cost.who: cost.more for cost in found} == {"off": 0.0, "screen": 0.01, "page": 1.0, "again": 0.0}
     assert found[1].milliseconds == 51.005
-    assert (found[1].computing, found[1].supervisor, found[1].onlooker, found[1].sent) == (0.01, 0.003, 0.02, 5000)
+    assert (found[1].computing, found[1].agent, found[1].onlooker, found[1].sent) == (0.01, 0.003, 0.02, 5000)
 
 
 def test_who_never_looked_has_a_reason() -> None:
@@ -52,11 +52,11 @@ def test_the_promise(more: float, error: float, again: float, met: bool | None, 
 
 
 def test_what_the_kernel_has_counted_is_certain() -> None:
-    off = Cost("short", 2, "off", supervisor=0.004)
-    screen = Cost("short", 2, "screen", supervisor=0.005, onlooker=0.012)
+    off = Cost("short", 2, "off", agent=0.004)
+    screen = Cost("short", 2, "screen", agent=0.005, onlooker=0.012)
     judged = computing(screen, off, cores=2)
     assert judged.met
-    assert judged.evidence == "0.65% (screen 1.20% of a core, supervisor +0.10%)"
+    assert judged.evidence == "0.65% (screen 1.20% of a core, agent +0.10%)"
     assert computing(screen, off, cores=1).met is False
     assert computing(Cost("short", 2, "page", failure="it has ended"), off, cores=2).met is None
     assert [judged.met for judged in targets([off, screen], cores=2)] == [True, True]

@@ -164,7 +164,7 @@ def test_it_is_read_while_others_write(watched: None) -> None:
     assert own.enqueued >= len(numbers)
 
 
-def test_the_witness_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_recorder, "_begun", lambda: True)
     monkeypatch.setattr(probe_recorder, "_RECORDERS", ("phalanx",))
     monkeypatch.setattr(probe_recorder, "_known", {})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.collectives import errors
 from phalanx.forkserver import paths
 
 PACKAGE = Path(phalanx.__file__).parent
@@ -38,7 +39,8 @@ def test_a_module_exists(module: str) -> None:
 
 @pytest.mark.parametrize("name", [*paths.LOST_PEER, paths.MISMATCH])
 def test_an_exception_exists(name: str) -> None:
-    assert issubclass(getattr(importlib.import_module(paths.ERRORS), name), Exception)
+    assert errors.__name__ == paths.ERRORS
+    assert issubclass(getattr(errors, name), Exception)
 
 
 @pytest.mark.parametrize("module", LOADED)

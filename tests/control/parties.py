@@ -30,7 +30,7 @@ from tests.kit.cli import PYTHON, Handle, start
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TOKEN = Token(b"k" * 32, "a test")
 OTHER = Token(b"o" * 32, "another test")
-FAST = Timing(ping=0.1, lost_after=1.5, patience=0.5)
+FAST = Timing(ping=0.1, node_timeout=1.5, patience=0.5)
 
 
 def arrival(member: int | None = 1, **changes: Any) -> NodeInfo:
@@ -215,8 +215,8 @@ class _LoudMember(_Loud):
         print("lost", why)
 
 
-async def _lead(expected: str, lost_after: str) -> None:
-    timing = Timing(ping=0.1, lost_after=float(lost_after))
+async def _lead(expected: str, node_timeout: str) -> None:
+    timing = Timing(ping=0.1, node_timeout=float(node_timeout))
     leader = Leader(TOKEN, arrival(0), expected=int(expected), run="test", ears=_LoudLeader(), timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

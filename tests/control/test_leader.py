@@ -47,7 +47,7 @@ def test_they_come_together_and_talk() -> None:
             await led.leader.roll_call(5)
             assert set(led.leader.roster.members) == {0, 1, 2}
             assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
-            assert one.welcome == Welcome(member=1, run="test", leader="host0", lost_after=15.0)
+            assert one.welcome == Welcome(member=1, run="test", leader="host0", node_timeout=15.0)
             assert (one.leader_address, one.own_address) == ("127.0.0.1", "127.0.0.1")
             assert {(guest.address, guest.reached) for guest in led.leader.guests.values()} == {("127.0.0.1",) * 2}
             led.leader.send(1, NoteMessage(text="to one"))
@@ -245,7 +245,7 @@ async def impostor(proof: bytes | None) -> AsyncIterator[int]:
         await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=b"n" * 32)))
         knock = messages.door.decode(await ws.receive_bytes())
         assert isinstance(knock, JoinRequest)
-        content = messages.encode(Welcome(member=1, run="evil", leader="evil", lost_after=15.0))
+        content = messages.encode(Welcome(member=1, run="evil", leader="evil", node_timeout=15.0))
         await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=knock.proof if proof is None else proof)))
         await ws.close()
         return ws
@@ -379,7 +379,7 @@ def test_a_member_that_stops_is_quiet_and_then_lost() -> None:
                 began = time.monotonic()
                 await until(lambda: led.ears.gone)
                 assert 1.3 < time.monotonic() - began < 5
-                assert led.ears.gone == ["1: not a word from it in 2 s (--lost-after): link or machine is down"]
+                assert led.ears.gone == ["1: not a word from it in 2 s (--node-timeout): link or machine is down"]
                 assert not led.ids
                 one.signal(signal.SIGCONT)
                 await asyncio.to_thread(one.wait_for, "lost ")
@@ -457,7 +457,7 @@ def test_a_leader_that_stops_is_missed_after_a_while() -> None:
                 await until(lambda: ears.gone)
                 assert 1.3 < time.monotonic() - began < 5
                 assert ears.notes[0].startswith("node 0 has not answered for 1 s")
-                assert ears.gone == ["not a word from it in 2 s (--lost-after): link or machine is down"]
+                assert ears.gone == ["not a word from it in 2 s (--node-timeout): link or machine is down"]
                 began = time.monotonic()
                 await one.leave()
                 assert time.monotonic() - began < 4  # nobody says goodbye to us
@@ -485,14 +485,14 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "lost_after", "rest", "quiet"),
+    ("members", "node_timeout", "rest", "quiet"),
     [(2, 15, 1, 3), (1000, 15, 1, 3), (4096, 15, 4.096, 7.5), (4096, 60, 4.096, 8.192), (100_000, 15, 5, 7.5)],
 )
-def test_thousands_are_asked_less_often(members: int, lost_after: float, rest: float, quiet: float) -> None:
-    timing = Timing(lost_after=lost_after)
+def test_thousands_are_asked_less_often(members: int, node_timeout: float, rest: float, quiet: float) -> None:
+    timing = Timing(node_timeout=node_timeout)
     assert timing.rest(members) == pytest.approx(rest)
     assert timing.quiet(members) == pytest.approx(quiet)
-    assert timing.rest(members) < timing.quiet(members) < timing.lost_after
+    assert timing.rest(members) < timing.quiet(members) < timing.node_timeout
 
 
 # -- where nobody is

@@ -71,7 +71,7 @@ EXAMPLES: dict[str, list[Message]] = {
     "arrival": [FULL],
     "answer": [
         Refusal(kind="run", leader="a", member="b"),
-        Welcome(member=1, run="r", leader="h", lost_after=15.0, notes=("n",)),
+        Welcome(member=1, run="r", leader="h", node_timeout=15.0, notes=("n",)),
     ],
     "from_leader": [
         Ping(time=1.0),

@@ -28,7 +28,7 @@ def keep(path: Path, text: str = A, mode: int = 0o600) -> str:
 @pytest.mark.parametrize(
     ("environ", "file", "open_", "key", "origin"),
     [
-        ({"PHALANX_TOKEN": A}, "file", True, "", "nowhere (--open)"),
+        ({"PHALANX_TOKEN": A}, "file", True, "", "nowhere (--no-auth)"),
         ({"PHALANX_TOKEN": f" {A.upper()}\n"}, "file", False, A, "PHALANX_TOKEN"),
         ({}, "file", False, B, "{tmp}/file"),
     ],

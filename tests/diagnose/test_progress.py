@@ -12,8 +12,8 @@ from phalanx.diagnose.progress import AGAIN, Alarm, ProgressWatch, Reading
 Script = Callable[[int], Sequence[Reading]]
 
 
-def alarms(script: Script, seconds: int, stall_after: float = 30.0) -> Iterator[tuple[int, Alarm]]:
-    watch = ProgressWatch(stall_after)
+def alarms(script: Script, seconds: int, stall_timeout: float = 30.0) -> Iterator[tuple[int, Alarm]]:
+    watch = ProgressWatch(stall_timeout)
     for second in range(seconds):
         alarm = watch.see(script(second))
         if alarm is not None:
@@ -236,7 +236,7 @@ def test_alarm(case: str) -> None:
 
 def test_limit_is_the_users() -> None:
     script = stuck_at(10, culprit={}, usual=0.1)
-    assert [second for second, _ in alarms(script, 60, stall_after=5.0)] == [15]
+    assert [second for second, _ in alarms(script, 60, stall_timeout=5.0)] == [15]
 
 
 def test_told_again_after_ten_minutes_and_when_it_ends() -> None:

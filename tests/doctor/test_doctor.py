@@ -68,7 +68,7 @@ def test_whole_doctor_runs_two_ranks_and_leaves_no_run() -> None:
 
 def test_doctor_that_is_ended_ends_its_test() -> None:
     job = start("doctor")
-    # The supervisor, the zygote and what it forks: the test is under way.
+    # The agent, the fork server and what it forks: the test is under way.
     until(lambda: len(descendants(job.pid)) >= 4, 30, "the ranks of the test")
     job.signal(signal.SIGTERM)
     assert job.wait(30) == 143

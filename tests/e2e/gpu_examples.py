@@ -76,9 +76,9 @@ def phalanx(*args: str) -> tuple[int, str, float]:
 
 def try_out(case: Case, where: tuple[str, ...]) -> str:
     """A row, or in its last word what is wrong."""
-    (WORK / "witness.py").write_text(WITNESS)
+    (WORK / "probe.py").write_text(WITNESS)
     example, *options = case.words
-    code, text, took = phalanx("run", "-g", "1", *where, str(WORK / "witness.py"), str(EXAMPLES / example), *options)
+    code, text, took = phalanx("run", "-g", "1", *where, str(WORK / "probe.py"), str(EXAMPLES / example), *options)
     found = re.findall(case.result, text)
     device = re.search(r"on (\S+) by (\S+), (\d+) MiB", text)
     plain = example.endswith("_ddp.py")  # not a script of phalanx: nobody says its device

@@ -33,7 +33,7 @@ def env() -> Iterator[Env]:
 
 def test_nodes_join_a_rank_is_stuck_and_another_dies(env: Env, tmp_path: Path) -> None:
     port = free_port()
-    same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{port}", "--stall-after", "2")
+    same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{port}", "--stall-timeout", "2")
     what = (script("seen.py"), str(tmp_path))
     with start(*same, "-i", "0", "--page", *what, env=env) as one:
         (link,) = one.wait_for(LINK)

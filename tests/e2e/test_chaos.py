@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("chaos")  # they share an undisturbed run
 STEPS = 24
 PLAIN = "import os, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 LONG = 180  # seconds: a bound for hangs, not for slowness
-places: dict[str, str | None] = {}  # of the warm zygote, as long as there is one
+places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +128,7 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
         [15, 1, "stop"],
         [18, 0, "spin"],
     ]
-    done = trained(tmp_path, *faults, options=("--silent-after", "2s"))
+    done = trained(tmp_path, *faults, options=("--worker-timeout", "2s"))
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
     one, two = "rank 0 failed", "rank 1 failed"
@@ -181,15 +181,15 @@ def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> N
 # -- the processes beside them
 
 
-def test_the_store_and_the_zygote_are_killed(tmp_path: Path) -> None:
+def test_the_store_and_the_fork_server_are_killed(tmp_path: Path) -> None:
     """The store in mid-training, which nobody notices; when the next group has need of it; while that group forms. The
-    zygote, and with it every rank: what there is on the disk is gone on from, and a save that was cut short is not."""
+    fork server, and with it every rank: the run goes on from the disk, and not from a save that was cut short."""
     faults = [
         [3, 1, "store"],
         [6, 1, "kill"],
         [0, 1, "store", "join"],
         [0, 0, "kill", "save"],  # of step 8
-        [18, 1, "zygote"],
+        [18, 1, "forkserver"],
     ]
     options = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "4")
     done = trained(tmp_path, *faults, options=options, env={**places, "PAUSE": "0.1"})
@@ -199,18 +199,18 @@ def test_the_store_and_the_zygote_are_killed(tmp_path: Path) -> None:
         done.err,
         ("rank 1 failed", "the store was ended while the group formed"),
         ("rank 0 failed",),
-        ("the zygote was ended from outside",),
+        ("the fork server was ended from outside",),
     )
     assert re.search(r"resumed at step (12|16)", done.out + done.err)
     assert len([event for event in told(done.err) if isinstance(event, events.ForkServerReady)]) == 2
 
 
-def test_a_killed_supervisor_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_agent_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
     options = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "2")
-    first = trained(tmp_path, [10, 1, "supervisor"], options=options, env={"PAUSE": "0.1"})
+    first = trained(tmp_path, [10, 1, "agent"], options=options, env={"PAUSE": "0.1"})
     assert first.code == -signal.SIGKILL
     until(lambda: not alive(victim(tmp_path, 0)), LONG, "the worker to end")
-    second = trained(tmp_path, [10, 1, "supervisor"], options=options)
+    second = trained(tmp_path, [10, 1, "agent"], options=options)
     assert second.code == 0, second.err
     assert re.search(r"resumed at step (6|8|10)", second.out + second.err)
     assert ended(tmp_path) == undisturbed()
@@ -246,7 +246,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_plain_script_whose_zygote_is_killed_starts_again_if_it_may(tmp_path: Path) -> None:
+def test_a_plain_script_whose_fork_server_is_killed_starts_again_if_it_may(tmp_path: Path) -> None:
     twice = write(
         tmp_path / "twice.py",
         PLAIN + "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
@@ -258,7 +258,7 @@ def test_a_plain_script_whose_zygote_is_killed_starts_again_if_it_may(tmp_path: 
     done = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", twice, timeout=LONG)
     assert done.code == 0, done.err
     assert done.out.count("attempt 1") == 2
-    assert "the zygote was ended from outside: SIGKILL (Killed); its workers ended with it" in done.err
+    assert "the fork server was ended from outside: SIGKILL (Killed); its workers ended with it" in done.err
     assert "starting all ranks again: restart 1 of 1" in done.err
 
 
@@ -342,21 +342,21 @@ def test_words_that_chaos_does_not_understand() -> None:
 
 @pytest.mark.timeout(3600)
 def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
-    """Rank 0 survives them all, unless gloo does not let it go once: it, the zygote and the supervisor have in the end
+    """Rank 0 survives them all, unless gloo does not let it go once: it, the fork server and the agent have in the end
     what they had in the beginning."""
     count = int(os.environ.get("CHAOS_FAULTS", "16"))
     options = ("--kill-every", "0.2s", "--seed", "1", "--victims", "1", "--times", str(count))
     with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
 
         def measured() -> dict[int, Size]:
-            (zygote,) = children(job.pid)
+            (fork_server,) = children(job.pid)
             ranks = [event.pid for event in told(job.err) if isinstance(event, events.WorkerBorn) and event.rank == 0]
-            return {pid: size(pid) for pid in (job.pid, zygote, ranks[-1])}
+            return {pid: size(pid) for pid in (job.pid, fork_server, ranks[-1])}
 
         job.wait_for("chaos: fault 4,", timeout=3600)
         first = measured()
         job.wait_for(f"chaos: fault {count},", timeout=3600)
-        # While a rank is born, the zygote has a few more for a moment.
+        # While a rank is born, the fork server has a few more for a moment.
         last = until(
             lambda: (now := measured()) and not grown(first, now, count) and now, 20, "what had grown to shrink"
         )

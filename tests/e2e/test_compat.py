@@ -150,11 +150,13 @@ CASES = [
 
 
 class Launchers:
-    """Every way to start a run. torchrun and the warm zygote are imported once for all of them."""
+    """Every way to start a run. torchrun and the warm fork server are imported once for all of them."""
 
     def __init__(self, torchrun: Torchrun, places: Env) -> None:
         self.torchrun = torchrun
-        self.places = {name: place for name, place in places.items() if name not in ONE_THREAD}  # of the warm zygote
+        self.places = {
+            name: place for name, place in places.items() if name not in ONE_THREAD
+        }  # of the warm fork server
         self._observed: dict[str, Observed] = {}
 
     def observed(self, case: Case, folder: str) -> Observed:
@@ -194,7 +196,7 @@ def work(factory: pytest.TempPathFactory, case: Case) -> str:
 
 
 @contextlib.contextmanager
-def zygote(env: Mapping[str, str], places: Env) -> Iterator[tuple[Env, int]]:
+def fork_server(env: Mapping[str, str], places: Env) -> Iterator[tuple[Env, int]]:
     """A warm one that fits these variables, the one that is there if it does; and its pid."""
     if any(name.startswith(("PYTHON", "LC_")) for name in env):
         with warm(env=env) as made:
@@ -215,18 +217,18 @@ def test_worker_sees_what_it_sees_under_torchrun(
     theirs = by.observed(case, folder)
     pid = 0
     if way == "warm":
-        with zygote(case.env, by.places) as (env, pid):
+        with fork_server(case.env, by.places) as (env, pid):
             ours = observe((*PHALANX, "run"), case, folder, env=env)
     else:
         ours = observe((*PHALANX, "run", *WAYS[way]), case, folder)
     found = [*differences(theirs, ours, case, warm=way == "warm"), *oddities(ours, case)]
     assert not found, "\n".join(["a worker of phalanx is not as one of torchrun:", *found])
     if pid:
-        assert pid in ours.reports[0]["ancestors"], "the warm zygote was not used"
+        assert pid in ours.reports[0]["ancestors"], "the warm fork server was not used"
 
 
 @SECOND
-def test_two_runs_of_one_zygote_draw_other_numbers(by: Launchers, tmp_path: Path) -> None:
+def test_two_runs_of_one_fork_server_draw_other_numbers(by: Launchers, tmp_path: Path) -> None:
     case = Case("chance", TWO, ranks=2)
     runs = [observe((*PHALANX, "run"), case, str(tmp_path), env=by.places) for _ in range(2)]
     drawn = [report["chance"] for seen in runs for report in seen.reports.values()]

@@ -147,7 +147,7 @@ def test_hosts_that_cannot_take_part_are_named_and_the_others_checked(lab: Lab, 
 
 def test_ctrl_c_leaves_nothing(lab: Lab, ssh: Sshd) -> None:
     job = lab[0].terminal("doctor", *HOSTS, env=ssh.env)
-    # The zygote and its rank: the test is under way.
+    # The fork server and its rank: the test is under way.
     until(lambda: all(len(surveys(lab, node)) > 1 for node in (1, 2)), 30, "the test on the other hosts")
     job.send(b"\x03")
     assert job.wait(8) == 130, job.both

@@ -19,10 +19,10 @@ from tests.kit.cli import Env, phalanx, stage, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Node
 
-SHORT = ("--lost-after", "4s")
+SHORT = ("--node-timeout", "4s")
 STEPS = 8  # an epoch
-warm_places: dict[str, str] = {}  # of a warm zygote on each node, as long as there are any
-zygotes: set[int] = set()
+warm_places: dict[str, str] = {}  # of a warm fork server on each node, as long as there are any
+fork_servers: set[int] = set()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,14 +33,14 @@ def _warm(_lab: Lab) -> Iterator[None]:
         os.mkdir(warm_places["TMPDIR"])
         made = [each.start("warm", "--preload", "phalanx.train.main", env=warm_places) for each in _lab]
         assert codes(made) == [0, 0, 0], texts(made)
-        zygotes.update(pid for each in _lab for pid, command in each.processes() if "warm_main.py" in command)
+        fork_servers.update(pid for each in _lab for pid, command in each.processes() if "warm_main.py" in command)
         yield
         for each in _lab:
             each.run("warm", "--stop", env=warm_places)
         left = [name for name in os.listdir(warm_places["TMPDIR"]) if not name.startswith("torchinductor_")]
         assert not left, f"leaked temporary files: {left}"
         warm_places.clear()
-        zygotes.clear()
+        fork_servers.clear()
 
 
 def node(
@@ -116,7 +116,7 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     assert "2 changes of nodes" in jobs[0].err
     learnt(tmp_path)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 @pytest.mark.parametrize("fault", ["node", "link", "rank"])
@@ -137,7 +137,7 @@ def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None
     learnt(tmp_path)
     if fault == "link":
         assert jobs[2].wait(30) == 1
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     assert codes([back, *jobs[1:]]) == [0, 0, 0], texts([back, *jobs])
     learnt(tmp_path)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: 
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 def test_a_group_that_forms_anew_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_pat
     jobs[0].wait_for("starting all ranks again", timeout=20)
     (tmp_path / "end").touch()
     assert jobs[0].wait(30) == 0, texts(jobs)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)
 
 
 def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) -> None:
@@ -248,4 +248,4 @@ def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) 
     (tmp_path / "end").touch()
     assert jobs[0].wait(60) == 0, texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=zygotes)
+    all_gone(lab, besides=fork_servers)

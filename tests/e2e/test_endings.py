@@ -49,7 +49,7 @@ def all_gone(found: list[int], timeout: float = 5) -> None:
 
 @pytest.mark.warmed
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
-def test_a_signal_to_the_supervisor_ends_the_run(number: signal.Signals) -> None:
+def test_a_signal_to_the_agent_ends_the_run(number: signal.Signals) -> None:
     job, found = sleepers(())
     job.signal(number)
     assert job.wait() == 128 + number
@@ -74,42 +74,42 @@ def test_a_worker_that_ignores_sigterm_is_killed_when_its_time_is_up(options: tu
     assert "has not stopped" in job.err
 
 
-def test_the_supervisor_is_killed(options: tuple[str, ...]) -> None:
+def test_the_agent_is_killed(options: tuple[str, ...]) -> None:
     job, found = sleepers(options, "--children", "--ignore-term")
     job.signal(signal.SIGKILL)
     assert job.wait() == -signal.SIGKILL
     all_gone(found)
 
 
-def test_the_supervisor_is_killed_while_torch_is_imported() -> None:
+def test_the_agent_is_killed_while_torch_is_imported() -> None:
     job = start("run", "-g", "2", "--cpu", script("sleepy.py"))
-    zygote = until(lambda: children(job.pid), 10, "the zygote")
+    fork_server = until(lambda: children(job.pid), 10, "the fork server")
     job.signal(signal.SIGKILL)
     job.wait()
-    all_gone(list(zygote))
+    all_gone(list(fork_server))
 
 
 def test_ctrl_c_while_torch_is_imported() -> None:
     job = terminal("run", "-g", "2", "--cpu", script("sleepy.py"))
-    zygote = until(lambda: children(job.pid), 10, "the zygote")
+    fork_server = until(lambda: children(job.pid), 10, "the fork server")
     job.wait_for("2 ranks")
     job.send(b"\x03")
     assert job.wait(10) == 130
-    all_gone(list(zygote))
+    all_gone(list(fork_server))
 
 
 @pytest.mark.parametrize("way", ["cold", "fresh"])
-def test_the_zygote_is_killed(way: str) -> None:
+def test_the_fork_server_is_killed(way: str) -> None:
     job, found = sleepers(("--fresh",) if way == "fresh" else (), "--children", "--ignore-term")
-    (zygote,) = children(job.pid)
-    os.kill(zygote, signal.SIGKILL)
+    (fork_server,) = children(job.pid)
+    os.kill(fork_server, signal.SIGKILL)
     assert job.wait() == 137
-    assert "zygote" in job.err
+    assert "forkserver" in job.err
     assert not any(map(alive, found))
 
 
 @pytest.mark.warmed
-def test_the_zygote_of_a_run_that_came_from_a_warm_one_is_killed() -> None:
+def test_the_fork_server_of_a_run_that_came_from_a_warm_one_is_killed() -> None:
     job, found = sleepers((), "--children", "--ignore-term")
     worker = read(found[0])
     assert worker is not None
@@ -197,7 +197,7 @@ def test_stop_now_does_not_wait_for_a_worker_that_ignores_it() -> None:
 
 
 @pytest.mark.warmed
-def test_a_killed_supervisor_is_remembered_as_killed() -> None:
+def test_a_killed_agent_is_remembered_as_killed() -> None:
     job, found = sleepers(())
     job.signal(signal.SIGKILL)
     job.wait()

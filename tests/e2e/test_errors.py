@@ -94,7 +94,7 @@ def test_help_and_version() -> None:
     assert "--nproc-per-node" in shown.out
 
 
-def test_the_supervisor_never_imports_torch(tmp_path: Path) -> None:
+def test_the_agent_never_imports_torch(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("")
     result = phalanx("run", "-g", "1", "--cpu", "t.py", cwd=str(tmp_path), env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert result.code == 0

@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 MODELS = ("digits", "resnet", "gpt")
 # What nobody has to wonder about on stderr: the launcher's own line, and the progress.
 QUIET = re.compile(r"phalanx: \S+: \d+ ranks?, output in \S+|(\[0\] )?(epoch \d+/\d+  )?step \d+/\d+ \(\d+%\)  loss .*")
-places: dict[str, str] = {}  # of the warm zygote, as long as there is one
+places: dict[str, str] = {}  # of the warm fork server, as long as there is one
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -316,7 +316,7 @@ HANGS = {  # what is said first
 def test_hang() -> None:
     """All kinds beside each other, for most of their time they wait; and the one that does not hang."""
     *words, script = command("hang")
-    options = (*words, "--cpu", "--stall-after", "2", "--on-hang", "stop", script)
+    options = (*words, "--cpu", "--stall-timeout", "2", "--on-hang", "stop", script)
     jobs = {kind: start(*options, "--kind", kind, cwd=str(ROOT), env=places) for kind in HANGS}
     plain = phalanx(*options, cwd=str(ROOT), env=places)
     assert (plain.code, noise(plain)) == (0, [])

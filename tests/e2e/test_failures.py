@@ -17,7 +17,7 @@ from tests.kit.cgroup import cgroup
 from tests.kit.cli import phalanx, run, start
 from tests.kit.handle import Handle
 
-pytestmark = pytest.mark.xdist_group("failures")  # they share a warm zygote
+pytestmark = pytest.mark.xdist_group("failures")  # they share a warm fork server
 
 
 def block(err: str) -> str:

@@ -87,7 +87,7 @@ def test_other_encodings(way: str, env: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["app", "app.pyz", "link", "report.pyc", "compiled"])
-def test_what_python_can_run_runs_with_a_warm_zygote(script: str, tmp_path: Path) -> None:
+def test_what_python_can_run_runs_with_a_warm_fork_server(script: str, tmp_path: Path) -> None:
     same("warm", script, "x", cwd=report(tmp_path))
 
 

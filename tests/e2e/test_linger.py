@@ -104,7 +104,7 @@ def test_what_one_run_left_alone_another_does_not_end(tmp_path: Path) -> None:
     (worker,) = pids(other, READY, 1)
     process = read(worker)
     assert process is not None
-    os.kill(process.parent, signal.SIGKILL)  # the zygote: what its workers had started comes to the warm one
+    os.kill(process.parent, signal.SIGKILL)  # the fork server: what its workers had started comes to the warm one
     assert other.wait() == 137
     until(lambda: not alive(worker), 10, "the end of the worker")
     assert alive(pid)

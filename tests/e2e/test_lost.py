@@ -1,6 +1,6 @@
 """A node that goes: a short silence is only told, a long one ends the job everywhere, and no process is left.
 
-`--lost-after` is 4 s here where it is to pass, and its default of 15 s where it is not.
+`--node-timeout` is 4 s here where it is to pass, and its default of 15 s where it is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kit.lab import Lab, Node
 from tests.kit.proc import command, descendants
 
 LOST_AFTER = 4
-SHORT = ("--lost-after", f"{LOST_AFTER}s")
+SHORT = ("--node-timeout", f"{LOST_AFTER}s")
 PORT = 29500
 
 
@@ -80,9 +80,9 @@ def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     # The other side of the cut ends its workers in the same time, though nobody can tell it to.
     until(lambda: not workers(lab[1]), LOST_AFTER + 4 - (time.monotonic() - down), "the worker beyond the cut to end")
     assert jobs[1].wait(10) == 1
-    said = r"node 1 \(node2\) is lost: not a word from it in [4-6] s \(--lost-after\): link or machine is down"
+    said = r"node 1 \(node2\) is lost: not a word from it in [4-6] s \(--node-timeout\): link or machine is down"
     assert re.search(said, jobs[0].err), texts(jobs)
-    assert re.search(r"node 0 is lost: not a word from it in [4-6] s \(--lost-after\)", jobs[1].err), texts(jobs)
+    assert re.search(r"node 0 is lost: not a word from it in [4-6] s \(--node-timeout\)", jobs[1].err), texts(jobs)
     all_gone(lab)
 
 
@@ -114,26 +114,26 @@ def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab)
 # -- death
 
 
-@pytest.mark.parametrize("how", ["the supervisor", "the whole node"])
+@pytest.mark.parametrize("how", ["the agent", "the whole node"])
 def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
     jobs = sleepers(lab)
     began = time.monotonic()
-    if how == "the supervisor":
+    if how == "the agent":
         jobs[1].signal(signal.SIGKILL)
     else:
         lab[1].kill()
     assert codes(jobs, 10) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 2
-    said = "node 1 (node2) is lost: its connection closed: its supervisor was killed, or the machine went down"
+    said = "node 1 (node2) is lost: its connection closed: its agent was killed, or the machine went down"
     assert said in jobs[0].err, texts(jobs)
     all_gone(lab)
 
 
-@pytest.mark.parametrize("how", ["the supervisor", "the whole node"])
+@pytest.mark.parametrize("how", ["the agent", "the whole node"])
 def test_members_end_when_the_leader_is_killed(lab: Lab, how: str) -> None:
     jobs = sleepers(lab)
     began = time.monotonic()
-    if how == "the supervisor":
+    if how == "the agent":
         jobs[0].signal(signal.SIGKILL)
     else:
         lab[0].kill()
@@ -207,13 +207,13 @@ def test_strangers_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_zygote_that_is_killed_ends_the_job_everywhere(lab: Lab, place: int) -> None:
+def test_a_fork_server_that_is_killed_ends_the_job_everywhere(lab: Lab, place: int) -> None:
     jobs = sleepers(lab)
-    (zygote,) = [pid for pid in descendants(jobs[place].pid) if "zygote" in command(pid)]
-    os.kill(zygote, signal.SIGKILL)
+    (fork_server,) = [pid for pid in descendants(jobs[place].pid) if "forkserver" in command(pid)]
+    os.kill(fork_server, signal.SIGKILL)
     assert codes(jobs, 10) == [137, 137], texts(jobs)
-    assert "the zygote was ended from outside: SIGKILL" in jobs[0].err
-    assert "the zygote was ended from outside: SIGKILL" in jobs[1].err
+    assert "the fork server was ended from outside: SIGKILL" in jobs[0].err
+    assert "the fork server was ended from outside: SIGKILL" in jobs[1].err
     all_gone(lab)
 
 

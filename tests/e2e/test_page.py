@@ -89,8 +89,8 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
         with browser.live() as told:
             name, whole = next(told)
             assert (name, whole["head"]["run"], whole["head"]["ended"]) == ("whole", folder.name, None)
-            (zygote,) = (pid for pid in descendants(job.pid) if re.search(r"forkserver \d", command(pid)))
-            os.kill(zygote, signal.SIGKILL)  # what it leaves is cleared away, and the server is none of it
+            (fork_server,) = (pid for pid in descendants(job.pid) if re.search(r"forkserver \d", command(pid)))
+            os.kill(fork_server, signal.SIGKILL)  # what it leaves is cleared away, and the server is none of it
             job.wait_for(READY, 4)
             over.touch()
             rest = list(told)
@@ -109,7 +109,7 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
         assert watching.wait() == 0
 
 
-def test_nothing_is_left_of_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_agent_that_is_killed(tmp_path: Path) -> None:
     with start("run", "-g", "1", "--cpu", "--fresh", "--page", SCRIPT, str(tmp_path / "never")) as job:
         (link,) = job.wait_for(LINK)
         (rank,) = job.wait_for(READY)
@@ -142,7 +142,7 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
 
 def test_from_another_node(tmp_path: Path) -> None:
     over, port = tmp_path / "over", free_port()
-    same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--open", "--cpu", "--fresh", "--page")
+    same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--no-auth", "--cpu", "--fresh", "--page")
     with (
         start("run", *same, "-i", "0", SCRIPT, str(over)) as leader,
         start("run", *same, "-i", "1", SCRIPT, str(over)) as node,

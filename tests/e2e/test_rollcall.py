@@ -173,16 +173,16 @@ def test_a_token_from_the_environment_is_enough_and_no_worker_sees_it(lab: Lab, 
 
 
 def test_open_on_both_works_with_a_warning(lab: Lab) -> None:
-    jobs = together(lab, *PLAIN, "--open", script("hello.py"))
+    jobs = together(lab, *PLAIN, "--no-auth", script("hello.py"))
     assert codes(jobs) == [0, 0], texts(jobs)
-    assert "--open: there is no token, so whoever reaches the port gets in" in jobs[0].err
+    assert "--no-auth: there is no token, so whoever reaches the port gets in" in jobs[0].err
 
 
 @pytest.mark.parametrize("opener", [0, 1], ids=["node 0", "node 1"])
 def test_open_on_one_side_only_is_refused(lab: Lab, opener: int) -> None:
-    jobs = [call(lab[place], place, *(("--open",) if place == opener else ())) for place in (0, 1)]
+    jobs = [call(lab[place], place, *(("--no-auth",) if place == opener else ())) for place in (0, 1)]
     refused(*jobs, told="does not know this node's token", heard="another token")
-    assert "--open" in jobs[1].err, jobs[1].err
+    assert "--no-auth" in jobs[1].err, jobs[1].err
 
 
 def test_another_run(lab: Lab) -> None:

@@ -13,7 +13,7 @@ from tests.kit.cli import PHALANX, alive, descendants, stage, start, terminal, u
 from tests.kit.proc import command
 from tests.watch.glass import Glass, attributes
 
-pytestmark = pytest.mark.xdist_group("screen")  # they share a warm zygote
+pytestmark = pytest.mark.xdist_group("screen")  # they share a warm fork server
 places: dict[str, str | None] = {}
 
 SCRIPT = """

@@ -128,7 +128,7 @@ def test_usr1_is_handed_to_the_workers_once(lab: Lab, slurm: Slurm) -> None:
 
 
 def test_a_job_that_is_preempted_says_that_it_wants_to_be_run_again(lab: Lab, slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm tells every process of the step: supervisors, zygotes and workers."""
+    """Slurm tells every process of the step: agents, fork servers and workers."""
     script, out = tmp_path / "job.sh", tmp_path / "job.out"
     options = ("--cpu", "-g", "1", "--checkpoints", f"{tmp_path}/kept")
     command = " ".join([*RUN, *options, PREEMPT, str(tmp_path)])

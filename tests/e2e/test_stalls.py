@@ -22,7 +22,7 @@ from tests.kit.lab import Lab
 
 SCRIPT = script("hang.py")
 LIMIT = "2"  # seconds
-places: dict[str, str | None] = {}  # of the warm zygote, as long as there is one
+places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
 
 # What hangs: the verdict's kind, and the ranks that are to blame. Its line is the one with the mark of its name.
 KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 # With a group of ours, where the others have gloo. Ranks that differ it tells at once: test_checker.py.
 SHM = ("data", "sleeps", "order", "send", "both", "stopped", "backtrack", "asks", "waits", "fifo", "absent", "once")
-GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm zygote
+GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm fork server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +69,7 @@ def words(kind: str, folder: Path, *options: str, ranks: int = 3) -> tuple[str, 
     # What computes has ten times the limit before anything is done about it.
     limit = "1" if kind == "loop" else LIMIT
     backend = "shm" if kind in SHM else "gloo"
-    return ("run", "-g", str(ranks), "--cpu", "--stall-after", limit, *options, SCRIPT, kind, str(folder), backend)
+    return ("run", "-g", str(ranks), "--cpu", "--stall-timeout", limit, *options, SCRIPT, kind, str(folder), backend)
 
 
 def folder_of(text: str) -> Path:
@@ -126,7 +126,7 @@ dist.barrier()
 @GROUPS[0]
 def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) -> None:
     (tmp_path / "passed.py").write_text(PASSED)
-    options = ("run", "-g", "3", "--cpu", "--stall-after", LIMIT, "--on-hang", "stop")
+    options = ("run", "-g", "3", "--cpu", "--stall-timeout", LIMIT, "--on-hang", "stop")
     done = phalanx(*options, str(tmp_path / "passed.py"), env=places)
     verdicts = json.loads((folder_of(done.err) / "stall_1" / "verdict.json").read_text())
     assert [(each["kind"], each["ranks"]) for each in verdicts] == [("dtypes differ", [2]), ("sleep", [1])], done.err
@@ -183,7 +183,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 
 
-# Asks the supervisor of this machine why, wherever it leads.
+# Asks the agent of this machine why, wherever it leads.
 ASKS = """
 import sys
 from phalanx.launch.ipc import control_socket as desk
@@ -197,7 +197,7 @@ print(answer["is"], [(rank["rank"], rank["node"], bool(rank["threads"])) for ran
 
 def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
     """Before that the nodes tell each other what they know, whomever one asks."""
-    jobs = together(lab, "--cpu", "--stall-after", "4", SCRIPT, "cut", str(tmp_path), ranks=(1, 1))
+    jobs = together(lab, "--cpu", "--stall-timeout", "4", SCRIPT, "cut", str(tmp_path), ranks=(1, 1))
     jobs[0].wait_for("steps are done")
     home = folder_of(jobs[1].err).parents[2]
     asked = lab[1].run(words=(*PYTHON, "-c", ASKS, str(home)))

@@ -95,7 +95,7 @@ def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(
         HEAD.format(backend="gloo").replace("seconds=2", "seconds=6")
         + "import subprocess\nif rank == 1: subprocess.run(['sleep', '1000'])\ndist.all_reduce(torch.ones(1))\n"
     )
-    result = phalanx("run", "-g", "3", "--cpu", "--stall-after", "2", str(path))
+    result = phalanx("run", "-g", "3", "--cpu", "--stall-timeout", "2", str(path))
     assert re.search(
         r"rank 1 is waiting for a process that it has started \(process \d+ `sleep 1000`, sleeping\)", result.err
     )

@@ -1,4 +1,4 @@
-"""What a worker is given: input, variables set before the import, a store on loopback; which zygote it is from."""
+"""What a worker is given: input, variables set before the import, a store on loopback; which fork server it is from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import free_port, phalanx, run, start, terminal, warm
 
-pytestmark = pytest.mark.xdist_group("workers")  # some share a warm zygote
+pytestmark = pytest.mark.xdist_group("workers")  # some share a warm fork server
 
 
 def write(folder: Path, **files: str) -> None:
@@ -98,7 +98,7 @@ def test_preload_of_what_is_not_there(tmp_path: Path) -> None:
     ],
     ids=["thread", "cuda"],
 )
-def test_a_zygote_that_is_not_safe_to_fork_says_so_and_fresh_ones_start(
+def test_a_fork_server_that_is_not_safe_to_fork_says_so_and_fresh_ones_start(
     tmp_path: Path, module: str, reason: str
 ) -> None:
     write(tmp_path, bad=module, main="import os, sys; print('pid', os.getpid(), 'torch' in sys.modules)")
@@ -229,7 +229,7 @@ def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
 # -- warm
 
 
-def test_a_warm_zygote_serves_one_run_after_another(tmp_path: Path) -> None:
+def test_a_warm_fork_server_serves_one_run_after_another(tmp_path: Path) -> None:
     write(tmp_path, main=f"import sys; print(sys.argv, end=' '); {IMPORTED}")
     with warm():
         for word in ("a", "b"):
@@ -242,7 +242,7 @@ def test_a_warm_zygote_serves_one_run_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.warmed
-def test_two_runs_at_once_from_one_warm_zygote() -> None:
+def test_two_runs_at_once_from_one_warm_fork_server() -> None:
     jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
     assert [job.wait() for job in jobs] == [0, 0]
     assert [way(job.err) for job in jobs] == ["warm", "warm"]
@@ -260,10 +260,10 @@ def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(tmp_path)}
 
     def used(module: str = "extra", **variables: str) -> tuple[str, bool]:
-        """The way in which it starts, and whether it is told that the warm zygote is not used."""
+        """The way in which it starts, and whether it is told that the warm fork server is not used."""
         words = ("run", "-g", "2", "--cpu", "--preload", module, "main.py")
         result = phalanx(*words, cwd=str(tmp_path), env={**env, **variables})
-        return way(result.err), "the warm zygote is not used" in result.err
+        return way(result.err), "the warm fork server is not used" in result.err
 
     with warm("--preload", "extra", env=env):
         assert used() == ("warm", False)

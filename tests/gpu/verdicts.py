@@ -249,7 +249,7 @@ def run(case: Case, options: list[str]) -> tuple[str, Path]:
     script = folder / "case.py"
     script.write_text(BEGIN + case.script)
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), **case.environ}
-    line = [sys.executable, "-m", "phalanx", "run", "-g", str(RANKS), "--no-warm", "--stall-after", STALL_AFTER]
+    line = [sys.executable, "-m", "phalanx", "run", "-g", str(RANKS), "--no-warm", "--stall-timeout", STALL_AFTER]
     with open(folder / "console", "wb") as console:
         job = subprocess.Popen(
             [*line, "--on-hang", "stop", *options, str(script)], env=environ, stdout=console, stderr=console

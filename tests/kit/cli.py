@@ -158,7 +158,7 @@ def terminal(
 
 @contextlib.contextmanager
 def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator[Result]:
-    """A warm zygote for as long as the block lasts."""
+    """A warm fork server for as long as the block lasts."""
     result = phalanx("warm", *args, env=env, cwd=cwd)
     assert result.code == 0, result.out + result.err
     try:
@@ -171,7 +171,7 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 def stage(*preload: str, **variables: str) -> Iterator[Env]:
     """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there.
 
-    Who asks later finds the same zygote, in places that are empty again; `strike` ends it.
+    Who asks later finds the same fork server, in places that are empty again; `strike` ends it.
     """
     alike = (frozenset(preload) - ALWAYS_IMPORTED, frozenset(variables.items()))
     scene = next((one for one in _scenes if one.alike == alike and not one.used), None)
@@ -181,11 +181,11 @@ def stage(*preload: str, **variables: str) -> Iterator[Env]:
     scene.used = True
     try:
         scene.warm()
-        state.beside.add(scene.zygote)
+        state.beside.add(scene.fork_server)
         yield scene.env
         scene.clear()
     finally:
-        state.beside.discard(scene.zygote)
+        state.beside.discard(scene.fork_server)
         scene.used = False
 
 
@@ -195,7 +195,7 @@ def strike() -> None:
         _scenes.pop().strike()
 
 
-# What `phalanx warm` imports by itself; and what is next to nothing once that is there, so that one zygote serves all.
+# What `phalanx warm` imports by itself; and what is next to nothing once that is there: one fork server serves all.
 ALWAYS_IMPORTED = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}
 _ROOT = tempfile.gettempdir()  # of the process, and not of the test
 
@@ -204,9 +204,9 @@ class _Scene:
     def __init__(self, alike: tuple[frozenset[str], frozenset[tuple[str, str]]]) -> None:
         self.alike = alike
         self.used = False
-        self.zygote = 0
+        self.fork_server = 0
         self._root = tempfile.mkdtemp(prefix="kit-", dir=_ROOT)
-        # One thread, as the zygote itself has it: several ranks are told so anyway, one is not.
+        # One thread, as the fork server itself has it: several ranks are told so anyway, one is not.
         self.env: Env = {
             "TMPDIR": f"{self._root}/tmp",
             "PHALANX_HOME": f"{self._root}/home",
@@ -217,13 +217,13 @@ class _Scene:
 
     def warm(self) -> None:
         """Once; and again when a test has killed it."""
-        if self.zygote and alive(self.zygote):
+        if self.fork_server and alive(self.fork_server):
             return
         # It is not to be found by those tests that have nothing to do with it.
         with state.orphans_left_alone():
             made = phalanx("warm", "--preload", ",".join(self.alike[0] | ALWAYS_IMPORTED), env=self.env)
         assert made.code == 0, made.out + made.err
-        self.zygote = int(made.out.split("(pid ")[1].split(")")[0])
+        self.fork_server = int(made.out.split("(pid ")[1].split(")")[0])
 
     def clear(self) -> None:
         left = [name for name in os.listdir(f"{self._root}/tmp") if not name.startswith("torchinductor_")]
@@ -233,8 +233,8 @@ class _Scene:
         assert not left, f"leaked temporary files: {left}"
 
     def strike(self) -> None:
-        if self._root in command(self.zygote):  # and not another that has its number by now
-            os.kill(self.zygote, signal.SIGTERM)  # at once: xdist does not wait for long
+        if self._root in command(self.fork_server):  # and not another that has its number by now
+            os.kill(self.fork_server, signal.SIGTERM)  # at once: xdist does not wait for long
         shutil.rmtree(self._root, ignore_errors=True)
 
 

@@ -63,7 +63,7 @@ class Own(Places):
 
 
 class Warm(Places):
-    """The places of a warm zygote, in which nothing else is left of the test before."""
+    """The places of a warm fork server, in which nothing else is left of the test before."""
 
     def __init__(self, env: cli.Env) -> None:
         self.tmp, self.home = str(env["TMPDIR"]), str(env["PHALANX_HOME"])
@@ -133,7 +133,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def _zygote() -> Iterator[cli.Env]:
+def _fork_server() -> Iterator[cli.Env]:
     with cli.stage() as env:
         yield env
 
@@ -146,7 +146,7 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     places: Places = request.config.stash[_places]
     warmth: cli.Env = {}
     if request.node.get_closest_marker("warmed"):
-        warmth = request.getfixturevalue("_zygote")
+        warmth = request.getfixturevalue("_fork_server")
         places = Warm(warmth)
     plain = imported.use() if request.node.get_closest_marker("imported") else contextlib.nullcontext()
     with plain, pytest.MonkeyPatch.context() as patch:

@@ -33,7 +33,7 @@ SHOWN = re.compile(r"rank \d+ writes to \w+")
 ALLOWED = {
     "chance": "random numbers; that they differ from rank to rank is tested by itself",
     "modules": "a fork has more imported than the script asked for; that none is missing is tested by itself",
-    "ancestors": "the launchers themselves; used to see that a warm zygote was",
+    "ancestors": "the launchers themselves; used to see that a warm fork server was",
     "env": "compared by what the launcher changed, see below",
 }
 
@@ -50,7 +50,7 @@ ALLOWED_ENV = {
     "PHALANX_RUN": "ours: the id of the run",
     "PHALANX_RUN_FOLDER": "ours: where its files lie",
     "PHALANX_TOPOLOGY": "ours: which ranks share a node",
-    "PHALANX_AGENT": "ours: where a worker that can regroup reaches its supervisor",
+    "PHALANX_AGENT": "ours: where a worker that can regroup reaches its agent",
     "PHALANX_MEMORY": "ours: where a worker asks for memory that outlives it",
 }
 
@@ -199,7 +199,7 @@ def _of_rank(theirs: Observed, ours: Observed, rank: int, case: Case) -> Iterato
 
 
 def _without_warmth(report: Report) -> Report:
-    """What a worker of a warm zygote is allowed to see: all of it, and its reasons, stand here."""
+    """What a worker of a warm fork server is allowed to see: all of it, and its reasons, stand here."""
     words, frames = list(report["cmdline"]), list(report["frames"])
     # The place of the command line has room to spare, which not every kernel lets us give back.
     while words[-2:] == ["", ""]:
@@ -215,7 +215,7 @@ def _without_warmth(report: Report) -> Report:
 
 
 def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's witness needs: a thread, two signals, and descriptors out of everybody's way.
+    """Without what a worker's probe needs: a thread, two signals, and descriptors out of everybody's way.
 
     Those that torch's import leaves open lie there too.
     """

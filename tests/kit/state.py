@@ -15,7 +15,7 @@ from tests.kit import proc
 
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = [(number.name, number) for number in signal.Signals]
-# Processes that are not below this one, but have children for it: the warm zygotes that are just used.
+# Processes that are not below this one, but have children for it: the warm fork servers that are just used.
 beside: set[int] = set()
 
 

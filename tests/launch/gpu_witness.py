@@ -1,4 +1,4 @@
-"""By hand, on a machine with a GPU: `phalanx run -g 1 tests/launch/gpu_witness.py`. What a witness sees of NCCL.
+"""By hand, on a machine with a GPU: `phalanx run -g 1 tests/launch/gpu_witness.py`. What a probe sees of NCCL.
 
 Prints what the recorder and the page say, and fails where that is not so.
 """
@@ -25,7 +25,7 @@ def read() -> Any:
 
 
 def told() -> dict[str, Any]:
-    """From another thread, as the supervisor's questions are answered; twice, for a moving group is not read."""
+    """From another thread, as the agent's questions are answered; twice, for a moving group is not read."""
     found: list[dict[str, Any]] = []
     asker = threading.Thread(target=lambda: found.append(RECORDER.everything()))
     asker.start()

@@ -30,7 +30,7 @@ from phalanx.watch.source import SearchResult
 
 
 class Node:
-    """A supervisor, as far as those who look have to do with it. Letters to other nodes come a moment later."""
+    """An agent, as far as those who look have to do with it. Letters to other nodes come a moment later."""
 
     def __init__(self, folder: Path, *, leads: bool = True, ranks: tuple[int, ...] = ()) -> None:
         folder.mkdir()
@@ -339,7 +339,7 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
 
 
 @pytest.mark.parametrize("waiting", [0, 1], ids=["stopped", "stopped, and others wait"])
-def test_whoever_leaves_does_not_wait_for_a_supervisor_that_is_stopped(tmp_path: Path, waiting: int) -> None:
+def test_whoever_leaves_does_not_wait_for_a_agent_that_is_stopped(tmp_path: Path, waiting: int) -> None:
     node = Node(tmp_path / "run")
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.socket(socket.AF_UNIX))
@@ -461,7 +461,7 @@ def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Pat
     play(work)
 
 
-def test_a_run_whose_supervisor_is_gone(tmp_path: Path) -> None:
+def test_a_run_whose_agent_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.event(events.Note(time=1.0, text="one"))
     folder.sight(events.ClusterSample(time=2.0, seconds=1.0))

@@ -1,4 +1,4 @@
-"""Who may debug what from where, what broken or malicious nodes can do, and who may ask a supervisor."""
+"""Who may debug what from where, what broken or malicious nodes can do, and who may ask an agent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Node:
         self.asked: list[str] = []
         self.said: list[str] = []
         self.post = NodeRpc(self)
-        worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, witness=self)
+        worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
         self.attempt: Any = SimpleNamespace(
             workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
         )
@@ -73,7 +73,7 @@ class Node:
     def carry(self, letter: RpcFrame, to: int | None) -> None:
         self.network.letters.append((0 if to is None else to, None if self.leads else self.number, letter))
 
-    # the supervisor, and the witness of its worker
+    # the agent, and the probe of its worker
 
     def note(self, text: str) -> None: ...
 
@@ -123,7 +123,7 @@ def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
 def test_without_a_token_nobody_debugs_from_another_node() -> None:
     async def scene(network: Network) -> None:
         nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
-        with pytest.raises(AttachRefused, match="--open"):
+        with pytest.raises(AttachRefused, match="--no-auth"):
             await opened(network, nodes[1], 0)
         # One that asks all the same.
         ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()

@@ -1,4 +1,4 @@
-"""A zygote, spoken to as the supervisor speaks to it: real processes, one order at a time."""
+"""A fork server, spoken to as the agent speaks to it: real processes, one order at a time."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from phalanx.launch.forking.fork_servers import ForkServerClient
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[ForkServerClient]:
-    with open(tmp_path / "zygote.log", "wb") as log:
-        zygote = fork_servers.fresh(os.environ, log=log.fileno())
-    assert heard(zygote)["is"] == "ready"
-    yield zygote
-    zygote.order({"do": "end"})
-    assert heard(zygote) == {"is": "ended", "left": []}
-    assert zygote.gone() == 0
+    with open(tmp_path / "forkserver.log", "wb") as log:
+        fork_server = fork_servers.fresh(os.environ, log=log.fileno())
+    assert heard(fork_server)["is"] == "ready"
+    yield fork_server
+    fork_server.order({"do": "end"})
+    assert heard(fork_server) == {"is": "ended", "left": []}
+    assert fork_server.gone() == 0
 
 
-def heard(zygote: ForkServerClient) -> dict[str, Any]:
-    message = zygote.hear()
+def heard(fork_server: ForkServerClient) -> dict[str, Any]:
+    message = fork_server.hear()
     assert message is not None
     return message
 
 
-def start(zygote: ForkServerClient, folder: Path, **order: object) -> str:
+def start(fork_server: ForkServerClient, folder: Path, **order: object) -> str:
     """One child, to its end; what it wrote to stderr."""
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
-        zygote.order({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
-    born = heard(zygote)
+        fork_server.order({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
+    born = heard(fork_server)
     assert (born["is"], born["name"]) == ("born", "0")
     return (folder / "err").read_text()
 
@@ -80,22 +80,22 @@ def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Pa
 
 def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> None:
     """Shared memory named after a process that is alive, whether or not it has it open just now."""
-    with open(tmp_path / "zygote.log", "wb") as log:
-        zygote = fork_servers.fresh(os.environ, log=log.fileno())
-    assert heard(zygote)["is"] == "ready"
+    with open(tmp_path / "forkserver.log", "wb") as log:
+        fork_server = fork_servers.fresh(os.environ, log=log.fileno())
+    assert heard(fork_server)["is"] == "ready"
     pid_file = tmp_path / "pid"
-    start(zygote, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
-    dead = heard(zygote)["pid"]
+    start(fork_server, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
+    dead = heard(fork_server)["pid"]
     left = int(pid_file.read_text())
     mine, orphaned = Path(f"/dev/shm/torch_{left}_0"), Path(f"/dev/shm/torch_{dead}_0")
     mine.touch()
     orphaned.touch()
     try:
-        zygote.order({"do": "orphans"})
-        assert heard(zygote) == {"is": "orphans", "pids": [left]}
-        zygote.order({"do": "end", "leave": True})
-        assert heard(zygote) == {"is": "ended", "left": [left]}
-        assert zygote.gone() == 0
+        fork_server.order({"do": "orphans"})
+        assert heard(fork_server) == {"is": "orphans", "pids": [left]}
+        fork_server.order({"do": "end", "leave": True})
+        assert heard(fork_server) == {"is": "ended", "left": [left]}
+        assert fork_server.gone() == 0
         assert os.path.exists(f"/proc/{left}")
         assert mine.exists()
         assert not orphaned.exists()

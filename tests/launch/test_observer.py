@@ -28,8 +28,8 @@ def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tu
     notes, killed, sent = list[str](), list[tuple[int, ...]](), list[bytes]()
     plan = SimpleNamespace(hanging=SimpleNamespace(then="kill"))
     stub: Any = SimpleNamespace(
-        _supervisor=SimpleNamespace(plan=plan, note=notes.append),
-        _company=SimpleNamespace(members=lambda: {1: (2,)}),
+        _agent=SimpleNamespace(plan=plan, note=notes.append),
+        _coordinator=SimpleNamespace(members=lambda: {1: (2,)}),
         _post=SimpleNamespace(send=lambda _, __, content, to: sent.append(content)),
         _kill=lambda ranks: killed.append(tuple(sorted(ranks))),
     )
@@ -44,8 +44,8 @@ def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
     """Too few nodes are left: with --on-hang kill that would cost what was trained."""
     attempt = SimpleNamespace(held="node 2 is lost", stopping=False, ending=False, over=asyncio.Event())
     stub: Any = SimpleNamespace(
-        _supervisor=SimpleNamespace(attempt=attempt, plan=None),
-        _company=SimpleNamespace(members=dict, leads=True),
+        _agent=SimpleNamespace(attempt=attempt, plan=None),
+        _coordinator=SimpleNamespace(members=dict, leads=True),
         _attempt=None,
         _watched="something",
     )

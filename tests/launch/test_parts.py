@@ -1,4 +1,4 @@
-"""Small parts of the launcher: command lines, lessons, messages with descriptors, run folders, keys of warm zygotes."""
+"""Small parts of the launcher: command lines, preload hints, messages with descriptors, run folders, warm pools."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_the_key_is_of_the_installed_packages(tmp_path: Path, monkeypatch: pytes
     assert warm_pool.place("/b", "/usr/bin/python3", {}).key != before
 
 
-def test_a_socket_whose_owner_was_killed_is_no_warm_zygote(tmp_path: Path) -> None:
+def test_a_socket_whose_owner_was_killed_is_no_warm_fork_server(tmp_path: Path) -> None:
     path = tmp_path / "warm" / "k.sock"
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as gone:

@@ -47,23 +47,23 @@ def among(
             budget=RestartPolicy(most),
             placement=SimpleNamespace(world_size=2),
         )
-        supervisor = Supervisor()
-        alone: Any = SingleNodeCoordinator(plan, supervisor, None)  # type: ignore[arg-type]
-        alone.meet(supervisor)
+        agent = Supervisor()
+        alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]
+        alone.meet(agent)
         alone.able(True, False, True)
-        await play(alone, supervisor)
+        await play(alone, agent)
 
     asyncio.run(main())
 
 
 def test_all_have_to_say_where_they_stand() -> None:
-    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.HaltAck(7, 0))
         alone.halting(0, words.HaltAck(7, 0))
-        assert supervisor.told == [("halt", None)]
+        assert agent.told == [("halt", None)]
         alone.halting(1, words.HaltAck(8, 0))
-        assert supervisor.told == [("halt", None), ("halt", 9)]
+        assert agent.told == [("halt", None), ("halt", 9)]
 
     among(play)
 
@@ -72,12 +72,12 @@ def test_all_have_to_say_where_they_stand() -> None:
 def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
     """The last of them would be waited for, for as long as a checkpoint may take."""
 
-    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.HaltedAt(9))
         alone.failing(FALL)
-        assert supervisor.names() == ["halt", "leave"]
-        trouble = "" if last else "the zygote was ended from outside"
+        assert agent.names() == ["halt", "leave"]
+        trouble = "" if last else "the fork server was ended from outside"
         found = await alone.concluded(AttemptReport(0, DEAD.deaths, "block", trouble))
         assert isinstance(found, RunResult)
         assert found.code == os.EX_TEMPFAIL
@@ -87,11 +87,11 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
-    async def play(alone: SingleNodeCoordinator, supervisor: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.able(True, True, True)  # one is through with its work: no group can form any more
         alone.failing(FALL)
-        assert supervisor.names()[-1] == "stop"
+        assert agent.names()[-1] == "stop"
         assert alone.last(failed=True) is preempted
         assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
 

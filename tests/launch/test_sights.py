@@ -185,7 +185,7 @@ class Company:
 
 
 class Scene:
-    """A supervisor with one rank, whose clock is in our hands."""
+    """An agent with one rank, whose clock is in our hands."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
@@ -195,18 +195,18 @@ class Scene:
         self.board = StatusBoard()
         slot = self.board.take()
         assert slot is not None
-        self.witness = ProbeClient(self.board, slot, lambda *_: None)
+        self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
-        self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), witness=self.witness)
+        self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), probe=self.probe)
         self.attempt = SimpleNamespace(workers={"0": self.worker}, debugged=frozenset(), measured=None, generation=3)
         plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})
-        self.company = Company()
-        self.post = NodeRpc(self.company)
+        self.coordinator = Company()
+        self.post = NodeRpc(self.coordinator)
         self.folder = RunFolder(str(folder))
         self.told: list[events.AnyEvent] = []
         self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
-        supervisor: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
-        self.sights = Collector(supervisor, self.company, self.post, self.folder, vitals=ProcessStatsReader(), gpus={})
+        agent: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
+        self.sights = Collector(agent, self.coordinator, self.post, self.folder, vitals=ProcessStatsReader(), gpus={})
         self.sights._task.cancel()
 
     def second(self, phase: str = "forward") -> None:
@@ -232,7 +232,7 @@ class Scene:
         return [event for event in self.told if isinstance(event, kind)]
 
     def close(self) -> None:
-        self.witness.close()
+        self.probe.close()
         del self.page  # it holds the memory
         self.board.close()
         self.folder.close()
@@ -295,11 +295,11 @@ async def _together(scene: Scene) -> None:
     assert (last.state, last.step, last.phases) == ("R", 7, "")
     assert last.silent >= 4.0
     # It is lost, and its rank with it.
-    scene.company.ranks = {1: (1,)}
+    scene.coordinator.ranks = {1: (1,)}
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
     assert [len(event.ranks) for event in scene.of(events.RankInfos)] == [1, 3, 2]
-    scene.company.ranks = {1: (5,)}  # and another has another rank now, which it has not told of yet
+    scene.coordinator.ranks = {1: (5,)}  # and another has another rank now, which it has not told of yet
     scene.second()
     scene.second()
     assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
@@ -313,7 +313,7 @@ def test_a_node_whose_clock_is_wrong_is_seen_when_it_tells(play: Play) -> None:
 
 
 async def _wrong_clock(scene: Scene) -> None:
-    scene.company.ranks = {1: (1,)}
+    scene.coordinator.ranks = {1: (1,)}
     scene.other(1, 99999, phases="w" * 10)
     scene.second()
     scene.other(1, 99999, phases="b" * 10)
@@ -325,12 +325,12 @@ def test_what_others_have_told_of_the_attempt_before_is_over(play: Play) -> None
 
 
 async def _again(scene: Scene) -> None:
-    scene.company.ranks = {1: (1,)}
+    scene.coordinator.ranks = {1: (1,)}
     scene.other(1, 10510, state="X", step=7)
     scene.second()
     assert [glance.state for glance in scene.of(events.ClusterSample)[-1].ranks][1:] == ["X"]
     scene.sights.concluded()
-    scene.sights._supervisor.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
+    scene.sights._agent.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
     scene.second()
     assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
 
@@ -340,17 +340,17 @@ def test_who_follows_tells_who_leads_and_one_that_takes_over_goes_on(play: Play)
 
 
 async def _follow(scene: Scene) -> None:
-    scene.company.leads, scene.company.skew = False, 5.0
+    scene.coordinator.leads, scene.coordinator.skew = False, 5.0
     scene.second()
     assert scene.told == []
-    (letter,) = scene.company.sent
+    (letter,) = scene.coordinator.sent
     seen = collector._decoder.decode(letter.content)
     assert letter.kind == "sight"
     assert seen.faces == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
     scene.sights.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
-    assert [sent.kind for sent in scene.company.sent] == ["sight", "measured"]
-    scene.company.leads, scene.company.skew, scene.company.ranks = True, 0.0, {}
+    assert [sent.kind for sent in scene.coordinator.sent] == ["sight", "measured"]
+    scene.coordinator.leads, scene.coordinator.skew, scene.coordinator.ranks = True, 0.0, {}
     scene.second()
     assert [event.time for event in scene.of(events.ClusterSample)] == [1052.0]
     assert len(scene.of(events.RankInfos)) == 1
@@ -361,7 +361,7 @@ def test_the_dead_are_seen_until_they_are_replaced(play: Play) -> None:
 
 
 async def _dead(scene: Scene) -> None:
-    scene.company.ranks = {}
+    scene.coordinator.ranks = {}
     for code, state in ((None, "R"), (-9, "X"), (0, "E")):
         scene.worker.code = code
         scene.second()
@@ -388,7 +388,7 @@ async def _read(scene: Scene) -> None:
 
 
 async def _printed(scene: Scene) -> None:
-    scene.company.ranks = {}
+    scene.coordinator.ranks = {}
     log = Path(scene.worker.folder, "stdout.log")
     log.write_text("nothing\n" * 100_000 + "step 5/9 loss 0.25\n")
     await _read(scene)
@@ -414,7 +414,7 @@ async def _printed(scene: Scene) -> None:
         scene.sights.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0}))
     scene.sights.concluded()
     scene.second()  # nothing more of this attempt
-    kept = [events.decode(text) for text in Path(scene.folder.path, "sights.jsonl").read_bytes().splitlines()]
+    kept = [events.decode(text) for text in Path(scene.folder.path, "samples.jsonl").read_bytes().splitlines()]
     assert [event.step for event in kept if isinstance(event, events.MetricsMeasured)][2:] == [0, 19]
     assert isinstance(kept[-1], events.MetricsMeasured)
     assert len([event for event in kept if isinstance(event, events.ClusterSample)]) == len(
@@ -427,7 +427,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path)
     os.mkfifo(log)  # to open it takes until somebody writes
 
     async def act(scene: Scene) -> None:
-        scene.company.ranks = {}
+        scene.coordinator.ranks = {}
         for _ in range(3):
             scene.second()
             await asyncio.sleep(0.01)

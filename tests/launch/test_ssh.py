@@ -90,7 +90,7 @@ def test_words_survive_the_way() -> None:
     [
         ("train.py",),
         ("-m", "pkg.train", "a b", "--x", "$(id)\n'\"", "\udcff"),
-        ("--tee", "0:1,1:3", "-r", "3", "--env", "A=b=c", "--ranks", "0,2", "--preload", "torch", "train.py"),
+        ("--tee", "0:1,1:3", "-r", "3", "--env", "A=b=c", "--show-ranks", "0,2", "--preload", "torch", "train.py"),
         ("--signals-to-handle", "SIGTERM,SIGUSR1", "--max-restarts", "3", "--keep-warm", "5m", "train.py"),
     ],
 )
@@ -117,17 +117,17 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
     assert isinstance(there, NodeSpec)
     assert msgspec.convert(there.options, RunOptions, str_keys=True) == own
     assert (own.devices, own.workers, own.stdin, own.hosts) == (("0-1", "3"), None, None, None)
-    same = {"kind", "script", "args", "env", "tee", "redirects", "signals", "ranks", "preload", "max_restarts"}
+    same = {"kind", "script", "args", "env", "tee", "redirects", "signals", "show_ranks", "preload", "max_restarts"}
     assert all(getattr(own, name) == getattr(options, name) for name in same)
 
 
 def test_each_host_gets_its_own_share() -> None:
-    options = parse_run(["--hosts", "a:8,b:2,c", "--open", "--token-file", "t", "train.py"], {})
+    options = parse_run(["--hosts", "a:8,b:2,c", "--no-auth", "--token-file", "t", "train.py"], {})
     assert options.hosts is not None
     mine = [_options_of(options, options.hosts, node, near=node == 0) for node in range(3)]
     assert [own.workers for own in mine] == [8, 2, None]
     assert [own.stdin for own in mine] == [0, None, None]
-    assert not any(own.open or own.token_file for own in mine)
+    assert not any(own.no_auth or own.token_file for own in mine)
     assert dataclasses.replace(mine[1], node_id=0, workers=8, stdin=0) == mine[0]
 
 

@@ -63,7 +63,7 @@ PHASES = {
 }
 
 
-@pytest.mark.xdist_group("witness")
+@pytest.mark.xdist_group("probe")
 def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) -> None:
     texts = {name: seen[name]["page"]["text"] for name in PHASES}
     assert {name: text["phase"] for name, text in texts.items()} == PHASES
@@ -72,11 +72,11 @@ def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) ->
     functions |= {"forward": "forward", "idle": "spin"}
     assert places == {name: ("phases.py", functions.get(name, "<module>")) for name in PHASES}
     assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
-    assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the witness
+    assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the probe
     assert seen["size"] < flight_recorder.LARGEST
 
 
-@pytest.mark.xdist_group("witness")
+@pytest.mark.xdist_group("probe")
 def test_a_worker_tells_what_it_waits_in(seen: dict[str, Any]) -> None:
     told = {name: msgspec.convert(one["calls"], list[CallEvidence]) for name, one in _framed(seen).items()}
     waits = {name: told[name][-1] for name in PHASES if PHASES[name] in ("join", "collective")}
@@ -151,7 +151,7 @@ def test_a_script_is_none_the_wiser(tmp_path: Path) -> None:
 
 
 async def _ask_around(folder: Path) -> None:
-    # The same without a witness.
+    # The same without a probe.
     look = f"import sys; sys.path[0] = {str(SCRIPTS)!r}; sys.argv[1:] = [{str(folder)!r}]; import witnessed as w; "
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
     subprocess.run([sys.executable, "-c", f"{look}w.child('plain')"], check=True, env=clean, timeout=WAIT)
@@ -232,7 +232,7 @@ async def _look_on(folder: Path) -> None:
         assert not shown.page.text.get("deaf")
         go_on()
         await _until(lambda: bool(shown.page.text.get("deaf")))
-        # Another program has no witness, and is not silent.
+        # Another program has no probe, and is not silent.
         assert shown.page.looked
         go_on()
         await _until((folder / "other").exists)
@@ -249,7 +249,7 @@ async def _look_on(folder: Path) -> None:
 
 
 def _hooked(shown: ProbeClient, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
-    """An interpreter that begins a witness before its script."""
+    """An interpreter that begins a probe before its script."""
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
     hooked = {
         **clean,
@@ -438,7 +438,7 @@ def test_a_file_of_torch_has_a_phase(path: str, name: str, phase: str) -> None:
     assert phases._of_torch(path, name) == phase
 
 
-def test_the_signal_of_a_witness_is_no_one_elses() -> None:
+def test_the_signal_of_a_probe_is_no_one_elses() -> None:
     assert signal.SIGRTMIN < probe.SIGNAL < signal.SIGRTMAX
 
 

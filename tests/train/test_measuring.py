@@ -1,4 +1,4 @@
-"""What rank 0 tells its supervisor: seldom, in numbers, and never in the way of a step."""
+"""What rank 0 tells its agent: seldom, in numbers, and never in the way of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_packet_is_too_long_to_be_heard() -> None:
     assert len(told[1].values) == 64
 
 
-def test_a_supervisor_that_does_not_listen_holds_nobody_up() -> None:
+def test_a_agent_that_does_not_listen_holds_nobody_up() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line = AgentChannel.__new__(AgentChannel)
     line._sock = ours

@@ -88,7 +88,7 @@ def play() -> Iterator[Play]:
 
 
 def everybody(folder: Path, job: Handle) -> list[int]:
-    """All processes of a run: its supervisor, its zygote and all below that."""
+    """All processes of a run: its agent, its fork server and all below that."""
     worker = proc.read(int((folder / "steps.0").read_text().split()[-1]))
     assert worker is not None
     return [job.pid, worker.parent, *descendants(worker.parent)]

@@ -265,7 +265,7 @@ def test_nodes_and_ranks_go_and_come() -> None:
         "another number of ranks, and no shards",
         "a flipped byte is noticed",
         "without shards each node has all",
-        "a supervisor for each rank",
+        "an agent for each rank",
         "no room is told once",
     ]
 
@@ -351,14 +351,14 @@ def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Pat
     assert ended(tmp_path) == (["0", "5"], play.undisturbed("ddp"))
 
 
-def test_off_is_off_and_nothing_is_left_by_a_supervisor_that_was_killed(tmp_path: Path, play: Play) -> None:
+def test_off_is_off_and_nothing_is_left_by_a_agent_that_was_killed(tmp_path: Path, play: Play) -> None:
     play.trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
     assert ended(tmp_path)[0] == ["0", "0"]
     (tmp_path / "long").mkdir()
     with start("run", "-g", "2", "--cpu", *EVERY, SCRIPT, str(tmp_path / "long"), "long", "[]") as job:
         job.wait_for(re.compile("waits"), timeout=60)
         family = [job.pid, *descendants(job.pid)]
-        assert len(holders(family)) == 3  # two workers, and the supervisor
+        assert len(holders(family)) == 3  # two workers, and the agent
         os.kill(job.pid, signal.SIGKILL)
         until(lambda: not holders(family), 20, "no process to hold memory of snapshots")
 

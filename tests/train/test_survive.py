@@ -18,7 +18,7 @@ from tests.kit.cli import Result, phalanx, stage
 pytestmark = pytest.mark.xdist_group("survive")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
 STEPS = 24
-places: dict[str, str | None] = {}  # of the warm zygote, as long as there is one
+places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +134,7 @@ def test_all_at_once_begin_again(tmp_path: Path) -> None:
 
 def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     """It is there before it is needed: the rank that it stands in for is stopped, and noticed after a while."""
-    done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--silent-after", "3s"))
+    done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--worker-timeout", "3s"))
     assert done.code == 0, done.err
     assert ended(tmp_path, 2)[0] == undisturbed(2)
     (folder,) = re.findall(r"output in (\S+)", done.err)
@@ -162,7 +162,7 @@ def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_pa
     """One that is stopped, and waited for in a group that the script has made; one that dies before the first step that
     all ranks did together; and one right after the next."""
     faults = [[0, 2, "kill"], [1, 1, "stop"], [2, 0, "kill"]]
-    words = ("run", "-g", "3", "--cpu", "--silent-after", "4s", SCRIPT, str(tmp_path), json.dumps(faults), "once")
+    words = ("run", "-g", "3", "--cpu", "--worker-timeout", "4s", SCRIPT, str(tmp_path), json.dumps(faults), "once")
     done = phalanx(*words, env=places)
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 3)

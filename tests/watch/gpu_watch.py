@@ -58,7 +58,7 @@ def main() -> int:
         metrics = answer.read().decode()
     _, rest = run.communicate(timeout=120)
     (folder,) = (work / "home" / "runs").iterdir()
-    sights = [json.loads(line) for line in (folder / "sights.jsonl").read_text().splitlines()]
+    sights = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     glances = [event["ranks"][0] for event in sights if event["event"] == "sight"]
     measured = [event for event in sights if event["event"] == "measured"]
     report = subprocess.run([*phalanx, "report", "-o", str(work / "run.html")], cwd=work, env=env, capture_output=True)

@@ -1,4 +1,4 @@
-"""Folders of runs that never were: simulated events, written as a supervisor writes them."""
+"""Folders of runs that never were: simulated events, written as an agent writes them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def left(
     """A run that has ended, in the list of runs."""
     folder = (where or home() / "runs") / name
     folder.mkdir(parents=True)
-    files = {"events": [], "sights": []}
+    files = {"events": [], "samples": []}
     end = START
     for event in happened:
-        kind = "sights" if isinstance(event, events.ClusterSample | events.MetricsMeasured) else "events"
+        kind = "samples" if isinstance(event, events.ClusterSample | events.MetricsMeasured) else "events"
         files[kind].append(events.encode(event))
         end = max(end, event.time)
     for kind, lines in files.items():

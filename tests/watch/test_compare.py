@@ -81,7 +81,7 @@ def test_without_a_loss_it_says_so_and_shows_how_fast_it_was(capsys: pytest.Capt
 def test_what_another_version_wrote_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     known = left("known", simulation.run(2, 60))
     newer = left("newer", simulation.run(2, 60))
-    for name in ("events", "sights"):
+    for name in ("events", "samples"):
         path = Path(newer.folder) / f"{name}.jsonl"
         strange = b'{"event":"teleported","time":1,"x":[]}\nnot even JSON\n'
         path.write_bytes(strange + path.read_bytes() + b'{"event":"sight","time":')  # and it was cut off

@@ -50,7 +50,7 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
     assert 0 < told["well"]["loss"] < 3
     assert told["badly"]["why"].startswith("rank 1 failed: ValueError: no such key x")
     assert len(told["badly"]["why"]) == 100
-    assert told["killed"]["why"] == "its supervisor was killed"
+    assert told["killed"]["why"] == "its agent was killed"
     assert (told["asked"]["step"], told["asked"]["loss"], told["asked"]["why"]) == (None, None, "SIGINT")
 
 
@@ -62,7 +62,7 @@ def test_of_long_files_only_the_end_is_read() -> None:
     )
     loss = events.MetricsMeasured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
     (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
-    (Path(record.folder) / "sights.jsonl").write_bytes(events.encode(sight) * 500 + events.encode(loss))
+    (Path(record.folder) / "samples.jsonl").write_bytes(events.encode(sight) * 500 + events.encode(loss))
     before = io_read()
     told = summary.of(record)
     assert io_read() - before < 2_000_000
@@ -155,7 +155,7 @@ def test_a_folder_that_is_gone_does_not_change_how_a_run_ended(tmp_path: Path) -
     folder.close()
 
 
-def test_the_run_of_a_supervisor_whose_list_is_elsewhere(tmp_path: Path) -> None:
+def test_the_run_of_a_agent_whose_list_is_elsewhere(tmp_path: Path) -> None:
     record = left("far", simulation.run(2, 5), where=tmp_path)
     pid = os.getpid()
     record_at(record, pid=pid, pid_started=linux.start_time(pid), ended=None, code=None)

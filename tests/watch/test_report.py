@@ -190,7 +190,7 @@ def test_it_is_written_whole_and_over_nothing_else(
 
 def test_a_run_that_left_almost_nothing(tmp_path: Path) -> None:
     outline = Outline(reported(tmp_path, left("bare", [], code=None)))
-    assert "its supervisor was killed" in outline.text("p")
+    assert "its agent was killed" in outline.text("p")
     assert "Nothing was measured" in outline.text("p")
 
 

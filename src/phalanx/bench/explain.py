@@ -1,7 +1,7 @@
 """What does it cost to be watched, and how soon is it said who is wrong?
 
-cost: a training step of about a millisecond with the witness of its worker and without, in the same processes, in
-turns, so that whatever else this machine does meanwhile hits both alike. Beside it, what the witness itself computes.
+cost: a training step of about a millisecond with the probe of its worker and without, in the same processes, in
+turns, so that whatever else this machine does meanwhile hits both alike. Beside it, what the probe itself computes.
 stall: stall.py.
 """
 
@@ -24,7 +24,7 @@ from phalanx.errors import OptionError
 
 LIMIT = 0.005  # of a step
 
-_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "witness.py")
+_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "scripts", "probe.py")
 
 ONLY = ("cost", "stall")
 
@@ -37,19 +37,19 @@ class Cost:
     error: float = 0.0  # what that may be off by, in 19 of 20 runs
     computing: float = 0.0  # the same of the seconds that cores compute, which others on the machine hardly change
     computing_error: float = 0.0
-    used: float = 0.0  # cores that the witness keeps busy: a second of computing in a second is 1
+    used: float = 0.0  # cores that the probe keeps busy: a second of computing in a second is 1
     failure: str = ""
 
 
 def cost(ranks: int, pairs: Pairs, computing: Pairs, used: Sequence[float]) -> Cost:
-    """Pairs: with the witness, without."""
+    """Pairs: with the probe, without."""
     alone = statistics.median(alone for _, alone in pairs) * 1000
     numbers = (*more(pairs), *more(computing), round(statistics.median(used), 5))
     return Cost(ranks, round(alone, 4), *numbers)
 
 
 def target(found: Cost) -> Target:
-    what = f"a step of {found.milliseconds:.2f} ms, {_ranks(found.ranks)}: the witness costs at most {LIMIT:.1%}"
+    what = f"a step of {found.milliseconds:.2f} ms, {_ranks(found.ranks)}: the probe costs at most {LIMIT:.1%}"
     if found.failure:
         return Target(what, found.failure, None)
     text = (
@@ -123,6 +123,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=192, metavar="N", help="of a layer (192)")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of which one stops (8)")
     parser.add_argument("--stalls", type=int, default=5, metavar="N", help="runs that stop (5)")
-    parser.add_argument("--stall-after", type=float, default=3.0, metavar="S", help="the threshold (3)")
+    parser.add_argument("--stall-timeout", type=float, default=3.0, metavar="S", help="the threshold (3)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there as JSON")
     return parser

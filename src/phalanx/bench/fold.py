@@ -21,7 +21,7 @@ class Fold:
     """Medians, of a second's events."""
 
     ranks: int
-    publish: float  # seconds: the supervisor makes lines of them
+    publish: float  # seconds: the agent makes lines of them
     read: float  # an onlooker makes events of the lines
     see: float  # and has them in its scene
     update: float  # and makes of it what all pages are told

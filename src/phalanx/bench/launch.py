@@ -51,7 +51,7 @@ def measure(settings: Settings, inherited: Mapping[str, str]) -> Results:
         if "warm" in settings.contenders:
             stack.enter_context(contenders.kept_warm(CONTENDERS["warm"], inherited, folder))
         for name, end in product(settings.contenders, settings.ends):
-            # Fills the page cache, and lets a phalanx zygote learn what the script imports.
+            # Fills the page cache, and lets a phalanx fork server learn what the script imports.
             tell("rehearsal", launched(Case(name, end, min(settings.ranks)), 0, inherited, folder))
         for number in range(1, settings.repeat + 1):
             title = f"round {number} of {settings.repeat}"

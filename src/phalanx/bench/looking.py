@@ -52,7 +52,7 @@ class Window:
     who: str  # of LOOKERS
     step: float  # seconds
     computing: float  # seconds of all ranks' cores, a step
-    supervisor: float  # cores that it kept busy: a second of computing in a second is 1
+    agent: float  # cores that it kept busy: a second of computing in a second is 1
     onlooker: float
     sent: float  # bytes a second, to the terminal or the browser
 
@@ -67,7 +67,7 @@ class Cost:
     error: float = 0.0  # what that may be off by, in 19 of 20 runs
     computing: float = 0.0  # the same of the ranks' CPU time
     computing_error: float = 0.0
-    supervisor: float = 0.0  # cores kept busy
+    agent: float = 0.0  # cores kept busy
     onlooker: float = 0.0
     sent: float = 0.0
     failure: str = ""
@@ -119,7 +119,7 @@ def _window(run: Watched, who: str, pace: Pace) -> tuple[float, ...]:
 
 
 def _spent(run: Watched, lookers: Sequence[Onlooker]) -> tuple[float, float, float]:
-    """Until now: CPU seconds of the supervisor, of who looks, and bytes that were sent."""
+    """Until now: CPU seconds of the agent, of who looks, and bytes that were sent."""
     own = sum(onlookers.computed(looker.pid) for looker in lookers)
     return onlookers.computed(run.pid), own, sum(looker.seen for looker in lookers)
 
@@ -136,7 +136,7 @@ def costs(seen: Seen) -> list[Cost]:
             continue
         middle = [
             statistics.median(numbers)
-            for numbers in zip(*((w.step * 1000, w.supervisor, w.onlooker, w.sent) for w in own), strict=True)
+            for numbers in zip(*((w.step * 1000, w.agent, w.onlooker, w.sent) for w in own), strict=True)
         ]
         numbers = (
             *more([(window.step, alone[window.round].step) for window in own]),
@@ -176,9 +176,9 @@ def computing(cost: Cost, off: Cost, cores: int) -> Target:
     what = f"the same, {cost.who}: at most {LIMIT:.0%} of the {cores} cores"
     if cost.failure:
         return Target(what, cost.failure, None)
-    extra = cost.supervisor - off.supervisor
+    extra = cost.agent - off.agent
     share = (cost.onlooker + extra) / cores
-    text = f"{share:.2%} ({cost.who} {cost.onlooker:.2%} of a core, supervisor {extra:+.2%})"
+    text = f"{share:.2%} ({cost.who} {cost.onlooker:.2%} of a core, agent {extra:+.2%})"
     return Target(what, text, share <= LIMIT)
 
 

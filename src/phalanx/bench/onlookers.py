@@ -57,7 +57,7 @@ class Watched:
             self._process = subprocess.Popen(
                 line, env=self.environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-        self.pid = self._process.pid  # of the supervisor
+        self.pid = self._process.pid  # of the agent
 
     def __enter__(self) -> Watched:
         return self

@@ -1,4 +1,4 @@
-"""A run of many ranks that nobody has, and its page: events come once a second, as from a supervisor.
+"""A run of many ranks that nobody has, and its page: events come once a second, as from an agent.
 
 python -m phalanx.bench.pretended RANKS SECONDS [live]    prints the link, and serves until it is ended
 

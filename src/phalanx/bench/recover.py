@@ -173,7 +173,7 @@ class Bench:
                 self._round(name, number)
 
     def _rehearse(self, name: str) -> None:
-        """Lets a phalanx zygote learn what the script imports."""
+        """Lets a phalanx fork server learn what the script imports."""
         with contextlib.suppress(LostError), self._training(name, _SMALL) as training:
             training.settle(1)
 

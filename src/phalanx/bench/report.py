@@ -156,7 +156,7 @@ class Report:
         load, cores = self._machine.load_before[0], self._machine.cores
         if load < cores / 4:
             return []
-        # Several processes that import compete with other work otherwise than a single zygote does.
+        # Several processes that import compete with other work otherwise than a single fork server does.
         return [
             f"This machine was busy before the first launch (load average {load:.1f}, {cores} cores): times are longer "
             "than they need be, and what they say of each other may not hold on a quiet one."

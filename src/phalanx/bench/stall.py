@@ -36,7 +36,7 @@ def measure(ranks: int, after: float, inherited: Mapping[str, str]) -> Stall:
     culprit = ranks // 2
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         mark = os.path.join(folder, "stopped")
-        hang = ("--stall-after", str(after), "--on-hang", "stop")
+        hang = ("--stall-timeout", str(after), "--on-hang", "stop")
         line = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--cpu", *hang, _SCRIPT, str(culprit), mark]
         environ = contenders.environment(CONTENDERS["phalanx"], ranks, inherited, folder)
         said = step.run(line, environ, folder)
@@ -59,7 +59,7 @@ def _events(home: str) -> Iterator[events.AnyEvent]:
 
 
 def target(found: Sequence[Stall]) -> Target:
-    what = f"{found[0].ranks} ranks, one stops: named within {LIMIT:.0f} s of --stall-after"
+    what = f"{found[0].ranks} ranks, one stops: named within {LIMIT:.0f} s of --stall-timeout"
     failures = [one.failure for one in found if one.failure]
     if failures:
         return Target(what, failures[0], None)
@@ -71,7 +71,7 @@ def target(found: Sequence[Stall]) -> Target:
 def measured(options: argparse.Namespace, inherited: Mapping[str, str]) -> list[Stall]:
     found = []
     for _ in range(options.stalls):
-        found.append(measure(options.ranks, options.stall_after, inherited))
+        found.append(measure(options.ranks, options.stall_timeout, inherited))
         one = found[-1]
         sys.stderr.write(f"{one.ranks} ranks: {one.failure or f'{one.seconds:.2f} s: {one.verdict}'}\n")
     return found

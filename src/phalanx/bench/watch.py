@@ -80,7 +80,7 @@ def _show(costs: Sequence[Cost], folds: Sequence[Fold], judged: Sequence[Target]
     good = [cost for cost in costs if not cost.failure]
     if good:
         title = "A training step, by who looks at it: medians. CPU: cores that are kept busy"
-        columns = ("case", "ranks", "who looks", "ms", "longer", "ranks' CPU", "supervisor", "onlooker", "kB/s")
+        columns = ("case", "ranks", "who looks", "ms", "longer", "ranks' CPU", "agent", "onlooker", "kB/s")
         table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
         for name in columns:
             table.add_column(name, justify="left" if name in ("case", "who looks") else "right")
@@ -90,7 +90,7 @@ def _show(costs: Sequence[Cost], folds: Sequence[Fold], judged: Sequence[Target]
                 "" if off else f"{more:+.2%} ± {error:.2%}"
                 for more, error in ((cost.more, cost.error), (cost.computing, cost.computing_error))
             ]
-            shares = (f"{cost.supervisor:.2%}", f"{cost.onlooker:.2%}", f"{cost.sent / 1000:.1f}")
+            shares = (f"{cost.agent:.2%}", f"{cost.onlooker:.2%}", f"{cost.sent / 1000:.1f}")
             step = f"{cost.milliseconds:.3f}"
             table.add_row(cost.case, str(cost.ranks), LABELS[cost.who], step, *compared, *shares)
         console.print(table)

@@ -41,7 +41,7 @@ def any_run(name: str | None, *, verb: str) -> RunRecord:
 
 
 def by_pid(pid: int, folder: str | None = None) -> RunRecord:
-    """The run of a supervisor on this machine: nodes of one run have one name. A node that was started by ssh has been
+    """The run of an agent on this machine: nodes of one run have one name. A node that was started by ssh has been
     told where runs are kept, and its environment does not say so: then only the folder does."""
     there = run_folder.read(folder) if folder is not None and os.sep in folder else None
     for run in ([there] if there is not None else []) + _all():

@@ -31,7 +31,7 @@ from phalanx.launch.remote import node_spec
 from phalanx.launch.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
 from phalanx.launch.runs import run_folder
 
-if TYPE_CHECKING:  # only once the zygote has been started
+if TYPE_CHECKING:  # only once the fork server has been started
     from phalanx.errors import JoinError
     from phalanx.launch.agent.agent import NodeAgent
     from phalanx.launch.remote.ssh import SshLink, SshStarter
@@ -119,7 +119,7 @@ def _options_of(
         master_addr=None,
         run_id=run_id or options.run_id,
         token_file=None,
-        open=False,
+        no_auth=False,
         color=colour,
         stdin=options.stdin if leads_here else None,  # this terminal is here
     )
@@ -142,7 +142,7 @@ def gathering_of(told: NodeSpec, options: RunOptions, go: Go | None) -> Rendezvo
         promised=told.promised,
         # A node that cannot reach the leader knows more about it than the leader: it is to speak first.
         join_timeout=options.join_timeout * (_FOLLOWS if told.node else 1),
-        lost_after=options.lost_after,
+        node_timeout=options.node_timeout,
         names=told.names,
         echo=False,
         versions=versions(),
@@ -213,7 +213,7 @@ def _cwd(environ: Mapping[str, str]) -> str:
 
 
 class LocalHost:
-    """Node 0 is this process: what its supervisor has to know of the others."""
+    """Node 0 is this process: what its agent has to know of the others."""
 
     def __init__(self, hosts: Hosts, patience: float, linger: float) -> None:
         self._hosts = hosts
@@ -221,7 +221,7 @@ class LocalHost:
         self._linger = linger
         self._links: list[SshLink] = []
         self._starter: SshStarter | None = None
-        self._supervisor: NodeAgent | None = None
+        self._agent: NodeAgent | None = None
 
     @property
     def pids(self) -> frozenset[int]:
@@ -236,13 +236,13 @@ class LocalHost:
         for link in self._links:
             link.tell(go)
 
-    def begin(self, supervisor: NodeAgent) -> None:
-        self._supervisor = supervisor
+    def begin(self, agent: NodeAgent) -> None:
+        self._agent = agent
         if self._starter is not None:
             self._starter.listen()
 
     async def end(self, code: int) -> None:
-        together = self._supervisor is not None and self._supervisor.together
+        together = self._agent is not None and self._agent.together
         if self._starter is not None:
             await self._starter.end(together=together, linger=0.0 if code else self._linger)
 
@@ -260,19 +260,19 @@ class LocalHost:
         pass
 
     def failed(self, error: JoinError) -> None:
-        if self._supervisor is not None:
-            self._supervisor.fail(error)
+        if self._agent is not None:
+            self._agent.fail(error)
 
     def ended(self, link: SshLink, code: int) -> None:
         from phalanx.launch.remote import ssh
 
-        if self._supervisor is None:
+        if self._agent is None:
             return
         error = ssh.combined({link.host: ssh.last_words(link, code)})
-        if not self._supervisor.together:
-            self._supervisor.fail(error)
+        if not self._agent.together:
+            self._agent.fail(error)
         elif code:
-            self._supervisor.note(str(error))
+            self._agent.note(str(error))
 
 
 class RemoteHost:

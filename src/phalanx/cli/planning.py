@@ -75,8 +75,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], around: Surroundi
         max_restarts=options.max_restarts,
         restarts_told=options.restarts_told,
         restart_window=options.restart_window,
-        silence=options.silent_after,
-        hanging=HangOptions(options.stall_after, options.on_hang),
+        silence=options.worker_timeout,
+        hanging=HangOptions(options.stall_timeout, options.on_hang),
         watching=ViewerOptions(options.screen, options.page, options.page_at),
         stdin_rank=options.stdin,
         log_dir=log_dir,
@@ -185,7 +185,7 @@ def _showing(options: RunOptions, *, quiet: bool) -> OutputOptions:
     return OutputOptions(
         redirects=_choice(options.redirects),
         tee=_choice(options.tee),
-        ranks=options.ranks,
+        ranks=options.show_ranks,
         local_ranks=options.local_ranks,
         template=options.log_line_prefix_template,
         role=options.role,
@@ -193,7 +193,7 @@ def _showing(options: RunOptions, *, quiet: bool) -> OutputOptions:
         stderr_needles=options.duplicate_stderr_filters,
         colour={"auto": None, "always": True, "never": False}[options.color],
         quiet=options.quiet or quiet,
-        paces=options.paces,
+        paces=options.timings,
         events=options.event_log_handler == "console",
     )
 

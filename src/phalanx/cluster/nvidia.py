@@ -2,7 +2,7 @@
 
 Through NVML, never CUDA: a process that has initialised CUDA cannot fork workers that use it. But NVML is not
 without traces either: newer drivers (R580) load libcuda from it and start a thread that stays, with a few open
-files. So the supervisor asks, never the zygote, and the zygote is not forked from a process that has asked.
+files. So the agent asks, never the fork server, and the fork server is not forked from a process that has asked.
 """
 
 from __future__ import annotations

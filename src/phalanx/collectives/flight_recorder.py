@@ -1,6 +1,6 @@
 """What was called in our groups and what is done, as torch's flight recorder keeps it of the groups that it knows.
 
-The witness of a worker (forkserver/probe) finds this module and asks it from a thread of its own, while others
+The probe of a worker (forkserver/probe) finds this module and asks it from a thread of its own, while others
 write: nothing here takes a lock, and no tensor is kept.
 """
 

@@ -31,7 +31,7 @@ _Place = tuple[str, int, str]  # file, line, and its text
 
 def mismatch(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> CollectiveMismatch:
     """`text`: who called what. `names`: of the ranks that may say where, what they are called in the world."""
-    with contextlib.suppress(Exception):  # to the supervisor, before anybody ends
+    with contextlib.suppress(Exception):  # to the agent, before anybody ends
         sys.modules[paths.PROBE_MODULE].current.differs()
     places: dict[int, _Place] = {}
     with contextlib.suppress(Exception):  # what the engine has said is enough

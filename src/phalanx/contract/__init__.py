@@ -1,1 +1,1 @@
-"""What supervisor and worker agree on: environment names, events."""
+"""What agent and worker agree on: environment names, events."""

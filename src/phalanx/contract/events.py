@@ -18,14 +18,14 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     pid: int
 
 
-class ForkServerReady(Event, frozen=True, kw_only=True, tag="zygote-ready"):
+class ForkServerReady(Event, frozen=True, kw_only=True, tag="fork-server-ready"):
     pid: int
     way: str  # cold, warm or fresh
     seconds: float
     imports: dict[str, float] = {}
 
 
-class ForkServerRefused(Event, frozen=True, kw_only=True, tag="zygote-refused"):
+class ForkServerRefused(Event, frozen=True, kw_only=True, tag="fork-server-refused"):
     """It is not safe to fork after these imports: fresh interpreters are started instead."""
 
     reason: str
@@ -60,7 +60,7 @@ class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
 
 
 class Stopping(Event, frozen=True, kw_only=True, tag="stopping"):
-    """Workers are being ended: by a failure, or by a signal to the supervisor."""
+    """Workers are being ended: by a failure, or by a signal to the agent."""
 
     reason: str
     signal: str
@@ -221,7 +221,7 @@ class ClusterSample(Event, frozen=True, kw_only=True, tag="sight"):
     """All ranks of all nodes, once a second. `time` is when the last letter of every rank ends, in whole tenths; a rank
     of whom nothing came in time has no letters.
 
-    In sights.jsonl, of a long run, only every 2nd, 4th, 8th … one is kept, each as it was: between them nothing was
+    In samples.jsonl, of a long run, only every 2nd, 4th, 8th … one is kept, each as it was: between them nothing was
     seen, and how fast steps went is what `step` and `time` of two of them say."""
 
     seconds: float  # that it is about: letters, shares and rates
@@ -231,7 +231,7 @@ class ClusterSample(Event, frozen=True, kw_only=True, tag="sight"):
 
 class MetricsMeasured(Event, frozen=True, kw_only=True, tag="measured"):
     """What a training says of a step that it has committed; None: it is not a number. At most five a second, and in
-    sights.jsonl, of a long run, more seldom. Of a plain script: the loss that rank 0 prints."""
+    samples.jsonl, of a long run, more seldom. Of a plain script: the loss that rank 0 prints."""
 
     step: int
     values: dict[str, float | None]

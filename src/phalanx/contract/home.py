@@ -1,4 +1,4 @@
-"""Where phalanx keeps runs, warm zygotes, tokens and meetings of this user."""
+"""Where phalanx keeps runs, warm fork servers, tokens and meetings of this user."""
 
 from __future__ import annotations
 

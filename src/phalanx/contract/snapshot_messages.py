@@ -1,4 +1,4 @@
-"""What a worker asks of the memory that its supervisor holds: one packet there, one back, perhaps with a descriptor.
+"""What a worker asks of the memory that its agent holds: one packet there, one back, perhaps with a descriptor.
 
 The memory has no name in the file system: it is gone when the last process that holds it is.
 """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
-LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its supervisor: contract/worker_messages.py
+LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: contract/worker_messages.py
 MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/snapshot_messages.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
@@ -27,7 +27,7 @@ OFF = ("off", "0")
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
 
-# Read by libraries while they are imported, so set before the zygote imports them.
+# Read by libraries while they are imported, so set before the fork server imports them.
 THREADS = "OMP_NUM_THREADS"
 
 

@@ -1,4 +1,4 @@
-"""What a worker that can regroup and its supervisor say to each other: one message a packet.
+"""What a worker that can regroup and its agent say to each other: one message a packet.
 
 A plain script never calls. One that runs `phalanx.main` calls as soon as it is there, hears where it stands, and from
 then on is told when somebody has died and the group forms anew.
@@ -100,7 +100,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="world"):
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, where it is for this worker alone
     patience: float = 10.0  # seconds in which a death that a rank feels is told it, at the latest
     halt: bool = False  # save what there is, and end
-    preempt: tuple[int, ...] = ()  # signals that are the supervisor's to answer, whoever gets them
+    preempt: tuple[int, ...] = ()  # signals that are the agent's to answer, whoever gets them
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
@@ -129,7 +129,7 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end"):
 FromSupervisor = Assignment | Wait | Halt | Rescue | EndWorker
 FromWorker = Hello | Heartbeat | MeasuredStep | Entering | FirstStep | Done | Keeping | HaltAck | HaltedAt | Rescued
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_from_supervisor: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
+_from_agent: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 
 
 def encode(message: FromWorker | FromSupervisor) -> bytes:
@@ -140,5 +140,5 @@ def from_worker(packet: bytes) -> FromWorker:
     return _from_worker.decode(packet)
 
 
-def from_supervisor(packet: bytes) -> FromSupervisor:
-    return _from_supervisor.decode(packet)
+def from_agent(packet: bytes) -> FromSupervisor:
+    return _from_agent.decode(packet)

@@ -1,1 +1,1 @@
-"""How the supervisors of a run find, trust and hear each other: one leader, any number of members."""
+"""How the agents of a run find, trust and hear each other: one leader, any number of members."""

@@ -97,7 +97,7 @@ async def way(address: str, *, timeout: float) -> str:
             return f"link down, or a firewall: nothing comes back from {address}"
         except OSError as error:
             return f"link down: no way to {address} ({_reason(error)})"
-    return f"its machine can be reached ({address}), so that its supervisor is stopped, or far too busy"
+    return f"its machine can be reached ({address}), so that its agent is stopped, or far too busy"
 
 
 def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:

@@ -85,17 +85,17 @@ class JoinedMember:
 @dataclass(frozen=True)
 class Timing:
     ping: float = 1.0
-    lost_after: float = 15.0
+    node_timeout: float = 15.0
     patience: float = PATIENCE  # with strangers
     last_call: float = 0.0  # for others to come, once there are enough
 
     def rest(self, members: int) -> float:
         """Seconds between two pings. Where there are thousands, one a second to each would be most of what we do."""
-        return min(max(self.ping, members / 1000), self.lost_after / 3)
+        return min(max(self.ping, members / 1000), self.node_timeout / 3)
 
     def quiet(self, members: int) -> float:
         """Seconds of silence that are worth a word: more than between two pings."""
-        return min(max(QUIET, 2 * self.rest(members)), self.lost_after / 2)
+        return min(max(QUIET, 2 * self.rest(members)), self.node_timeout / 2)
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Leader:
             member=given,
             run=self._run,
             leader=self._arrival.host,
-            lost_after=self._timing.lost_after,
+            node_timeout=self._timing.node_timeout,
             quiet=self._timing.quiet(self.roster.expected),
             notes=tuple(warnings),
         )
@@ -344,7 +344,7 @@ class Leader:
 
     async def _converse(self, guest: JoinedMember, ws: web.WebSocketResponse) -> None:
         writer = asyncio.get_running_loop().create_task(self._write(guest, ws))
-        why = "its connection closed: its supervisor was killed, or the machine went down"
+        why = "its connection closed: its agent was killed, or the machine went down"
         try:
             async for frame in ws:
                 if frame.type != WSMsgType.BINARY:
@@ -461,8 +461,8 @@ class Leader:
 
     def _look_at(self, guest: JoinedMember, silence: float) -> None:
         limit = self._timing.quiet(self.roster.expected)
-        if silence > self._timing.lost_after:
-            why = f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down"
+        if silence > self._timing.node_timeout:
+            why = f"not a word from it in {silence:.0f} s (--node-timeout): link or machine is down"
             self._departed(guest, why, silent=True)
             if isinstance(guest.transport, asyncio.WriteTransport):
                 guest.transport.abort()  # what it has not read yet it never will
@@ -484,7 +484,7 @@ class Leader:
         if self.guests and self._ended:
             # They hang up when they have heard the end. Where packets were lost that comes late; to close now would
             # throw away what the kernel has not been able to send yet.
-            patience = self._timing.lost_after if any(guest.quiet for guest in self.guests.values()) else _CLOSING
+            patience = self._timing.node_timeout if any(guest.quiet for guest in self.guests.values()) else _CLOSING
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), patience)
         for guest in self.guests.values():

@@ -215,7 +215,7 @@ class Member:
         return join_problems.refusal(
             "token",
             mine=f"from {self._token}",
-            theirs=f"fingerprint {theirs}" if theirs else "none, it was started with --open",
+            theirs=f"fingerprint {theirs}" if theirs else "none, it was started with --no-auth",
             leader=str(endpoint),
         )
 
@@ -248,7 +248,7 @@ class Member:
     # -- conversation
 
     async def _read(self, ws: aiohttp.ClientWebSocketResponse) -> None:
-        why = "the connection to the leader closed: its supervisor was killed, or the machine went down"
+        why = "the connection to the leader closed: its agent was killed, or the machine went down"
         try:
             async for frame in ws:
                 if frame.type != WSMsgType.BINARY or self._channel is None:
@@ -281,8 +281,8 @@ class Member:
         """The leader sends a word at least every few seconds."""
         if self.welcome is None:
             return
-        lost_after, limit = self.welcome.lost_after, self.welcome.quiet
-        rest = min(1.0, lost_after / 3)
+        node_timeout, limit = self.welcome.node_timeout, self.welcome.quiet
+        rest = min(1.0, node_timeout / 3)
         quiet = False
         while not self._over:
             asleep = time.monotonic()
@@ -292,9 +292,9 @@ class Member:
             if late > 1:  # it was us who did not listen
                 self._heard = min(self._heard + late, now)
             silence = now - self._heard
-            if silence > lost_after and not self._over and not self._leaving:
+            if silence > node_timeout and not self._over and not self._leaving:
                 self._over = True
-                why = f"not a word from it in {silence:.0f} s (--lost-after): link or machine is down"
+                why = f"not a word from it in {silence:.0f} s (--node-timeout): link or machine is down"
                 self._ears.lost(why, silent=True)
             elif (silence > limit) != quiet:
                 quiet = silence > limit

@@ -1,4 +1,4 @@
-"""Everything that crosses the wire between supervisors: typed, bounded, and never code.
+"""Everything that crosses the wire between agents: typed, bounded, and never code.
 
 member                         leader
   | ------- connects ------------> |
@@ -57,7 +57,7 @@ class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
 
 
 class Claim(Message, frozen=True, kw_only=True, tag="claim"):
-    """A place that a scheduler has given: this supervisor is one of its tasks."""
+    """A place that a scheduler has given: this agent is one of its tasks."""
 
     rank: Count
     size: Count
@@ -101,7 +101,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     member: Count
     run: Name  # the run's name, everywhere
     leader: Name  # its host
-    lost_after: float
+    node_timeout: float
     quiet: float = 3.0  # seconds of the leader's silence that are worth a word
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 

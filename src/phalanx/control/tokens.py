@@ -29,7 +29,7 @@ NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EML
 
 @dataclass(frozen=True)
 class Token:
-    """The key, and in words where it was found. Without a key (--open) everybody gets in."""
+    """The key, and in words where it was found. Without a key (--no-auth) everybody gets in."""
 
     key: bytes = field(repr=False)
     origin: str
@@ -44,9 +44,9 @@ class Token:
 
 
 def find(environ: Mapping[str, str], *, file: str | None, home: str, open_: bool = False) -> Token:
-    """--open, PHALANX_TOKEN, --token-file, or the user's own file, which is made at its first use."""
+    """--no-auth, PHALANX_TOKEN, --token-file, or the user's own file, which is made at its first use."""
     if open_:
-        return Token(b"", "nowhere (--open)")
+        return Token(b"", "nowhere (--no-auth)")
     text = environ.get(VARIABLE)
     if text is not None:
         return read_text(text, VARIABLE)

@@ -166,7 +166,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     host: str
-    silent: float = 0.0  # seconds since its supervisor was last heard
+    silent: float = 0.0  # seconds since its agent was last heard
     lost: bool = False  # its connection has ended
     memory: int = 0  # bytes
     available: int = 0
@@ -181,7 +181,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...]
     nodes: tuple[NodeFacts, ...] = ()
     world_size: int = 0
-    limit: float = 30.0  # seconds after which a run counts as standing still: --stall-after
+    limit: float = 30.0  # seconds after which a run counts as standing still: --stall-timeout
     finding: str = ""  # of the doctor, about the network between nodes
 
 

@@ -1,8 +1,8 @@
 """When to raise the alarm: what each rank shows once a second -> an Alarm, or none.
 
 Standing still is what does not finish a step, a batch or a collective. It is an alarm after several usual steps, and
-not before `stall_after`. What computes at ever other places, or compiles, writes a checkpoint, imports, or has not done
-its first step yet, has ten times as long: it is more likely slow. What is proven needs no such patience: a stopped
+not before `stall_timeout`. What computes at ever other places, or compiles, writes a checkpoint, imports, or has not
+done its first step yet, has ten times as long: it is more likely slow. What is proven needs no such patience: a stopped
 process, one whose Python's lock is held, ranks that all wait. Where nobody waits, nobody is kept: evaluation and
 inference may compute for hours, and a parameter server rests while others train.
 """
@@ -69,7 +69,7 @@ class _Past:
 class ProgressWatch:
     """`see` is called about once a second, with all ranks that run."""
 
-    stall_after: float = STALL_AFTER
+    stall_timeout: float = STALL_AFTER
     _past: dict[int, _Past] = field(default_factory=dict)
     _alarm: Alarm | None = None
     _marks: dict[int, float] = field(default_factory=dict)  # of the alarm: when each of its ranks had last moved
@@ -138,12 +138,12 @@ class ProgressWatch:
         met = any(past.met for past in self._past.values())
         self._idle = self._now - max(past.moved for past in self._past.values()) if met else 0.0
         self._resting = self._now - max(past.worked for past in self._past.values())
-        awaited = any(_waits(each) and self._still(each) >= self.stall_after for each in alive)
+        awaited = any(_waits(each) and self._still(each) >= self.stall_timeout for each in alive)
         proven = [each for each in alive if self._proven(each, awaited)]
         if proven:
-            return self._raise(alive, proven, self.stall_after, proven=True)
+            return self._raise(alive, proven, self.stall_timeout, proven=True)
         if not alone and all(_waits(each) for each in alive):
-            limit = max(self.stall_after, _ALL * max(each.usual for each in alive))
+            limit = max(self.stall_timeout, _ALL * max(each.usual for each in alive))
             if all(self._still(each) >= limit for each in alive):
                 return self._raise(alive, alive, limit, proven=True)
             return None
@@ -153,7 +153,7 @@ class ProgressWatch:
 
     def _raise(self, alive: list[Reading], late: list[Reading], limit: float, *, proven: bool = False) -> Alarm:
         ranks = tuple(sorted(each.rank for each in late))
-        waiting = (each for each in alive if _waits(each) and self._still(each) >= self.stall_after)
+        waiting = (each for each in alive if _waits(each) and self._still(each) >= self.stall_timeout)
         others = tuple(sorted({each.rank for each in waiting} - set(ranks)))
         return Alarm("stall", ranks, max(self._past[rank].moved for rank in ranks), limit, proven, others)
 
@@ -165,14 +165,14 @@ class ProgressWatch:
         return self._now - self._past[reading.rank].moved
 
     def _limit(self, reading: Reading) -> float:
-        return max(self.stall_after, _SEVERAL * reading.usual)
+        return max(self.stall_timeout, _SEVERAL * reading.usual)
 
     def _proven(self, reading: Reading, awaited: bool) -> bool:
-        if self._still(reading) < self.stall_after:
+        if self._still(reading) < self.stall_timeout:
             return False
         if reading.state in ("T", "t"):
             return True
-        if reading.silent < self.stall_after or reading.phase in _LONG:
+        if reading.silent < self.stall_timeout or reading.phase in _LONG:
             return False
         # Native code that computes with Python's lock: a file that is read before the first step, or nobody waits.
         return reading.state != "R" or (awaited and (reading.step >= 0 or reading.progress > 0))

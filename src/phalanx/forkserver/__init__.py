@@ -1,8 +1,8 @@
-"""The zygote: imports torch once, touches no CUDA, then forks a worker a rank.
+"""The fork server: imports torch once, touches no CUDA, then forks a worker a rank.
 
-    supervisor ──socket── zygote ──fork── worker 0, worker 1, …
+    agent ──socket── fork server ──fork── worker 0, worker 1, …
 
-Cold, the zygote is the very interpreter that was asked for, `python -u script.py ARGS`, paused by a site hook
+Cold, the fork server is the very interpreter that was asked for, `python -u script.py ARGS`, paused by a site hook
 just before it would run its main module. It imports what is slow, and forks. A child returns from the hook, and
 the interpreter goes on: the script is run by Python itself, with nothing of ours on the stack.
 

@@ -1,4 +1,4 @@
-"""A nursery without imports, for programs and fresh interpreters: `python -I -S zygote/ FD PARENT`."""
+"""A nursery without imports, for programs and fresh interpreters: `python -I -S fork server/ FD PARENT`."""
 
 import importlib.util
 import os

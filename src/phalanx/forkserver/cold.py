@@ -1,4 +1,4 @@
-"""The zygote of one run: the interpreter of the script itself, paused before its main module."""
+"""The fork server of one run: the interpreter of the script itself, paused before its main module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zygote's loop: start a child when told, say when one has ended, leave none behind.
+"""The fork server's loop: start a child when told, say when one has ended, leave none behind.
 
 One thread, one poll. `serve` returns in a child that is to go on as a worker, and nowhere else.
 """
@@ -23,7 +23,7 @@ from .probe import probe
 class ForkServer:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._children: dict[int, str] = {}  # pid -> the name the supervisor knows it by
+        self._children: dict[int, str] = {}  # pid -> the name the agent knows it by
         self._store: int | None = None
         self._leftovers = Orphans()
         self._heard: list[int] = []
@@ -31,7 +31,7 @@ class ForkServer:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
-        """Obey the supervisor until it is gone. Returns the order only in a child that is to become a worker."""
+        """Obey the agent until it is gone. Returns the order only in a child that is to become a worker."""
         setup.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # A scheduler signals every process of a job. What ends us is the end of the connection, or SIGKILL.
@@ -52,7 +52,7 @@ class ForkServer:
             if self._sock.fileno() in ready:
                 received = wire.receive(self._sock)
                 if received is None:
-                    self._end()  # the supervisor is gone, however it went
+                    self._end()  # the agent is gone, however it went
                 else:
                     order, fds = received
                     if self._obey(order, fds):
@@ -64,7 +64,7 @@ class ForkServer:
             case "import":
                 report = preload.preload(order["required"], order["welcome"], order["path0"])
                 teardown.keep_operators()
-                # From here on the end of the connection tells us that the supervisor is gone, and leaves us the
+                # From here on the end of the connection tells us that the agent is gone, and leaves us the
                 # time to end what the workers have started; a parent-death signal would not.
                 linux.die_with_parent(0, 0)
                 self._tell({"is": "ready", "pid": os.getpid(), **report})
@@ -85,11 +85,11 @@ class ForkServer:
 
     def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
-        # What comes before the child is itself would be taken for the zygote's own, and forgotten.
+        # What comes before the child is itself would be taken for the fork server's own, and forgotten.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, setup.SCHEDULERS)
         try:
             pid = os.fork()
-        except OSError as error:  # no process or no memory left: the supervisor tells, and ends the others
+        except OSError as error:  # no process or no memory left: the agent tells, and ends the others
             self._tell({"is": "refused", "name": order["name"], "why": str(error)})
             pid = -1
         if pid == 0:
@@ -138,7 +138,7 @@ class ForkServer:
         if order.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
-            if order.get("hook") and order.get("witness") is not None:
+            if order.get("hook") and order.get("probe") is not None:
                 setup.hook(order, fds[3:])
             setup.execute(order)
         for fd in fds[:3]:
@@ -147,9 +147,9 @@ class ForkServer:
         if order.get("cuda") is not None:
             cuda.open_context(order["cuda"])
         kept: list[int] = []
-        if order.get("witness") is not None:
+        if order.get("probe") is not None:
             board, channel, stacks = fds[3:]
-            kept = probe.begin(board, order["witness"], channel, stacks)
+            kept = probe.begin(board, order["probe"], channel, stacks)
         # From here on an import may find a module of the script's own: the lesson is not noted then.
         if not shadows.uncover(order.get("path0")) and order.get("lesson"):
             preload.note_lesson(order["lesson"])
@@ -158,7 +158,7 @@ class ForkServer:
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
-        """To the child, or its whole group. Not by the supervisor: only who reaps knows whose a pid still is."""
+        """To the child, or its whole group. Not by the agent: only who reaps knows whose a pid still is."""
         self._leftovers.note()
         for pid, known in self._children.items():
             if known == name:

@@ -1,6 +1,6 @@
 """Hosts the c10d TCPStore, so that it outlives rank 0 and no port is raced for.
 
-The listening socket comes from the supervisor: it was bound before anything started, to one address.
+The listening socket comes from the agent: it was bound before anything started, to one address.
 """
 
 from __future__ import annotations

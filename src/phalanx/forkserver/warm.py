@@ -1,9 +1,9 @@
-"""A zygote that outlives its run: waits on a Unix socket, and forks a zygote of its own for every run.
+"""A fork server that outlives its run: waits on a Unix socket, and forks a fork server of its own for every run.
 
-    warm ──fork── zygote of run A ──fork── workers
-         └─fork── zygote of run B ──fork── workers
+    warm ──fork── fork server of run A ──fork── workers
+         └─fork── fork server of run B ──fork── workers
 
-The one in between belongs to its run as a cold one would: it ends with its supervisor and takes its workers along.
+The one in between belongs to its run as a cold one would: it ends with its agent and takes its workers along.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WarmForkServer:
                     return order
 
     def _greet(self, connection: socket.socket, pipes: tuple[int, int]) -> dict[str, Any] | None:
-        """One visitor: asks for a zygote, for news, or for the end."""
+        """One visitor: asks for a fork server, for news, or for the end."""
         with connection:
             if not _same_user(connection):
                 return None
@@ -142,7 +142,7 @@ class WarmForkServer:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
                 ended, killed = True, killed or status != 0
-        # A run's zygote that was killed leaves what its workers had started to us; so does one that was told to
+        # A run's fork server that was killed leaves what its workers had started to us; so does one that was told to
         # (`--linger forever`), and then it goes on.
         if killed:
             self._leftovers.end(besides=frozenset(self._runs) | self._left)

@@ -1,4 +1,4 @@
-"""The main module of a warm zygote, and the one frame below the script in its workers.
+"""The main module of a warm fork server, and the one frame below the script in its workers.
 
     python -u standin.py FD SOCKET IDLE MODULES PADDING
 

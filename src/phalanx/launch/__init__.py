@@ -1,1 +1,1 @@
-"""The supervisor of one node: zygote, processes, output, signals, the end."""
+"""The agent of one node: fork server, processes, output, signals, the end."""

@@ -26,9 +26,9 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # for good: the rank is silent, and replaced after --silent-after
+    "stop": signal.SIGSTOP,  # for good: the rank is silent, and replaced after --worker-timeout
 }
-OTHERS = ("store", "zygote")  # processes beside the workers
+OTHERS = ("store", "forkserver")  # processes beside the workers
 KINDS = (*SIGNALS, *OTHERS)
 _LOOK = 0.02  # seconds between two looks at how the run is
 _PATIENCE = 30.0  # seconds for a fault to show any effect
@@ -54,7 +54,7 @@ def blows(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -
 
 @dataclass
 class Chaos:
-    """Beside a supervisor, as its `Outside`: begins with its loop, and ends with it."""
+    """Beside an agent, as its `Outside`: begins with its loop, and ends with it."""
 
     seed: int
     every: float = 5.0
@@ -74,8 +74,8 @@ class Chaos:
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         pass
 
-    def begin(self, supervisor: NodeAgent) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._disturb(supervisor))
+    def begin(self, agent: NodeAgent) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._disturb(agent))
 
     def hurry(self) -> None:
         pass
@@ -86,57 +86,57 @@ class Chaos:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _disturb(self, supervisor: NodeAgent) -> None:
-        attempt = await self._until_well(supervisor)
+    async def _disturb(self, agent: NodeAgent) -> None:
+        attempt = await self._until_well(agent)
         last = began = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
         if not ranks:
-            supervisor.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
+            agent.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
             return
         try:
             for blow in itertools.islice(blows(self.seed, ranks, self.kinds, self.every), self.times):
                 await asyncio.sleep(max(0.0, last + blow.delay - time.monotonic()))
-                attempt = await self._until_well(supervisor)
+                attempt = await self._until_well(agent)
                 last = time.monotonic()
                 before = (attempt.number, attempt.generation)
-                self._strike(supervisor, attempt, blow)
-                if blow.kind != "store" and not await self._felt(supervisor, before, attempt.silence):
+                self._strike(agent, attempt, blow)
+                if blow.kind != "store" and not await self._felt(agent, before, attempt.silence):
                     self.vain += 1
                     continue
-                await self._until_well(supervisor)
+                await self._until_well(agent)
                 self.recovered += 1
                 self.lost += time.monotonic() - last
             await asyncio.Event().wait()
         finally:
             self.well = time.monotonic() - began
 
-    def _strike(self, supervisor: NodeAgent, attempt: WorkerGroup, blow: InjectedFault) -> None:
+    def _strike(self, agent: NodeAgent, attempt: WorkerGroup, blow: InjectedFault) -> None:
         self.struck[blow.kind] += 1
         whom = f"the {blow.kind}" if blow.kind in OTHERS else f"rank {blow.rank}"
         number = SIGNALS.get(blow.kind, signal.SIGKILL)
-        supervisor.note(f"chaos: fault {self.struck.total()}, {number.name} to {whom}")
-        if blow.kind == "zygote":
+        agent.note(f"chaos: fault {self.struck.total()}, {number.name} to {whom}")
+        if blow.kind == "forkserver":
             with contextlib.suppress(ProcessLookupError):
-                os.kill(supervisor.zygote.pid, number)
+                os.kill(agent.fork_server.pid, number)
         else:
             at = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
             name = "store" if blow.kind == "store" else at.get(blow.rank)
             if name is not None:
                 attempt.tell(name, number, alone=True)
 
-    async def _felt(self, supervisor: NodeAgent, before: tuple[int, int], silence: float) -> bool:
+    async def _felt(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
         """Until somebody does something about it. False: a script may well ignore SIGTERM."""
         limit = time.monotonic() + silence + _PATIENCE
         while time.monotonic() < limit:
-            attempt = supervisor.attempt
+            attempt = agent.attempt
             if attempt is not None and (attempt.number, attempt.generation) != before:
                 return True
             await asyncio.sleep(_LOOK)
         return False
 
-    async def _until_well(self, supervisor: NodeAgent) -> WorkerGroup:
-        while (attempt := supervisor.attempt) is None or not self._is_well(attempt):
+    async def _until_well(self, agent: NodeAgent) -> WorkerGroup:
+        while (attempt := agent.attempt) is None or not self._is_well(attempt):
             await asyncio.sleep(_LOOK)
         return attempt
 

@@ -1,4 +1,4 @@
-"""Where it comes from: the supervisor of a run that lives, or the folder of one that has ended."""
+"""Where it comes from: the agent of a run that lives, or the folder of one that has ended."""
 
 from __future__ import annotations
 

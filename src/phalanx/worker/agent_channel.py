@@ -1,4 +1,4 @@
-"""A worker's line to its supervisor: it hears of deaths while the script computes, and tells how far it is."""
+"""A worker's line to its agent: it hears of deaths while the script computes, and tells how far it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.contract import worker_messages as words
 from phalanx.errors import LaunchError
 
 BEAT = 0.5  # seconds between two signs of life
-_FIRST = 30.0  # for the supervisor to say where we stand: it is on this machine, and waits for nothing
+_FIRST = 30.0  # for the agent to say where we stand: it is on this machine, and waits for nothing
 
 
 class AgentChannel:
@@ -26,7 +26,7 @@ class AgentChannel:
     When that changes, the thread of `listen` calls `leave`, then publishes the new world, then calls `moved`. So
     nothing of the next group exists yet when `leave` cuts the old one. `has_moved` is true from before `leave` on:
     nothing counts that an operation of the old group has left half done. `heard` is called with whatever else the
-    supervisor says.
+    agent says.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AgentChannel:
         with self._changed:
             self._changed.wait_for(lambda: self._world is not None or self._gone)
             if self._world is None:
-                raise LaunchError("the supervisor of this run is gone, and this worker was a spare")
+                raise LaunchError("the agent of this run is gone, and this worker was a spare")
             return self._world
 
     @property
@@ -92,11 +92,11 @@ class AgentChannel:
         return self._world is not None and self._world.generation > than.generation
 
     def tell(self, message: words.FromWorker) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone, and this process will be in a moment
+        with contextlib.suppress(OSError):  # the agent is gone, and this process will be in a moment
             self._send(message)
 
     def mention(self, message: words.FromWorker) -> None:
-        """What nobody waits for: a supervisor that does not listen for a while must not hold up a training."""
+        """What nobody waits for: an agent that does not listen for a while must not hold up a training."""
         with contextlib.suppress(OSError, UnicodeError):  # a name may be half a letter
             self._sock.send(words.encode(message), socket.MSG_DONTWAIT)
 
@@ -126,9 +126,9 @@ class AgentChannel:
             except OSError:
                 packet = b""
             if not packet:
-                self._heard(words.EndWorker(signal.SIGTERM))  # the supervisor is gone
+                self._heard(words.EndWorker(signal.SIGTERM))  # the agent is gone
                 break
-            message = words.from_supervisor(packet)
+            message = words.from_agent(packet)
             if isinstance(message, words.Halt | words.Rescue | words.EndWorker):
                 self._heard(message)
                 continue
@@ -158,15 +158,15 @@ def _called(name: str, here: words.Hello) -> tuple[socket.socket, words.Assignme
         try:
             sock.connect(f"\0{name}")
             sock.send(words.encode(here))
-            first = words.from_supervisor(sock.recv(words.LARGEST))
+            first = words.from_agent(sock.recv(words.LARGEST))
             if not isinstance(first, words.Assignment | words.Wait):
                 raise OSError("the run is about to end")
         except (OSError, msgspec.MsgspecError) as error:
             sock.close()
-            # A supervisor that has not heard of our birth yet does not know us.
+            # An agent that has not heard of our birth yet does not know us.
             if time.monotonic() < until and isinstance(error, ConnectionError | msgspec.MsgspecError):
                 time.sleep(0.01)
                 continue
-            raise LaunchError(f"the supervisor of this run cannot be reached: {error}") from error
+            raise LaunchError(f"the agent of this run cannot be reached: {error}") from error
         sock.settimeout(None)
         return sock, first

@@ -1,6 +1,6 @@
-"""Signals that a worker leaves to its supervisor.
+"""Signals that a worker leaves to its agent.
 
-A scheduler signals every process of a job. Whether that ends the run at once, or after a checkpoint, the supervisor
+A scheduler signals every process of a job. Whether that ends the run at once, or after a checkpoint, the agent
 decides; so a worker does not die of it, until it is told to.
 """
 

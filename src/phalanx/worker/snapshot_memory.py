@@ -1,4 +1,4 @@
-"""The memory that this node's supervisor holds, as a worker sees it."""
+"""The memory that this node's agent holds, as a worker sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from phalanx.contract import snapshot_messages as words
 from phalanx.errors import LaunchError
 
-_PATIENCE = 30.0  # seconds for the supervisor: it is on this machine, but may have much to do
+_PATIENCE = 30.0  # seconds for the agent: it is on this machine, but may have much to do
 
 
 class SnapshotMemoryClient:
@@ -26,7 +26,7 @@ class SnapshotMemoryClient:
             self._sock.connect(f"\0{name}")
         except OSError as error:
             self._sock.close()
-            raise LaunchError(f"the memory that the supervisor of this run holds cannot be reached: {error}") from error
+            raise LaunchError(f"the memory that the agent of this run holds cannot be reached: {error}") from error
 
     def lend(self, name: str, size: int) -> int:
         """To write; at least of this size. Raises LaunchError where there is no room."""
@@ -67,4 +67,4 @@ class SnapshotMemoryClient:
             return words.answer(packet), fds[0] if fds else None
         except (OSError, msgspec.MsgspecError) as error:
             self._sock.close()  # an answer that comes late would be taken for that to the next question
-            raise LaunchError(f"the memory that the supervisor of this run holds cannot be reached: {error}") from error
+            raise LaunchError(f"the memory that the agent of this run holds cannot be reached: {error}") from error

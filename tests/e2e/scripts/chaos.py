@@ -2,7 +2,7 @@
 [step, rank, how, where, after].
 
 how     kill segv exit raise; stop, spin: silent for good; pause: for a second; greedy: takes more memory than there is;
-        late: dies as the interpreter ends; store, zygote, supervisor: these are killed
+        late: dies as the interpreter ends; store, fork server, agent: these are killed
 where   step (unless told), backward; import, connect, join, handover, save: step is 0 there, and it is the first time
         since the fault with the number `after`; not told: the one that stands before it
 
@@ -79,17 +79,17 @@ def do(how: str) -> None:
             atexit.register(do, "kill")
         case "store":
             os.kill(store(), signal.SIGKILL)
-        case "zygote" | "supervisor":
-            zygote = os.getppid()
-            stat = Path(f"/proc/{zygote}/stat").read_text()
-            os.kill(zygote if how == "zygote" else int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        case "forkserver" | "agent":
+            fork_server = os.getppid()
+            stat = Path(f"/proc/{fork_server}/stat").read_text()
+            os.kill(fork_server if how == "forkserver" else int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
             time.sleep(600)  # it dies with them
         case _:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def store() -> int:
-    """Who else but the supervisor holds the socket of the store: a child of our parent."""
+    """Who else but the agent holds the socket of the store: a child of our parent."""
     port = f":{int(os.environ['MASTER_PORT']):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     (inode,) = [row[9] for row in rows if row[1].endswith(port) and row[3] == "0A"]

@@ -1,4 +1,4 @@
-"""A plain script that looks for its witness, and forks, and closes what it does not know. witnessed.py FOLDER"""
+"""A plain script that looks for its probe, and forks, and closes what it does not know. witnessed.py FOLDER"""
 
 import json
 import multiprocessing

@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def vaults(*rooms: int) -> Iterator[list[str]]:
-    """In a process of their own, as a supervisor's are; each with so much room."""
+    """In a process of their own, as an agent's are; each with so much room."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -156,7 +156,7 @@ def main() -> None:
         before = play(((0, 1),), names, "fsdp", lambda rank: [rank.step(number) for number in (1, 2)])
         after = play(((0, 1),), names, "fsdp", Rank.restored)
         assert after == [(2, 2, before[0][1])] * 2, after
-        print("a supervisor for each rank", flush=True)
+        print("an agent for each rank", flush=True)
 
     def crowded(rank: Rank) -> Any:
         kept = {**rank.kept, "more": nn.Linear(100, 100)}

@@ -55,7 +55,7 @@ class Job:
             *size,
             *cpu,
             "--quiet",
-            "--stall-after",
+            "--stall-timeout",
             "off",
             *self.where,
             *told,

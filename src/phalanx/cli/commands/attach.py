@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 def _asked(
     run: RunRecord, rank: int, port: int | None
 ) -> Iterator[tuple[socket.socket, wire.Message, socket.socket | None]]:
-    """The connection to the supervisor, what it says, and the debugger's terminal."""
+    """The connection to the agent, what it says, and the debugger's terminal."""
     with control_socket.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
         received = wire.receive(caller)
         if received is None:

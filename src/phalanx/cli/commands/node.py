@@ -134,7 +134,7 @@ class NodeStdio:
         self._in = os.dup(0)
         self._out = os.dup(1)
         self._inbox = bytearray()
-        self._supervisor: NodeAgent | None = None
+        self._agent: NodeAgent | None = None
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
@@ -185,10 +185,10 @@ class NodeStdio:
             port = sockets[0].getsockname()[1]
             self.answer(Ready(host=os.uname().nodename, pid=os.getpid(), addresses=addresses, port=port))
 
-    def begin(self, supervisor: NodeAgent) -> None:
+    def begin(self, agent: NodeAgent) -> None:
         import asyncio
 
-        self._supervisor = supervisor
+        self._agent = agent
         asyncio.get_running_loop().add_reader(self._in, self._hear)
 
     def _hear(self) -> None:
@@ -201,12 +201,12 @@ class NodeStdio:
             match self._next():
                 case Signal(number=number):
                     os.kill(os.getpid(), signal.Signals(number))
-                case Fail() as fail if self._supervisor is not None:
+                case Fail() as fail if self._agent is not None:
                     error = LaunchError(fail.what, details=fail.details, fix=fail.fix)
-                    if self._supervisor.together:
-                        self._supervisor.note(str(error))
+                    if self._agent.together:
+                        self._agent.note(str(error))
                     else:
-                        self._supervisor.fail(error)
+                        self._agent.fail(error)
 
     def _cut(self) -> None:
         # Whoever would read it is gone, and a write would fail.
@@ -214,8 +214,8 @@ class NodeStdio:
         for fd in (1, 2):
             os.dup2(null, fd)
         os.close(null)
-        if self._supervisor is not None:
-            self._supervisor.fail(LaunchError("the ssh connection that started this node has ended"))
+        if self._agent is not None:
+            self._agent.fail(LaunchError("the ssh connection that started this node has ended"))
 
     def hurry(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""`phalanx run`: plan, start the zygote, and only then import what supervises: both take their time side by side."""
+"""`phalanx run`: plan, start the fork server, then import the agent: both take their time side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.launch.plan import Plan
 from phalanx.launch.runs import run_folder
 from phalanx.launch.runs.run_folder import RunFolder, RunRecord
 
-if TYPE_CHECKING:  # whatever is imported before the zygote is started delays it
+if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
     from phalanx.launch.agent.agent import RunHook
     from phalanx.launch.coordination.coordinator import Coordinator
     from phalanx.launch.output.console import Console
@@ -126,9 +126,9 @@ def _folder(plan: Plan, base: str) -> RunFolder:
 
 @dataclass(frozen=True)
 class Started:
-    """What is under way by the time the supervisor is imported."""
+    """What is under way by the time the agent is imported."""
 
-    zygote: ForkServerClient
+    fork_server: ForkServerClient
     lesson: PreloadHints | None = None
     words: tuple[str, ...] = ()  # to say, once there is a console
 
@@ -142,8 +142,8 @@ def _start(plan: Plan, base: str, folder: RunFolder) -> Started:
 
 
 def _started(plan: Plan, base: str, folder: RunFolder) -> Started:
-    """A warm zygote if there is one that fits, else a cold one; or fresh interpreters if asked."""
-    log = os.open(f"{folder.path}/zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    """A warm fork server if there is one that fits, else a cold one; or fresh interpreters if asked."""
+    log = os.open(f"{folder.path}/forkserver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if plan.start.fresh:
             return Started(fork_servers.make(plan, None, log=log))
@@ -175,7 +175,7 @@ def _warm(plan: Plan, base: str, lesson: PreloadHints) -> tuple[ForkServerClient
     found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
     if isinstance(found, ForkServerClient):
         return found, []
-    words = [f"the warm zygote is not used: {found}"] if found else []
+    words = [f"the warm fork server is not used: {found}"] if found else []
     if not plan.start.keep_warm:
         return None, words
     modules = [*warm_pool.MODULES, *plan.start.preload]
@@ -256,20 +256,20 @@ async def _supervised(
 ) -> int:
     from phalanx.launch.agent.agent import NodeAgent
 
-    company = _company(plan, folder, console, sockets)
-    supervisor = NodeAgent(
+    coordinator = _coordinator(plan, folder, console, sockets)
+    agent = NodeAgent(
         plan,
         folder=folder,
         console=console,
-        zygote=started.zygote,
+        fork_server=started.fork_server,
         lesson=started.lesson,
-        company=company,
+        coordinator=coordinator,
         outside=outside,
     )
-    return await supervisor.run()
+    return await agent.run()
 
 
-def _company(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
+def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
     if plan.gathering is None:
         from phalanx.launch.coordination.coordinator import SingleNodeCoordinator
 
@@ -304,5 +304,5 @@ def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -
     where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
     lines = [f"{folder.name}: {gathering.expected} {gathering.noun}s, meeting at {where}, output in {folder.path}"]
     if not gathering.token.key:
-        lines.append("--open: there is no token, so whoever reaches the port gets in")
+        lines.append("--no-auth: there is no token, so whoever reaches the port gets in")
     return lines

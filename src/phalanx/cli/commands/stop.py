@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
-            # The first says "stop", a SIGINT after it says "at once": the supervisor still tidies up.
+            # The first says "stop", a SIGINT after it says "at once": the agent still tidies up.
             signal.pidfd_send_signal(process, signal.SIGINT)
         ready, _, _ = select.select([process], [], [], options.timeout)
     if not ready:

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
     parser.add_argument("--parcel", action="store_true", help=argparse.SUPPRESS)  # how nodes answer each other
     parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
-    parser.add_argument("--paces", action="store_true", help="also how long each rank computes and waits, so far")
+    parser.add_argument("--timings", action="store_true", help="also how long each rank computes and waits, so far")
     parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
     options = parser.parse_args(argv)
     if options.pid or options.slurm:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         if not run.alive:
             return _ended(run, as_json=options.json)
         answer = _ask(run, "why")
-        if options.paces:
+        if options.timings:
             paces = _ask(run, "paces")
             answer["report"] += "\n\n" + "\n".join([*paces["late"], *(paces["table"] or ["no steps to be seen yet"])])
     if options.json:
@@ -74,7 +74,7 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
         try:
             received = wire.receive(line)
         except TimeoutError:
-            received = {"why": "its supervisor does not answer"}, []
+            received = {"why": "its agent does not answer"}, []
     if received is None:
         raise LaunchError(f"{run.id} has ended while it was asked", fix=f"phalanx why {run.id}")
     if received[0].get("is") != what:

@@ -58,23 +58,23 @@ class RunOptions:
     join_timeout: float
     last_call: float
     spares: int
-    lost_after: float
+    node_timeout: float
     token_file: str | None
-    open: bool
+    no_auth: bool
 
     # output
     log_dir: str | None
     redirects: Streams
     tee: Streams
     log_line_prefix_template: str | None
-    ranks: frozenset[int] | None  # None: all
+    show_ranks: frozenset[int] | None  # None: all
     local_ranks: frozenset[int] | None
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     event_log_handler: Literal["null", "console"]
     color: Literal["auto", "always", "never"]
     quiet: bool
-    paces: bool
+    timings: bool
     screen: bool
     page: bool | None  # None: not told
     page_at: str | None
@@ -87,8 +87,8 @@ class RunOptions:
     max_restarts: int
     restarts_told: bool
     restart_window: float  # seconds
-    silent_after: float  # seconds
-    stall_after: float | None  # seconds; None: nobody looks for it
+    worker_timeout: float  # seconds
+    stall_timeout: float | None  # seconds; None: nobody looks for it
     on_hang: Literal["report", "kill", "stop"]
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float | None  # seconds; None: not told
@@ -169,23 +169,23 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         join_timeout=values.join_timeout,
         last_call=values.last_call,
         spares=values.spares,
-        lost_after=values.lost_after,
+        node_timeout=values.node_timeout,
         token_file=values.token_file,
-        open=values.open,
+        no_auth=values.no_auth,
         log_dir=values.log_dir,
         redirects=values.redirects,
         tee=values.tee,
         log_line_prefix_template=values.log_line_prefix_template
         or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         or None,
-        ranks=values.ranks,
+        show_ranks=values.show_ranks,
         local_ranks=values.local_ranks_filter,
         duplicate_stdout_filters=values.duplicate_stdout_filters or (),
         duplicate_stderr_filters=values.duplicate_stderr_filters or (),
         event_log_handler="console" if values.event_log_handler == "console" else "null",
         color=values.color,
         quiet=values.quiet,
-        paces=values.paces,
+        timings=values.timings,
         screen=values.screen,
         page=False if values.no_page else True if values.page or values.page_at else None,
         page_at=values.page_at,
@@ -196,8 +196,8 @@ def _meaning(values: Any, found: Scan, given: Mapping[str, Given], environ: Mapp
         max_restarts=values.max_restarts,
         restarts_told="max_restarts" in given,
         restart_window=values.restart_window,
-        silent_after=values.silent_after,
-        stall_after=values.stall_after,
+        worker_timeout=values.worker_timeout,
+        stall_timeout=values.stall_timeout,
         on_hang=values.on_hang,
         signals=values.signals_to_handle,
         shutdown_timeout=_shutdown_timeout(values.shutdown_timeout, environ, verb),

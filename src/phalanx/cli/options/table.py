@@ -48,7 +48,7 @@ OPTIONS = (
         kinds.SNAPSHOTS,
     ),
     Option(OFTEN, "--log-dir", "Folder for the log files of the workers.", kinds.FOLDER),
-    _ours(OFTEN, "--ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
+    _ours(OFTEN, "--show-ranks", "Shows the output of these ranks only (global ranks).", kinds.RANKS),
     _ours(
         OFTEN,
         "--screen",
@@ -70,7 +70,7 @@ OPTIONS = (
     _ours(
         OFTEN,
         "--faults",
-        "Which kinds: kill, segv, abrt, bus, term, stop (a signal to a rank), store, zygote.",
+        "Which kinds: kill, segv, abrt, bus, term, stop (a signal to a rank), store, fork server.",
         kinds.FAULTS,
         "kill",
         only="chaos",
@@ -154,7 +154,7 @@ OPTIONS = (
         "Where the page listens. Not given: 127.0.0.1:29580, or the next free port; only this machine reaches that.",
         kinds.ENDPOINT,
     ),
-    _ours(OUTPUT, "--paces", "Shows at the end how long each rank computed and waited, though none is slow."),
+    _ours(OUTPUT, "--timings", "Shows at the end how long each rank computed and waited, though none is slow."),
     _ours(OUTPUT, "--quiet", "No lines of phalanx's own but errors."),
     Option(
         OUTPUT,
@@ -175,10 +175,12 @@ OPTIONS = (
     _ours(START, "--preload", "Modules to import once, before the workers are forked.", kinds.MODULES),
     _ours(START, "--fresh", "Starts every worker as a new Python, instead of a fork of one that has torch."),
     _ours(START, "--restart-window", "A run that is well this long may restart as often again.", kinds.DURATION, "1h"),
-    _ours(START, "--silent-after", "A rank that can be replaced, and is silent this long, is.", kinds.DURATION, "60s"),
+    _ours(
+        START, "--worker-timeout", "A rank that can be replaced, and is silent this long, is.", kinds.DURATION, "60s"
+    ),
     _ours(
         START,
-        "--stall-after",
+        "--stall-timeout",
         "Says which rank is to blame, where and why, once no rank has gone on for so long and for several usual steps.",
         kinds.DURATION_OR_OFF,
         "30s",
@@ -243,9 +245,9 @@ OPTIONS = (
     _ours(NODES, "--join-timeout", "How long to wait until nodes are here, or enough again.", kinds.DURATION, "5m"),
     _ours(NODES, "--last-call", "With MIN:MAX: how long to wait for more, once MIN are here.", kinds.DURATION, "3s"),
     _ours(NODES, "--spares", "So many more nodes, or workers of one node, stand by for a lost one.", kinds.TIMES, "0"),
-    _ours(NODES, "--lost-after", "A node that is silent this long is lost.", kinds.DURATION, "15s"),
+    _ours(NODES, "--node-timeout", "A node that is silent this long is lost.", kinds.DURATION, "15s"),
     _ours(NODES, "--token-file", "The secret that lets nodes in. Not given: PHALANX_TOKEN, or your own.", kinds.FILE),
-    _ours(NODES, "--open", "Goes without a token: whoever reaches the port gets in."),
+    _ours(NODES, "--no-auth", "Goes without a token: whoever reaches the port gets in."),
     Option(NODES, "--master-addr", "Address of node 0. Not given: 127.0.0.1 on one node.", kinds.ADDRESS),
     Option(
         NODES,

@@ -12,7 +12,7 @@ from phalanx.doctor.quantity import size
 
 CHECK = "limits"
 _FILES = 1024  # what every distribution grants
-_FILES_A_RANK = 16  # pipes, log files and sockets that the supervisor holds for it, with room to spare
+_FILES_A_RANK = 16  # pipes, log files and sockets that the agent holds for it, with room to spare
 _FILES_AT_ALL = 64
 _TASKS = 512  # a few ranks, with the threads that torch starts in each
 

@@ -61,7 +61,7 @@ def _said(value: Any) -> str:
 
 
 def tell(value: Any, trace: Any) -> None:
-    """To the supervisor, where this rank was in its groups when it lost the others: it is about to end."""
+    """To the agent, where this rank was in its groups when it lost the others: it is about to end."""
     with contextlib.suppress(Exception):
         if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
             return

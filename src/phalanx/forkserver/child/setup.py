@@ -29,15 +29,15 @@ def default_signals() -> None:
 
 
 class Parent(NamedTuple):
-    """What a child has to know of the zygote."""
+    """What a child has to know of the fork server."""
 
     pid: int
-    dispositions: Mapping[int, Any]  # of signals, before the zygote took them
+    dispositions: Mapping[int, Any]  # of signals, before the fork server took them
     mask: set[int]
 
 
 def settle(order: ChildSpec, fds: list[int], parent: Parent) -> None:
-    """First thing in the child. From here on nothing of the zygote's is left but its modules."""
+    """First thing in the child. From here on nothing of the fork server's is left but its modules."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, disposition in parent.dispositions.items():
@@ -103,7 +103,7 @@ def _reseed() -> None:
     if "multiprocessing.process" in sys.modules:
         process = sys.modules["multiprocessing.process"]
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
-    if "threading" in sys.modules:  # it still has the number that the kernel gave the zygote's
+    if "threading" in sys.modules:  # it still has the number that the kernel gave the fork server's
         sys.modules["threading"].main_thread()._set_native_id()
 
 
@@ -136,12 +136,12 @@ def hide_frames_of(namespace: dict[str, Any]) -> None:
 
 
 def hook(order: ChildSpec, fds: list[int]) -> None:
-    """The interpreter that is executed has a witness too: hook/sitecustomize.py begins it, and hides all this."""
+    """The interpreter that is executed has a probe too: hook/sitecustomize.py begins it, and hides all this."""
     environ = order["environ"]
     if "PYTHONPATH" in environ:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     environ["PYTHONPATH"] = os.pathsep.join([order["hook"], *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PHALANX_PROBE"] = ":".join(map(str, [order["witness"], *fds, order.get("path0") or ""]))
+    environ["PHALANX_PROBE"] = ":".join(map(str, [order["probe"], *fds, order.get("path0") or ""]))
     for fd in fds:
         os.set_inheritable(fd, True)
 

@@ -1,7 +1,7 @@
 """What the ranks of a node are about to call, in the shared memory behind their pages: compared before it is called.
 
 A rank has a lane for each group and a record for each of the last collectives there. Only it writes them; who sits
-where is the supervisor's to write.
+where is the agent's to write.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _base(memory: Memory, slot: int) -> int:
 
 
 def seat(memory: Memory, slot: int, rank: int | None) -> None:
-    """By the supervisor: who sits there from now on; None: nobody that one could wait for."""
+    """By the agent: who sits there from now on; None: nobody that one could wait for."""
     _SEAT.pack_into(memory, _base(memory, slot), 0 if rank is None else rank + 1)
 
 

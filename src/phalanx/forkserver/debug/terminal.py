@@ -34,7 +34,7 @@ def tell(message: dict[str, Any], fds: list[int] | None = None) -> bool:
         return False
     try:
         _say(message, fds or [])
-    except OSError:  # the supervisor is gone, and so will we be
+    except OSError:  # the agent is gone, and so will we be
         return False
     return True
 

@@ -49,7 +49,7 @@ def _serve(task: str) -> None:
 
 
 def _be_witnessed(task: str) -> None:
-    """A worker that was executed. Without a witness it runs as well."""
+    """A worker that was executed. Without a probe it runs as well."""
     *numbers, path0 = task.split(":", 4)
     slot, *fds = map(int, numbers)
     try:
@@ -83,14 +83,14 @@ def _hidden_sitecustomize() -> None:
             sys.modules["sitecustomize"] = ours
 
 
-_zygote, _witness = _step_aside()
-if _zygote is not None:
+_fork_server, _probe = _step_aside()
+if _fork_server is not None:
     try:
-        _serve(_zygote)
+        _serve(_fork_server)
     except BaseException:
         # Python would say so and go on, and run the user's script here, as no rank at all.
         traceback.print_exc()
         os._exit(70)
-elif _witness is not None:
-    _be_witnessed(_witness)
+elif _probe is not None:
+    _be_witnessed(_probe)
 _hidden_sitecustomize()

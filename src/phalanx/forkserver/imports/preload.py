@@ -127,7 +127,7 @@ def _holds(path: str) -> bool:
 
 
 def note_lesson(path: str) -> None:
-    """When this worker ends, write down what it had to import itself: the next zygote may do so beforehand."""
+    """When this worker ends, write down what it had to import itself: the next fork server may do so beforehand."""
     atexit.register(_write_lesson, path, frozenset(sys.modules))
 
 

@@ -122,7 +122,7 @@ def _meet(recorder: str, number: str) -> None:
 
 
 def everything(still: float = 0.0) -> dict[str, Any]:
-    """When the supervisor asks: stacks of all threads, groups with their ranks, the newest calls with their sites.
+    """When the agent asks: stacks of all threads, groups with their ranks, the newest calls with their sites.
 
     `still` seconds has the main thread been where it is.
     """

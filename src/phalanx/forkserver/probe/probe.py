@@ -1,4 +1,4 @@
-"""The thread: publishes where the main thread is, and answers the supervisor."""
+"""The thread: publishes where the main thread is, and answers the agent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _teardown() -> None:
 
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
-    """In a worker that is about to run its script, which runs without a witness as well. Returns where they are now."""
+    """In a worker that is about to run its script, which runs without a probe as well. Returns where they are now."""
     try:
         memory = linux.shared(board)
     except OSError as error:  # `ulimit -v`, say
@@ -74,16 +74,16 @@ def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     flight_recorder.begin()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     prepare()
-    witness = current = Probe(status_slot.StatusSlot(memory, slot), socket.socket(fileno=channel))
-    os.register_at_fork(before=witness.stop, after_in_child=witness.leave)
-    for act in witness.resuming:
+    probe = current = Probe(status_slot.StatusSlot(memory, slot), socket.socket(fileno=channel))
+    os.register_at_fork(before=probe.stop, after_in_child=probe.leave)
+    for act in probe.resuming:
         os.register_at_fork(after_in_parent=act)
-    atexit.register(witness.end)
+    atexit.register(probe.end)
     if ledger.kept(memory):
         checker.begin(ledger.CallLedger(memory, slot), slot)
-    debugger.lay(witness.say)
-    exclusive.lay(witness.stop, witness.start, witness.end)
-    witness.start()
+    debugger.lay(probe.say)
+    exclusive.lay(probe.stop, probe.start, probe.end)
+    probe.start()
 
 
 def _out_of_the_way(fd: int) -> int:
@@ -211,7 +211,7 @@ class Probe:
             self._look()
 
     def _hear(self) -> bool:
-        """False: the supervisor is gone, and so will we be; or the script has closed it."""
+        """False: the agent is gone, and so will we be; or the script has closed it."""
         try:
             received = wire.receive(self._channel) if self._hears else None
         except (OSError, ValueError):

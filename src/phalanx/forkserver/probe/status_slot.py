@@ -1,4 +1,4 @@
-"""One worker's part of the shared memory of a node: written by it alone, read by the supervisor and its neighbours."""
+"""One worker's part of the shared memory of a node: written by it alone, read by the agent and its neighbours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StatusReading(NamedTuple):
 
     step: int
     stepped: float  # when; 0: never
-    looked: float  # when the witness last published; 0: it has not begun
+    looked: float  # when the probe last published; 0: it has not begun
     looks: int
     moves: int  # looks that found the main thread elsewhere than the one before, or further
     phases: dict[str, int]  # how many looks saw it there

@@ -1,6 +1,6 @@
 """Holds a node's workers from birth to the end: starts, listens, stops, and tells why.
 
-It never imports torch. Everything it waits for is an event of the loop: a message from the zygote, output, a signal.
+It never imports torch. It waits only for events of the loop: a message from the fork server, output, a signal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # they are not needed in the first second, and cost as much a
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
 _SOON = 3.0  # seconds that need no explanation
 _SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
-_PATIENCE = 15.0  # for a zygote that has been told to end: it gives what it ends a second, and then kills
+_PATIENCE = 15.0  # for a fork server that has been told to end: it gives what it ends a second, and then kills
 
 
 class RunHook(Protocol):
@@ -68,7 +68,7 @@ class RunHook(Protocol):
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         """Before anything is started: where node 0 listens."""
 
-    def begin(self, supervisor: NodeAgent) -> None:
+    def begin(self, agent: NodeAgent) -> None:
         """The loop runs."""
 
     async def end(self, code: int) -> None:
@@ -85,17 +85,17 @@ class NodeAgent:
         *,
         folder: RunFolder,
         console: Console,
-        zygote: ForkServerClient,
+        fork_server: ForkServerClient,
         lesson: PreloadHints | None,
-        company: Coordinator,
+        coordinator: Coordinator,
         outside: RunHook | None = None,
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._console = console
-        self._zygote = zygote
+        self._fork_server = fork_server
         self._lesson = lesson
-        self._company = company
+        self._coordinator = coordinator
         self._outside = outside
         self.together = False  # every node has joined
         self._failure: PhalanxError | None = None  # what somebody outside has told
@@ -104,16 +104,16 @@ class NodeAgent:
         self._stop: tuple[signal.Signals, str, float] | None = None
         self._attempt: WorkerGroup | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
-        self._imported = False  # the zygote listens
-        self._asked: asyncio.Future[wire.Message] | None = None  # of the zygote
+        self._imported = False  # the fork server listens
+        self._asked: asyncio.Future[wire.Message] | None = None  # of the fork server
         self._lingering: LingeringProcesses | None = None  # the run has ended well, and this may be waited for
         self._leaves = False  # what ranks left running stays, and the run is over
         self._closing = False
-        self._zygote_ended = False  # as it was told to, with everything below it
+        self._fork_server_ended = False  # as it was told to, with everything below it
         self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
         self._signal: signal.Signals | None = None  # the one that ended the run
         self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
-        self._lost_zygote = ""  # how it ended, if it did so by itself, and no other has taken its place
+        self._lost_fork_server = ""  # how it ended, if it did so by itself, and no other has taken its place
         self._renewing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
         self._next: RegroupPlan | None = None  # what these are to form
         self._kills = out_of_memory.read()
@@ -130,12 +130,12 @@ class NodeAgent:
         self._paces: StepTimings | None = None  # how fast each of them is
         self._sights: Collector | None = None  # what is to be seen of all of them
         self._exits: Exits | None = None  # looks whether processes end
-        self.post = NodeRpc(company)
+        self.post = NodeRpc(coordinator)
 
     async def run(self) -> int:
         """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
         linux.adopt_orphans()
-        self._company.meet(self)
+        self._coordinator.meet(self)
         if self._outside is not None:
             self._outside.begin(self)
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
@@ -144,15 +144,15 @@ class NodeAgent:
         self._board, self._desk = StatusBoard(checks=self._plan.check_collectives), ControlSocket(self._folder)
         gathering = self._plan.gathering
         trusted = gathering is None or bool(gathering.token.key)
-        self._debugging = DebugSessions(self, self._company, self._console, self._folder, trusted=trusted)
+        self._debugging = DebugSessions(self, self._coordinator, self._console, self._folder, trusted=trusted)
         self._desk.answers("attach", self._debugging.attach)
-        self._audience = EventServer(self, self._company, self.post, self._desk, self._folder)
+        self._audience = EventServer(self, self._coordinator, self.post, self._desk, self._folder)
         code, text, began = 1, "", time.monotonic()
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
         ):
             try:
-                self._onlookers.begin(leads=self._company.leads)
+                self._onlookers.begin(leads=self._coordinator.leads)
                 await self._onlookers.screen(self.note)
                 self.together = await self._come_together()
                 if self.together:
@@ -182,15 +182,15 @@ class NodeAgent:
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
                 # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
-                await self._company.close(code, text)
+                await self._coordinator.close(code, text)
                 if self._outside is not None:
                     await self._outside.end(code)
-                self._reap_zygote(_PATIENCE)
+                self._reap_fork_server(_PATIENCE)
 
     async def _come_together(self) -> bool:
-        """The zygote imports while the nodes gather. False if it never comes to both."""
-        self._joining = asyncio.get_running_loop().create_task(self._company.join())
-        imports = asyncio.get_running_loop().create_task(self._zygote_ready())
+        """The fork server imports while the nodes gather. False if it never comes to both."""
+        self._joining = asyncio.get_running_loop().create_task(self._coordinator.join())
+        imports = asyncio.get_running_loop().create_task(self._fork_server_ready())
         try:
             await asyncio.wait((self._joining, imports), return_when=asyncio.FIRST_EXCEPTION)
             if self._joining.done() and not self._joining.cancelled():
@@ -199,7 +199,7 @@ class NodeAgent:
                 return False
             if not self._joining.done():
                 await asyncio.wait((self._joining,))
-            return not self._joining.cancelled() and self._signal is None and not self._lost_zygote
+            return not self._joining.cancelled() and self._signal is None and not self._lost_fork_server
         finally:
             for task in (self._joining, imports):
                 task.cancel()
@@ -251,16 +251,16 @@ class NodeAgent:
         return self._attempt
 
     @property
-    def zygote(self) -> ForkServerClient:
-        return self._zygote
+    def fork_server(self) -> ForkServerClient:
+        return self._fork_server
 
     @property
     def _ends(self) -> bool:
         return self._signal is not None or self._failure is not None
 
-    # -- the zygote
+    # -- the fork server
 
-    async def _zygote_ready(self) -> bool:
+    async def _fork_server_ready(self) -> bool:
         """Wait for its imports. False if it never comes to that."""
         report = await self._listen()
         if report.get("failed"):
@@ -275,7 +275,7 @@ class NodeAgent:
             events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
-                way=self._zygote.way,
+                way=self._fork_server.way,
                 seconds=round(sum(report["seconds"].values()), 3),
                 imports={name: took for name, took in report["seconds"].items() if took >= 0.01},
             )
@@ -285,16 +285,16 @@ class NodeAgent:
     async def _listen(self) -> wire.Message:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        self._imported = self._zygote.ready is not None
-        loop.add_reader(self._zygote.sock.fileno(), self._heard)
-        if self._zygote.ready is not None:
-            self._resolve(self._zygote.ready)
+        self._imported = self._fork_server.ready is not None
+        loop.add_reader(self._fork_server.sock.fileno(), self._heard)
+        if self._fork_server.ready is not None:
+            self._resolve(self._fork_server.ready)
         return await self._ready
 
     def _heard(self) -> None:
-        message = self._zygote.hear()
+        message = self._fork_server.hear()
         if message is None:
-            self._zygote_gone()
+            self._fork_server_gone()
             return
         match message["is"]:
             case "ready":
@@ -308,7 +308,7 @@ class NodeAgent:
             case "refused" if self._attempt is not None:
                 self._attempt.refused(message["name"], message["why"])
             case "signalled":
-                self._signals.reached_zygote(message["signal"])
+                self._signals.reached_fork_server(message["signal"])
             case "swept" | "orphans" if self._asked is not None and not self._asked.done():
                 self._asked.set_result(message)
 
@@ -316,12 +316,12 @@ class NodeAgent:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(message)
 
-    def _zygote_gone(self) -> None:
-        """The connection has ended. Workers die with their zygote; what they had started comes to us."""
-        asyncio.get_running_loop().remove_reader(self._zygote.sock.fileno())
-        code = self._zygote.gone()
+    def _fork_server_gone(self) -> None:
+        """The connection has ended. Workers die with their fork server; what they had started comes to us."""
+        asyncio.get_running_loop().remove_reader(self._fork_server.sock.fileno())
+        code = self._fork_server.gone()
         if not self._closing:
-            self._lost_zygote = "unknown" if code is None else root_cause.in_words(code)
+            self._lost_fork_server = "unknown" if code is None else root_cause.in_words(code)
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
@@ -329,27 +329,29 @@ class NodeAgent:
             self._asked.set_result({})
         if self._attempt is not None:
             self._attempt.lost()
-            if self._lost_zygote and not self._attempt.over.is_set():
-                self._company.failing(self._attempt.fall("the zygote was ended from outside", place="zygote"))
+            if self._lost_fork_server and not self._attempt.over.is_set():
+                self._coordinator.failing(
+                    self._attempt.fall("the fork server was ended from outside", place="forkserver")
+                )
 
-    async def _another_zygote(self) -> bool:
+    async def _another_fork_server(self) -> bool:
         """In the place of one that was killed. False if it never comes to listen."""
         await self._clear()
         if self._ends:
             return False
-        self._lost_zygote = ""
-        with open(f"{self._folder.path}/zygote.log", "ab") as log:
-            self._zygote = fork_servers.make(self._plan, self._lesson, log=log.fileno())
-        return await self._zygote_ready()
+        self._lost_fork_server = ""
+        with open(f"{self._folder.path}/forkserver.log", "ab") as log:
+            self._fork_server = fork_servers.make(self._plan, self._lesson, log=log.fileno())
+        return await self._fork_server_ready()
 
     async def _renew(self, attempt: WorkerGroup) -> None:
-        """A new zygote, and from it all workers of this node: they form the group's next generation."""
-        self.note(f"the zygote was ended from outside: {self._lost_zygote}; another takes its place")
+        """A new fork server, and from it all workers of this node: they form the group's next generation."""
+        self.note(f"the fork server was ended from outside: {self._lost_fork_server}; another takes its place")
         try:
             # Another may be killed too.
-            while self._lost_zygote and not attempt.over.is_set() and not self._ends:
-                if await self._another_zygote() and self._next is not None and not attempt.over.is_set():
-                    attempt.transplant(self._zygote)
+            while self._lost_fork_server and not attempt.over.is_set() and not self._ends:
+                if await self._another_fork_server() and self._next is not None and not attempt.over.is_set():
+                    attempt.transplant(self._fork_server)
                     attempt.regroup(self._next)
         except PhalanxError as error:
             self.fail(error)
@@ -359,8 +361,8 @@ class NodeAgent:
                 attempt.over.set()
 
     async def _clear(self) -> None:
-        """What a killed zygote's workers had started has come to us."""
-        if self._zygote.process is not None and not self._leaves and not self._zygote_ended:
+        """What a killed fork server's workers had started has come to us."""
+        if self._fork_server.process is not None and not self._leaves and not self._fork_server_ended:
             besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
             await asyncio.to_thread(self._leftovers.end, besides=besides)
 
@@ -370,7 +372,7 @@ class NodeAgent:
             if name in self._plan.start.preload:
                 raise LaunchError(
                     f"--preload {name} cannot be imported: {why}",
-                    details=[f"what imports printed: {self._folder.path}/zygote.log"],
+                    details=[f"what imports printed: {self._folder.path}/forkserver.log"],
                     fix=f"{self._plan.command.python} -c 'import {name}' shows the same; leave it out of --preload",
                 )
         name, why = next(iter(report["failed"].items()))
@@ -382,59 +384,59 @@ class NodeAgent:
         if self._lesson is not None and self._lesson.modules:
             self._lesson.refuse()
         self.note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
-        await self._end_zygote()
+        await self._end_fork_server()
         if self._signal is not None:
             return {}
-        self._reap_zygote(1.0)
-        self._closing, self._zygote_ended, self._lesson = False, False, None
-        with open(f"{self._folder.path}/zygote.log", "ab") as log:
-            self._zygote = fork_servers.fresh(self._plan.environ, log=log.fileno())
+        self._reap_fork_server(1.0)
+        self._closing, self._fork_server_ended, self._lesson = False, False, None
+        with open(f"{self._folder.path}/forkserver.log", "ab") as log:
+            self._fork_server = fork_servers.fresh(self._plan.environ, log=log.fileno())
         return await self._listen()
 
     def _show_import_output(self) -> None:
         """Warnings of imports, which fresh interpreters would each have printed."""
-        with contextlib.suppress(OSError), open(f"{self._folder.path}/zygote.log", errors="replace") as file:
+        with contextlib.suppress(OSError), open(f"{self._folder.path}/forkserver.log", errors="replace") as file:
             text = file.read(4096).strip()
             if text:
                 self.note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     async def _swept(self) -> None:
-        """Everything below the zygote is gone."""
-        await self._ask_zygote("sweep")
+        """Everything below the fork server is gone."""
+        await self._ask_fork_server("sweep")
 
-    async def _ask_zygote(self, what: str) -> wire.Message:
+    async def _ask_fork_server(self, what: str) -> wire.Message:
         """Empty if it is gone."""
         self._asked = asyncio.get_running_loop().create_future()
         try:
-            self._zygote.order({"do": what})
+            self._fork_server.order({"do": what})
         except OSError:
             return {}
         return await self._asked
 
-    async def _end_zygote(self) -> None:
+    async def _end_fork_server(self) -> None:
         """It ends everything below itself first. If it does not answer, it is killed, and we end the rest."""
-        zygote = self._zygote
+        fork_server = self._fork_server
         self._closing = True
-        if zygote.sock.fileno() < 0:
+        if fork_server.sock.fileno() < 0:
             return
         loop = asyncio.get_running_loop()
-        loop.remove_reader(zygote.sock.fileno())
-        if zygote.process is not None and self._ready is not None and not self._imported:
-            zygote.process.kill()  # it imports, hears nothing, and has started nothing
+        loop.remove_reader(fork_server.sock.fileno())
+        if fork_server.process is not None and self._ready is not None and not self._imported:
+            fork_server.process.kill()  # it imports, hears nothing, and has started nothing
         ended: asyncio.Future[bool] = loop.create_future()
-        loop.add_reader(zygote.sock.fileno(), _hear_end, zygote, ended)
+        loop.add_reader(fork_server.sock.fileno(), _hear_end, fork_server, ended)
         with contextlib.suppress(OSError):
-            zygote.order({"do": "end", "leave": self._leaves})
+            fork_server.order({"do": "end", "leave": self._leaves})
         await asyncio.wait((ended,), timeout=_PATIENCE)
-        loop.remove_reader(zygote.sock.fileno())
-        zygote.sock.close()
-        self._zygote_ended = ended.done() and ended.result()
-        if not self._zygote_ended:
-            self._reap_zygote(1.0)
+        loop.remove_reader(fork_server.sock.fileno())
+        fork_server.sock.close()
+        self._fork_server_ended = ended.done() and ended.result()
+        if not self._fork_server_ended:
+            self._reap_fork_server(1.0)
 
-    def _reap_zygote(self, timeout: float) -> None:
+    def _reap_fork_server(self, timeout: float) -> None:
         """Until its process is gone: that of one that has imported torch takes a while to end."""
-        process = self._zygote.process
+        process = self._fork_server.process
         if process is None or process.poll() is not None:
             return
         handle = os.pidfd_open(process.pid)
@@ -446,19 +448,19 @@ class NodeAgent:
 
     async def _close(self) -> None:
         """Nothing of the run is alive afterwards."""
-        await self._end_zygote()
+        await self._end_fork_server()
         await self._clear()
 
     # -- attempts
 
     async def _attempts(self) -> tuple[int, str]:
         """One after the other, until the run is over: its exit code, and what there is to say about it."""
-        next_ = await self._company.orders()
+        next_ = await self._coordinator.orders()
         while isinstance(next_, StartAttempt):
             if self._failure is not None:
                 raise self._failure
             self._plan = next_.plan
-            if self._lost_zygote and not await self._another_zygote():
+            if self._lost_fork_server and not await self._another_fork_server():
                 return self._never_started(), ""
             attempt = await self._live(next_)
             next_ = await self._conclude(attempt)
@@ -479,7 +481,7 @@ class NodeAgent:
         return next_.code, next_.text
 
     async def _live(self, orders: StartAttempt) -> WorkerGroup:
-        company = self._company
+        coordinator = self._coordinator
         gathering = orders.plan.gathering
         stage = WorkerGroupContext(
             orders.plan,
@@ -487,19 +489,19 @@ class NodeAgent:
             self._console,
             orders.listener,
             self.note,
-            company.failing,
-            company.able,
-            company.going,
-            company.halting,
-            company.relay,
-            echo=company.relay is None or gathering is None or gathering.echo,
+            coordinator.failing,
+            coordinator.able,
+            coordinator.going,
+            coordinator.halting,
+            coordinator.relay,
+            echo=coordinator.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
             board=self._board,
             witnessed=self._debugging.heard if self._debugging is not None else None,
             measured=self._measured,
             blame=self._blame,
         )
-        attempt = self._attempt = WorkerGroup(orders.attempt, stage, self._zygote, self._lesson, orders.generation)
+        attempt = self._attempt = WorkerGroup(orders.attempt, stage, self._fork_server, self._lesson, orders.generation)
         attempt.prepare_store()
         for seat in orders.plan.seats:
             if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
@@ -520,10 +522,14 @@ class NodeAgent:
         await asyncio.sleep(_LATER)
         exits, observer, paces, sights = await asyncio.to_thread(_watchers)
         if self._desk is not None:
-            looks = self._observer = observer(self, self._company, self.post, self._desk, self._folder, attempt=attempt)
+            looks = self._observer = observer(
+                self, self._coordinator, self.post, self._desk, self._folder, attempt=attempt
+            )
             self._exits = exits(self, looks.vitals)
-            rates = self._paces = paces(self, self._company, self.post, self._desk, self._folder)
-            self._sights = sights(self, self._company, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus)
+            rates = self._paces = paces(self, self._coordinator, self.post, self._desk, self._folder)
+            self._sights = sights(
+                self, self._coordinator, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus
+            )
 
     async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
         if self._observer is None and self._observing is not None:
@@ -538,16 +544,16 @@ class NodeAgent:
         """The attempt is over here: tell, and hear what comes next."""
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
-        await self._company.settled()
+        await self._coordinator.settled()
         for watcher in (self._paces, self._sights):
             if watcher is not None:
                 watcher.concluded()
         attempt.concluded()
         if self._may_linger(attempt):
             return await self._conclude_well(attempt)
-        if self._ends or self._company.last(failed=bool(attempt.failed)):
+        if self._ends or self._coordinator.last(failed=bool(attempt.failed)):
             await self._close()
-        elif self._lost_zygote:
+        elif self._lost_fork_server:
             self._attempt = None
             await self._clear()
         else:
@@ -559,16 +565,16 @@ class NodeAgent:
         try:
             if self._failure is not None:
                 raise self._failure
-            return await self._company.concluded(self._report(attempt))
+            return await self._coordinator.concluded(self._report(attempt))
         finally:
             attempt.output.close()
 
     def _may_linger(self, attempt: WorkerGroup) -> bool:
         """All ranks have succeeded, as far as this node knows; what they left running has nothing to be ended for."""
-        if self._ends or self._lost_zygote or attempt.failed:
+        if self._ends or self._lost_fork_server or attempt.failed:
             return False
-        last = self._company.last(failed=False)
-        return last if self._company.leads else not last  # who does not lead knows it only when it has lost node 0
+        last = self._coordinator.last(failed=False)
+        return last if self._coordinator.leads else not last  # who does not lead knows it only when it has lost node 0
 
     async def _conclude_well(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
         """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
@@ -585,7 +591,7 @@ class NodeAgent:
         try:
             if self._failure is not None:
                 raise self._failure
-            next_ = await self._company.concluded(replace(self._report(attempt), left=left.text(limit)))
+            next_ = await self._coordinator.concluded(replace(self._report(attempt), left=left.text(limit)))
             if isinstance(next_, StartAttempt):
                 self._attempt = None
                 await self._swept()
@@ -605,20 +611,20 @@ class NodeAgent:
     async def _linger(self, left: LingeringProcesses, verdict: RunResult) -> None:
         """The other nodes need not wait for what runs here."""
         limit = self._plan.ending.linger
-        self._company.announce(verdict.code, verdict.text)
+        self._coordinator.announce(verdict.code, verdict.text)
         self.note(left.text(limit))
         self._leaves = limit is None
         if limit and not await left.wait(limit):
             self.note(left.text(limit, expired=True))
 
     async def _orphans(self) -> Sequence[int]:
-        return tuple((await self._ask_zygote("orphans")).get("pids", ()))
+        return tuple((await self._ask_fork_server("orphans")).get("pids", ()))
 
     def _report(self, attempt: WorkerGroup) -> AttemptReport:
         if self._signal is not None:
             return AttemptReport(attempt.number)
-        if self._lost_zygote:
-            how = f"the zygote was ended from outside: {self._lost_zygote}; its workers ended with it"
+        if self._lost_fork_server:
+            how = f"the fork server was ended from outside: {self._lost_fork_server}; its workers ended with it"
             return AttemptReport(attempt.number, trouble=how)
         if not attempt.failed:
             return AttemptReport(attempt.number)
@@ -631,8 +637,8 @@ class NodeAgent:
         if self._signal is not None:
             return 128 + self._signal
         raise LaunchError(
-            f"the interpreter that was to import torch ended early: {self._lost_zygote or 'unknown'}",
-            details=[f"what it printed: {self._folder.path}/zygote.log"],
+            f"the interpreter that was to import torch ended early: {self._lost_fork_server or 'unknown'}",
+            details=[f"what it printed: {self._folder.path}/forkserver.log"],
             fix="phalanx run --fresh … starts every rank by itself",
         )
 
@@ -648,9 +654,9 @@ class NodeAgent:
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
             self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
         if not self._showing_rest and self._signal is None:
-            self._company.signalled(number)
+            self._coordinator.signalled(number)
         elif number == signal.SIGINT and not self._showing_rest:
-            self._company.signalled(signal.SIGKILL)
+            self._coordinator.signalled(signal.SIGKILL)
         self._obey(number, ours=True)
 
     def _preempted(self, number: signal.Signals) -> None:
@@ -661,7 +667,7 @@ class NodeAgent:
         if self._preempting is not None and now - self._preempting < SAME:
             return
         first = self._preempting is None and self._signal is None and self._attempt is not None
-        if first and self._company.preempt(number):
+        if first and self._coordinator.preempt(number):
             self._preempting = now
         elif number in self._plan.ending.signals:
             self._signalled(number)
@@ -687,7 +693,7 @@ class NodeAgent:
         if self._joining is not None:
             self._joining.cancel()
         if self.together and self._plan.gathering is not None and self._plan.gathering.leads:
-            self._company.signalled(signal.SIGTERM)
+            self._coordinator.signalled(signal.SIGTERM)
         self.stop(signal.SIGTERM, error.what, self._plan.ending.failure_grace)
 
     def _stop_lingering(self) -> bool:
@@ -704,7 +710,7 @@ class NodeAgent:
         if self._attempt is None:
             self._stop = (number, reason, grace)
         elif not self._attempt.living:
-            self._resolve({})  # of a zygote that imports, in the place of a killed one
+            self._resolve({})  # of a fork server that imports, in the place of a killed one
             self._attempt.over.set()
         elif not self._attempt.stopping:
             self._attempt.stop(number, reason, grace)
@@ -718,7 +724,7 @@ class NodeAgent:
         if self._signal is not None or attempt.stopping:
             if not attempt.living:
                 attempt.over.set()
-        elif self._lost_zygote or self._renewing is not None:
+        elif self._lost_fork_server or self._renewing is not None:
             if self._renewing is None:
                 self._renewing = asyncio.get_running_loop().create_task(self._renew(attempt))
         else:
@@ -762,7 +768,7 @@ class NodeAgent:
 
     def _pass_on(self, number: signal.Signals) -> None:
         """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
-        self._company.passed(number)
+        self._coordinator.passed(number)
         self._signals.presently(self.pass_on, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
@@ -808,12 +814,12 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _hear_end(zygote: ForkServerClient, ended: asyncio.Future[bool]) -> None:
+def _hear_end(fork_server: ForkServerClient, ended: asyncio.Future[bool]) -> None:
     """True: it has ended all that was below it, and is about to exit."""
     try:
-        message = zygote.hear()
+        message = fork_server.hear()
     except (OSError, ValueError):
         message = None
     if message is None or message["is"] == "ended":
-        asyncio.get_running_loop().remove_reader(zygote.sock.fileno())
+        asyncio.get_running_loop().remove_reader(fork_server.sock.fileno())
         ended.set_result(message is not None and not message["left"])

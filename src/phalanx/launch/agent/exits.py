@@ -52,8 +52,8 @@ def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
 class Exits:
     """Of this node."""
 
-    def __init__(self, supervisor: NodeAgent, looks: ProcessStatsReader) -> None:
-        self._supervisor = supervisor
+    def __init__(self, agent: NodeAgent, looks: ProcessStatsReader) -> None:
+        self._agent = agent
         self._vitals = looks
         self._named: set[int] = set()
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> seconds of CPU, and when they were last seen to grow
@@ -66,7 +66,7 @@ class Exits:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(EVERY)
-            attempt = self._supervisor.attempt
+            attempt = self._agent.attempt
             if attempt is None or attempt.stopping:
                 continue
             for name, worker in attempt.living:
@@ -74,7 +74,7 @@ class Exits:
                     await self._look(attempt, name, worker)
 
     async def _look(self, attempt: WorkerGroup, name: str, worker: Worker) -> None:
-        text = worker.witness.page.text if worker.witness is not None else {}
+        text = worker.probe.page.text if worker.probe is not None else {}
         if "over" not in text or worker.seat.rank in attempt.debugged:
             return
         now, pid = time.monotonic(), worker.pid
@@ -87,7 +87,7 @@ class Exits:
                 self._named.add(pid)
                 rank = await node_evidence.rank(attempt, name, worker, self._vitals)
                 if worker.code is None:
-                    self._supervisor.note(
+                    self._agent.note(
                         f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "
                         f"{waits_for(rank, text)}"
                     )
@@ -95,7 +95,7 @@ class Exits:
                     self._cpu[pid] = (process_stats.cpu(pid), self._cpu[pid][1])
             case "end":
                 code = int(text.get("code", 0))
-                self._supervisor.note(
+                self._agent.note(
                     f"rank {worker.seat.rank} has hung in the teardown of the interpreter for {seen.teardown:.0f} s "
                     f"without using the CPU: ended with SIGKILL; it counts as exit code {code}"
                 )

@@ -31,7 +31,7 @@ class Orphan:
 
 
 class LingeringProcesses:
-    """What the ranks of an attempt left running. `ask`: for the pids of all processes below the zygote."""
+    """What the ranks of an attempt left running. `ask`: for the pids of all processes below the fork server."""
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[int]]], *, ranks: Mapping[int, int], run: str) -> None:
         self.orphans: list[Orphan] = []

@@ -1,4 +1,4 @@
-"""The supervisor's side of witnesses: the memory that the workers of a node publish in, and a channel to each.
+"""The agent's side of probes: the memory that the workers of a node publish in, and a channel to each.
 
 A worker that is no Python of ours (--no-python, or one that has not come to it yet) has a page that stays empty.
 """
@@ -89,7 +89,7 @@ class ProbeClient:
 
     @property
     def page(self) -> status_slot.StatusReading:
-        """A worker that has become another program has no witness any more: what it has shown is of no use."""
+        """A worker that has become another program has no probe any more: what it has shown is of no use."""
         found = status_slot.read(self._board.memory, self.slot)
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
             return found._replace(looked=0.0, text={})

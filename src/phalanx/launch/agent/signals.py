@@ -1,7 +1,7 @@
-"""The signals that a supervisor takes, and whether its workers have got them as well.
+"""The signals that an agent takes, and whether its workers have got them as well.
 
-A terminal signals the supervisor alone. Slurm signals every process of a job, the workers too, or the supervisor alone,
-as it was asked. The zygote, which nobody signals by itself, tells which it was: what it gets, workers have got.
+A terminal signals the agent alone. Slurm signals every process of a job, the workers too, or the agent alone,
+as it was asked. The fork server, which nobody signals by itself, tells which it was: what it gets, workers have got.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Signals:
     def __init__(self, plan: Plan) -> None:
         self._ending = plan.ending
         self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
-        self._zygote: dict[int, float] = {}  # what it got, and when
+        self._fork_server: dict[int, float] = {}  # what it got, and when
 
     @contextlib.contextmanager
     def taken(self, *, end: Act, preempt: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
@@ -52,8 +52,8 @@ class Signals:
                 for number in handled - {signal.SIGINT}:
                     signal.signal(number, signal.SIG_IGN)
 
-    def reached_zygote(self, number: int) -> None:
-        self._zygote[number] = time.monotonic()
+    def reached_fork_server(self, number: int) -> None:
+        self._fork_server[number] = time.monotonic()
 
     def presently(self, act: Act, number: signal.Signals) -> None:
         """Once it can be known who has got it: at once, but where a scheduler is."""
@@ -64,4 +64,4 @@ class Signals:
 
     def everybodys(self, number: signal.Signals) -> bool:
         """Whether the workers have got it as we have."""
-        return time.monotonic() - self._zygote.get(number, float("-inf")) < SAME
+        return time.monotonic() - self._fork_server.get(number, float("-inf")) < SAME

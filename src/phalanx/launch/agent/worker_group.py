@@ -66,7 +66,7 @@ class Worker:
     formed: int = -1  # the last generation that it has committed a step of, as far as it has told
     samples: int = -1  # of its own, as far as it has told
     sampled: float = 0.0  # when it did
-    witness: ProbeClient | None = None
+    probe: ProbeClient | None = None
     differs: wire.Message | None = None  # what it has called, told when others called something else
     raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
     ending: float = 0.0  # until when it is expected to end of that
@@ -116,7 +116,7 @@ class WorkerGroupContext:
     echo: bool = True  # it is shown here
     memory: str = ""  # where workers get memory that outlives them; empty: nowhere
     board: StatusBoard | None = None  # where workers publish what they are at
-    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a witness says unasked
+    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a probe says unasked
     measured: Callable[[words.MeasuredStep], None] | None = None  # what rank 0 says of its steps
     blame: Blame | None = None  # who made a rank time out
 
@@ -126,7 +126,7 @@ class WorkerGroup:
         self,
         number: int,
         stage: WorkerGroupContext,
-        zygote: ForkServerClient,
+        fork_server: ForkServerClient,
         lesson: PreloadHints | None,
         generation: int = 0,
     ) -> None:
@@ -150,7 +150,7 @@ class WorkerGroup:
         self._saving: set[int] = set()  # processes that save what they hold, as far as they have not said otherwise
         self._able = (False, False, False)  # as it was told
         self._stage = stage
-        self._zygote = zygote
+        self._fork_server = fork_server
         self._lesson = lesson
         self._set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
         self._store_started = False
@@ -244,7 +244,7 @@ class WorkerGroup:
         listener = self._stage.listener
         if listener is None:  # another node hosts it
             return
-        if self._zygote.forks:
+        if self._fork_server.forks:
             self._start_store()
         else:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._start_store)
@@ -258,11 +258,11 @@ class WorkerGroup:
             return
         self._store_started, self._store_stops = True, False
         plan, path = self._stage.plan, self._stage.folder.path
-        order = fork_servers.store_order(self._zygote, plan, plan.master_port)
+        order = fork_servers.store_order(self._fork_server, plan, plan.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = os.open(f"{path}/store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            self._zygote.order(order, [nowhere, log, log, listener.fileno()])
+            self._fork_server.order(order, [nowhere, log, log, listener.fileno()])
         os.close(nowhere)
         os.close(log)
 
@@ -285,10 +285,10 @@ class WorkerGroup:
             line=self._line.name,
             memory=self._stage.memory,
         )
-        order = fork_servers.worker_order(self._zygote, name, plan.command, seat, environ)
+        order = fork_servers.worker_order(self._fork_server, name, plan.command, seat, environ)
         if self._lesson is not None:
             order["assumed"] = list(self._lesson.variables)
-            if seat.rank == 0 and self._zygote.way == "cold":
+            if seat.rank == 0 and self._fork_server.way == "cold":
                 order["lesson"] = self._lesson.path
         called = self._called.get(seat.local_rank)
         if called is not None and called.cuda >= 0 and called.variables == for_cuda(environ):
@@ -298,27 +298,27 @@ class WorkerGroup:
             seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)
         )
         stdin = self._stdin(seat.rank)
-        witness = self._witness(name)
-        if witness is not None:
-            order["witness"] = witness.slot
-            witness.seat(None if spare else seat.rank)
-        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, witness=witness)
+        probe = self._probe(name)
+        if probe is not None:
+            order["probe"] = probe.slot
+            probe.seat(None if spare else seat.rank)
+        self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, probe=probe)
         try:
-            self._zygote.order(order, [stdin, out, err, *(witness.fds if witness is not None else ())])
+            self._fork_server.order(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
-            self._forget(name)  # the zygote is gone: its reader says so
+            self._forget(name)  # the fork server is gone: its reader says so
         else:
-            if witness is not None:
-                witness.handed_over()
+            if probe is not None:
+                probe.handed_over()
         os.close(stdin)
         self.output.handed_over(seat.rank)
 
     def _forget(self, name: str) -> None:
-        witness = self.workers.pop(name).witness
-        if witness is not None:
-            witness.close()
+        probe = self.workers.pop(name).probe
+        if probe is not None:
+            probe.close()
 
-    def _witness(self, name: str) -> ProbeClient | None:
+    def _probe(self, name: str) -> ProbeClient | None:
         board = self._stage.board
         slot = board.take() if board is not None else None
         if board is None or slot is None:
@@ -326,7 +326,7 @@ class WorkerGroup:
         return ProbeClient(board, slot, lambda message, fds: self._witnessed(name, message, fds))
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
-        """What a worker's witness says unasked."""
+        """What a worker's probe says unasked."""
         if message.get("is") == "differs" and name in self.workers:
             self.workers[name].differs = message
         elif message.get("is") == "stale" and name in self.workers:
@@ -395,8 +395,8 @@ class WorkerGroup:
             code = worker.ends_as
         self._line.drain(worker.pid)
         worker.code, worker.ended = code, time.time()
-        if worker.witness is not None:
-            worker.witness.seat(None)
+        if worker.probe is not None:
+            worker.probe.seat(None)
         self._witnessed(message["name"], {"is": "gone"}, [])
         self._stage.folder.event(
             events.WorkerExited(
@@ -491,21 +491,21 @@ class WorkerGroup:
             self._stage.failing(self.fall("the store was ended while the group formed", place="store"))
 
     def lost(self) -> None:
-        """The zygote is gone, and its workers with it."""
+        """The fork server is gone, and its workers with it."""
         for name, worker in self.living:
             worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
             self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
-    def transplant(self, zygote: ForkServerClient) -> None:
-        """To another zygote: the old one is gone, and so are its store and its workers."""
-        self._zygote = zygote
+    def transplant(self, fork_server: ForkServerClient) -> None:
+        """To another fork server: the old one is gone, and so are its store and its workers."""
+        self._fork_server = fork_server
         self.prepare_store()
 
     def tell(self, name: str, number: int, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
-            self._zygote.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
+            self._fork_server.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
     def end_as(self, name: str, code: int) -> None:
         """End a worker whose script is over and whose process hangs: it counts as one that has ended with `code`."""
@@ -548,8 +548,8 @@ class WorkerGroup:
             self._escalation.cancel()
         self._line.close()
         for worker in self.workers.values():
-            if worker.witness is not None:
-                worker.witness.close()
+            if worker.probe is not None:
+                worker.probe.close()
         self._victims.cancel()
         for task in (self._listening, self._missing):
             if task is not None:
@@ -637,8 +637,8 @@ class WorkerGroup:
         was, worker.seat = worker.seat.rank, seat if own.device is None else replace(seat, slot=own)
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
-            if worker.witness is not None:
-                worker.witness.seat(None if spare else seat.rank)
+            if worker.probe is not None:
+                worker.probe.seat(None if spare else seat.rank)
             self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
         return {was: seat.rank}
 
@@ -704,7 +704,7 @@ class WorkerGroup:
             port=plan.master_port,
             why=self._why,
             devices=plan.devices(seat),
-            **({} if gathering is None else {"patience": gathering.lost_after + _SLACK}),
+            **({} if gathering is None else {"patience": gathering.node_timeout + _SLACK}),
             halt=self._halts,
             preempt=preempt,
         )
@@ -754,7 +754,7 @@ class WorkerGroup:
                 self._stage.halting(worker.seat.rank, message)
 
     def _reached(self, worker: Worker, step: int) -> None:
-        paged = worker.witness.step if worker.witness is not None else 0
+        paged = worker.probe.step if worker.probe is not None else 0
         worker.even = abs(paged - worker.paged - step + (worker.step or 0)) <= 1
         worker.step, worker.paged = step, paged
 
@@ -816,5 +816,5 @@ class WorkerGroup:
 
 def _last_seen(worker: Worker) -> str:
     """Where its main thread was, as far as it has shown."""
-    place = worker.witness.page.text.get("place") if worker.witness is not None else None
+    place = worker.probe.page.text.get("place") if worker.probe is not None else None
     return f", last seen at {os.path.basename(place[0])}:{place[1]} in {place[2]}" if place else ""

@@ -1,4 +1,4 @@
-"""Whoever else takes part in a run. The supervisor asks when to begin, tells how it went, and hears what to do next.
+"""Whoever else takes part in a run. The agent asks when to begin, tells how it went, and hears what to do next.
 
 Alone       one node: nobody to ask
 Leading     node 0 of several (leading.py)
@@ -59,7 +59,7 @@ class RunResult:
 
 
 class AgentView(Protocol):
-    """What others may ask of a supervisor."""
+    """What others may ask of an agent."""
 
     def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
     def regroup(self, to: RegroupPlan) -> None: ...

@@ -118,7 +118,7 @@ class FailoverCoordinator:
     @property
     def _patience(self) -> float:
         """Some notice later than others that the leader is gone."""
-        return self._gathering.lost_after + KNOCK
+        return self._gathering.node_timeout + KNOCK
 
     def _note(self, text: str) -> None:
         if self._supervised is not None:

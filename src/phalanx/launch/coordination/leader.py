@@ -122,7 +122,9 @@ class LeaderCoordinator:
             run=self._folder.name,
             ears=self,
             promised=gathering.promised,
-            timing=Timing(lost_after=gathering.lost_after, last_call=gathering.last_call if gathering.elastic else 0.0),
+            timing=Timing(
+                node_timeout=gathering.node_timeout, last_call=gathering.last_call if gathering.elastic else 0.0
+            ),
             calling=Calling(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,
@@ -148,7 +150,7 @@ class LeaderCoordinator:
             run=self._folder.name,
             ears=self,
             promised=gathering.promised,
-            timing=Timing(lost_after=gathering.lost_after),
+            timing=Timing(node_timeout=gathering.node_timeout),
             calling=Calling(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,

@@ -1,4 +1,4 @@
-"""How the supervisors of a run find each other: decided before anything starts, whoever said it."""
+"""How the agents of a run find each other: decided before anything starts, whoever said it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a run on one node has no use for it, and would start later
 @dataclass(frozen=True)
 class RendezvousConfig:
     source: str  # who said so: "the command line", "ssh", "Slurm", "Open MPI"
-    expected: int  # supervisors, at most
+    expected: int  # agents, at most
     member: int | None  # which of them this one is; None: the leader numbers it
     leads: bool | None  # None: whoever has the address
     host: str | None  # of the leader, as it was told
@@ -27,7 +27,7 @@ class RendezvousConfig:
     task: SchedulerTask | None = None  # this process is one that a scheduler started
     meeting: LeaderFile | None = None  # where tasks find their leader if no name leads to it
     join_timeout: float = 300.0
-    lost_after: float = 15.0
+    node_timeout: float = 15.0
     least: int = 0  # with so many it can begin and go on; 0: with all of them
     spares: int = 0  # more than are expected, who wait for one to be lost
     last_call: float = 3.0  # for the others, once there are enough

@@ -27,7 +27,7 @@ class Attached:
 
 
 def judge(rank: int, answer: wire.Message | None, *, begun: bool) -> Attached:
-    """What a rank has answered. Raises Refused. `begun`: it has a witness."""
+    """What a rank has answered. Raises Refused. `begun`: it has a probe."""
     if answer is None and not begun:
         raise AttachRefused(*no_python(rank))
     if answer is None:

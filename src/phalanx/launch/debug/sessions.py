@@ -1,6 +1,6 @@
 """Who debugs which rank: breakpoints that wait for a terminal, and whoever attaches, here or on another node.
 
-A debugger's terminal is a socket. The supervisor of the rank has its other end, and hands it on: to the terminal of
+A debugger's terminal is a socket. The agent of the rank has its other end, and hands it on: to the terminal of
 `phalanx run`, to a `phalanx attach` on the same node, or, by letters, to another node.
 
     o open   r reply   i interrupt   n it did not come        of a stream, by its number; others are bridge.py's
@@ -38,8 +38,8 @@ _LOOK = 1.0  # seconds between two looks whether the other end of a stream is th
 _MOST = 64  # streams that another node may have opened here
 _HOW = ("breakpoint", "stopped", "looking")
 _NO_TOKEN = (
-    "this run has no token (--open), so that nobody knows who asks: ranks are debugged from their own node alone",
-    "phalanx attach on the node of the rank, or a run without --open",
+    "this run has no token (--no-auth), so that nobody knows who asks: ranks are debugged from their own node alone",
+    "phalanx attach on the node of the rank, or a run without --no-auth",
 )
 
 Way = tuple[int | None, int]  # to whom (None: node 0), and the number of the stream
@@ -64,11 +64,17 @@ class DebugTarget(Protocol):
 
 class DebugSessions:
     def __init__(
-        self, supervised: DebugTarget, company: RpcCarrier, console: Console, folder: RunFolder, *, trusted: bool = True
+        self,
+        supervised: DebugTarget,
+        coordinator: RpcCarrier,
+        console: Console,
+        folder: RunFolder,
+        *,
+        trusted: bool = True,
     ) -> None:
         self._supervised = supervised
         self._trusted = trusted  # other nodes have proved that they have the token
-        self._company = company
+        self._coordinator = coordinator
         self._console = console
         self._folder = folder  # its name changes when the nodes have come together
         self._keyboard = TtyLease(console)
@@ -115,7 +121,7 @@ class DebugSessions:
         """Everybody is to know: others wait for these ranks, and that is no fault."""
         self._keep_looking()
         own = frozenset(worker.seat.rank for name in self._here if (worker := self._worker(name)) is not None)
-        leads, members = self._company.leads, self._company.members()
+        leads, members = self._coordinator.leads, self._coordinator.members()
         ranks = own.union(*(self._away.get(member, ()) for member in members))
         told, self._told = self._told, (leads, ranks, frozenset(members))
         if leads:
@@ -137,13 +143,13 @@ class DebugSessions:
     def _order(self, what: str) -> None:
         attempt = self._supervised.attempt
         for _, worker in attempt.living if attempt is not None else ():
-            if worker.witness is not None:
-                worker.witness.order(what)
+            if worker.probe is not None:
+                worker.probe.order(what)
 
     # -- the terminal of `phalanx run`
 
     def _offer(self, rank: int, place: str) -> None:
-        if not self._company.leads:
+        if not self._coordinator.leads:
             self._send((None, 0), b"w", {"rank": rank, "place": place})
             return
         if not self._keyboard.there or not (self._trusted or self._is_here(rank)):
@@ -240,8 +246,8 @@ class DebugSessions:
         be traced for ever."""
         await asyncio.sleep(_LOOK)  # it may only just have been let go
         worker = self._worker(name)
-        if self._here.get(name) is known and worker is not None and worker.witness is not None:
-            await worker.witness.ask("interrupt", timeout=_ANSWER)
+        if self._here.get(name) is known and worker is not None and worker.probe is not None:
+            await worker.probe.ask("interrupt", timeout=_ANSWER)
 
     async def open(self, rank: int, *, by: str, port: int | None = None, waits: bool = False) -> Attached:
         """A debugger in a rank, wherever it is. `port`: debugpy is to listen. `waits`: only if it is at a breakpoint.
@@ -260,8 +266,8 @@ class DebugSessions:
         if not self._trusted:
             raise AttachRefused(*_NO_TOKEN)
         to = None
-        if self._company.leads:
-            to = next((member for member, ranks in self._company.members().items() if rank in ranks), None)
+        if self._coordinator.leads:
+            to = next((member for member, ranks in self._coordinator.members().items() if rank in ranks), None)
             if to is None:
                 raise AttachRefused(f"the node of rank {rank} is not there")
         return await self._open_there(to, {"rank": rank, "by": by, "port": port, "waits": waits})
@@ -274,16 +280,16 @@ class DebugSessions:
         if waits or (known is not None and not (port is not None and known.by == _DEBUGPY)):
             by = (known.by if known is not None else "") or "its breakpoint"
             raise AttachRefused(f"rank {rank} is being debugged already, by {by}")
-        if worker.witness is None:
+        if worker.probe is None:
             raise AttachRefused(*attached.no_python(rank))
         ours, theirs = socket.socketpair()
         own = self._here[name] = _Debugged(by if port is None else _DEBUGPY)
         try:
             if port is None:
-                answer = await worker.witness.ask("attach", timeout=_ANSWER, fds=[theirs.fileno()])
+                answer = await worker.probe.ask("attach", timeout=_ANSWER, fds=[theirs.fileno()])
             else:
-                answer = await worker.witness.ask("listen", timeout=_LONGER, port=port)
-            opened = attached.judge(rank, answer, begun=worker.witness.page.looked > 0)
+                answer = await worker.probe.ask("listen", timeout=_LONGER, port=port)
+            opened = attached.judge(rank, answer, begun=worker.probe.page.looked > 0)
         except BaseException:
             if self._here.get(name) is own:  # else it has come to a breakpoint meanwhile
                 del self._here[name]
@@ -304,8 +310,8 @@ class DebugSessions:
         """Whether it has come, or may have."""
         attempt = self._supervised.attempt
         for _, worker in attempt.living if attempt is not None else ():
-            if worker.seat.rank == rank and worker.witness is not None:
-                answer = await worker.witness.ask("interrupt", timeout=_ANSWER)
+            if worker.seat.rank == rank and worker.probe is not None:
+                answer = await worker.probe.ask("interrupt", timeout=_ANSWER)
                 return answer is not None and bool(answer.get("came"))
         for way, bridge in self._bridges.items():
             if bridge.rank == rank and self._is_ours(way):
@@ -321,7 +327,7 @@ class DebugSessions:
 
     def _is_ours(self, way: Way) -> bool:
         """Whether this node has opened it. Numbers of node 0 are even, those of the others odd."""
-        return way[1] % 2 == (0 if self._company.leads else 1)
+        return way[1] % 2 == (0 if self._coordinator.leads else 1)
 
     def _bridge(self, way: Way, rank: int) -> StreamProxy:
         def send(letter: bytes) -> None:
@@ -347,7 +353,7 @@ class DebugSessions:
             await asyncio.sleep(_LOOK)
             if self._debugged:
                 self._order("suspend")
-            there = set(self._company.members()) if self._company.leads else {None}
+            there = set(self._coordinator.members()) if self._coordinator.leads else {None}
             for way, bridge in list(self._bridges.items()):
                 if way[0] not in there:
                     bridge.close()
@@ -361,7 +367,7 @@ class DebugSessions:
         return attempt is not None and bool(attempt.debugged)
 
     async def _open_there(self, to: int | None, what: dict[str, Any]) -> Attached:
-        way = (to, 2 * next(self._numbers) + (0 if self._company.leads else 1))
+        way = (to, 2 * next(self._numbers) + (0 if self._coordinator.leads else 1))
         bridge = self._bridge(way, what["rank"])
         reply = self._replies[way] = asyncio.get_running_loop().create_future()
         self._send(way, b"o", what)
@@ -435,9 +441,11 @@ class DebugSessions:
             case b"p" if who is None:
                 self._apply(frozenset(map(int, said["ranks"])))
             case b"s" if who is not None:
-                self._away[who] = frozenset(map(int, said["ranks"])).intersection(self._company.members().get(who, ()))
+                self._away[who] = frozenset(map(int, said["ranks"])).intersection(
+                    self._coordinator.members().get(who, ())
+                )
                 self._changed()
-            case b"w" if who is not None and int(said["rank"]) in self._company.members().get(who, ()):
+            case b"w" if who is not None and int(said["rank"]) in self._coordinator.members().get(who, ()):
                 self._offer(int(said["rank"]), str(said["place"])[:1000])
 
     async def _interrupted_from(self, way: Way, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's side of a zygote: start one, give orders, hear what became of them."""
+"""The agent's side of a fork server: start one, give orders, hear what became of them."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def cold(
     if "PYTHONPATH" in environ:
         hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     process = _spawn(command.line(0), hooked, theirs, log)
-    zygote = ForkServerClient(ours, "cold", process)
-    zygote.order({"do": "import", "required": list(required), "welcome": list(welcome), "path0": command.path0})
-    return zygote
+    fork_server = ForkServerClient(ours, "cold", process)
+    fork_server.order({"do": "import", "required": list(required), "welcome": list(welcome), "path0": command.path0})
+    return fork_server
 
 
 def fresh(environ: Mapping[str, str], *, log: int) -> ForkServerClient:
@@ -86,13 +86,13 @@ def fresh(environ: Mapping[str, str], *, log: int) -> ForkServerClient:
     ours, theirs = socket.socketpair()
     line = [sys.executable, "-I", "-S", _FOLDER, str(theirs.fileno()), str(os.getpid())]
     process = _spawn(line, dict(environ), theirs, log)
-    zygote = ForkServerClient(ours, "fresh", process)
-    zygote.order({"do": "import", "required": [], "welcome": [], "path0": None})
-    return zygote
+    fork_server = ForkServerClient(ours, "fresh", process)
+    fork_server.order({"do": "import", "required": [], "welcome": [], "path0": None})
+    return fork_server
 
 
 def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C in the terminal is for the supervisor, which then decides."""
+    """In a session of its own: Ctrl-C in the terminal is for the agent, which then decides."""
     with theirs:
         return subprocess.Popen(
             line,
@@ -105,17 +105,17 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
         )
 
 
-def store_order(zygote: ForkServerClient, plan: Plan, port: int) -> wire.Message:
-    """Fork the store from a zygote that has torch; execute it where there is none."""
+def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Message:
+    """Fork the store from a fork server that has torch; execute it where there is none."""
     order: wire.Message = {"do": "store", "name": "store", "address": plan.master_addr, "port": port}
     order["environ"] = dict(plan.environ)
-    if not zygote.forks:
+    if not fork_server.forks:
         order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]
     return order
 
 
 def worker_order(
-    zygote: ForkServerClient, name: str, command: Command, seat: Seat, environ: Mapping[str, str]
+    fork_server: ForkServerClient, name: str, command: Command, seat: Seat, environ: Mapping[str, str]
 ) -> wire.Message:
     """Fork a worker that goes on as this command, or execute the command."""
     line = command.line(seat.local_rank)
@@ -127,12 +127,12 @@ def worker_order(
         "command": line,
         "path0": command.path0,
     }
-    if not zygote.forks:
+    if not fork_server.forks:
         return {**order, "exec": line, "hook": "" if command.kind == "program" else _HOOK}
     order["args"] = command.arguments(seat.local_rank)
     if command.kind == "path":
         order["args"].insert(0, command.target)
-    if zygote.way == "warm":
+    if fork_server.way == "warm":
         order |= {"cwd": os.getcwd(), "umask": _umask(), "main": [command.kind, command.target]}
     return order
 

@@ -1,4 +1,4 @@
-"""What a zygote should import for a script: guessed from its text, and learned from its earlier runs."""
+"""What a fork server should import for a script: guessed from its text, and learned from its earlier runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PreloadHints:
         return {name: value for name, value in merged.items() if value is not None}
 
     def refuse(self) -> None:
-        """What was learned made the zygote unsafe to fork: do not learn it again."""
+        """What was learned made the fork server unsafe to fork: do not learn it again."""
         with contextlib.suppress(OSError), open(f"{self.path}.refused", "w"):
             pass
 

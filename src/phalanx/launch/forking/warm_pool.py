@@ -1,6 +1,6 @@
-"""Zygotes kept between runs: find the one that fits this environment, start one, end them.
+"""Fork servers kept between runs: find the one that fits this environment, start one, end them.
 
-A warm zygote may only serve a run that would have imported the very same thing, so its name is a digest of all
+A warm fork server may only serve a run that would have imported the very same thing, so its name is a digest of all
 that decides: interpreter, installed packages, the variables that imports read, limits and cgroup.
 """
 
@@ -39,7 +39,7 @@ _NOT_READ = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class WarmPool:
-    """The place of one warm zygote."""
+    """The place of one warm fork server."""
 
     folder: str
     key: str
@@ -81,7 +81,7 @@ def _identity(python: str, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def find(warmth: WarmPool, required: Sequence[str], keep: float = 0.0) -> ForkServerClient | str | None:
-    """A zygote for this run; or why the one that is there will not do; or nothing, if there is none."""
+    """A fork server for this run; or why the one that is there will not do; or nothing, if there is none."""
     sock = _connect(warmth.socket)
     if sock is None:
         return None
@@ -129,7 +129,7 @@ def start(warmth: WarmPool, python: str, environ: Mapping[str, str], modules: Se
 
 
 def status(path: str) -> wire.Message | None:
-    """What the zygote at this socket says of itself; None if nobody is there."""
+    """What the fork server at this socket says of itself; None if nobody is there."""
     return _ask(path, {"do": "status"})
 
 

@@ -1,6 +1,6 @@
 """Looks twice a second whether the ranks go on. When they do not, it says who is wrong, where and why.
 
-Every supervisor has one. Those of other nodes tell node 0's what they see; that one decides, and asks all of them for
+Every agent has one. Those of other nodes tell node 0's what they see; that one decides, and asks all of them for
 what they know when there is an alarm. One that does not answer is evidence as well.
 """
 
@@ -77,16 +77,16 @@ _ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, 
 class HangDetector:
     def __init__(
         self,
-        supervisor: NodeAgent,
-        company: RpcCarrier,
+        agent: NodeAgent,
+        coordinator: RpcCarrier,
         post: NodeRpc,
         desk: ControlSocket,
         folder: RunFolder,
         *,
         attempt: WorkerGroup | None = None,
     ) -> None:
-        self._supervisor = supervisor
-        self._company = company
+        self._agent = agent
+        self._coordinator = coordinator
         self._post = post
         self._folder = folder
         self.vitals = self._vitals = process_stats.ProcessStatsReader()
@@ -140,18 +140,18 @@ class HangDetector:
                 last = error
             else:
                 failed = 0
-        self._supervisor.note(f"it is not looked any more whether ranks go on: {last!r}")
+        self._agent.note(f"it is not looked any more whether ranks go on: {last!r}")
 
     async def _look(self) -> None:
-        self._attempt = attempt = self._supervisor.attempt or self._attempt
-        plan, members, now = self._supervisor.plan, self._company.members(), time.monotonic()
+        self._attempt = attempt = self._agent.attempt or self._attempt
+        plan, members, now = self._agent.plan, self._coordinator.members(), time.monotonic()
         # Ranks of other nodes may go on, and stand still, when ours have ended.
         if (
             attempt is None
             or attempt.stopping
             or attempt.ending
             or attempt.held
-            or (self._company.leads and attempt.over.is_set() and not members)
+            or (self._coordinator.leads and attempt.over.is_set() and not members)
         ):
             self._watched = None
             return
@@ -159,7 +159,7 @@ class HangDetector:
             self._watched = ProgressTracker((attempt.number, attempt.generation), plan.hanging.after)
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
-        if not self._company.leads:
+        if not self._coordinator.leads:
             if now - self._pulsed > _PULSE:
                 self._pulsed = now
                 self._post.send("pulse", 0, encoding.encode(own))
@@ -193,7 +193,7 @@ class HangDetector:
             for worker in workers
             if worker.pid
         )
-        return NodeHeartbeat(node=self._supervisor.plan.node, host=os.uname().nodename, looks=looks)
+        return NodeHeartbeat(node=self._agent.plan.node, host=os.uname().nodename, looks=looks)
 
     def _pulse(self, who: int | None, _: int, content: bytes) -> None:
         if who is not None:
@@ -208,7 +208,7 @@ class HangDetector:
 
     def _told_verdict(self, who: int | None, _: int, content: bytes) -> None:
         if who is None:
-            self._supervisor.say(content.decode(errors="replace"))
+            self._agent.say(content.decode(errors="replace"))
 
     # -- telling
 
@@ -232,8 +232,8 @@ class HangDetector:
 
     def _say(self, text: str) -> None:
         """On all nodes."""
-        self._supervisor.say(text)
-        for member in self._company.members():
+        self._agent.say(text)
+        for member in self._coordinator.members():
             self._post.send("verdict", 0, text.encode(), to=member)
 
     def _resumed(self) -> None:
@@ -245,34 +245,34 @@ class HangDetector:
         self._say(f"the run goes on, after {seconds:.0f} s")
 
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
-        then = self._supervisor.plan.hanging.then
+        then = self._agent.plan.hanging.then
         if then != "report" and verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
             wait = LONGER * evidence.limit - evidence.waited
-            self._supervisor.note(f"it may only be slow: --on-hang {then} waits another {wait:.0f} s")
+            self._agent.note(f"it may only be slow: --on-hang {then} waits another {wait:.0f} s")
             self._unclear = time.monotonic() + wait
             return
         match then:
             case "stop":
                 why = f"the run stands still, and is ended (--on-hang stop): {verdicts[0].text}"
-                self._supervisor.fail(LaunchError(why, fix=verdicts[0].fix))
+                self._agent.fail(LaunchError(why, fix=verdicts[0].fix))
             case "kill":
                 living = {rank.rank for rank in evidence.ranks if rank.ended is None}
                 blamed = (set(verdict.ranks) & living for verdict in verdicts)
                 culprits = next(filter(None, blamed), set[int]())
                 if not culprits:
-                    self._supervisor.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
+                    self._agent.note("nobody who still runs is to blame: nobody is killed (--on-hang kill)")
                 self._kill(tuple(culprits))
-                for member, ranks in self._company.members().items():
+                for member, ranks in self._coordinator.members().items():
                     theirs = tuple(rank for rank in ranks if rank in culprits)
                     if theirs:
-                        self._supervisor.note(f"{words.who(theirs)} stands still: SIGKILL by its node (--on-hang kill)")
+                        self._agent.note(f"{words.who(theirs)} stands still: SIGKILL by its node (--on-hang kill)")
                         self._post.send("kill", 0, encoding.encode(theirs), to=member)
 
     def _kill(self, ranks: tuple[int, ...]) -> bool:
-        attempt, found = self._supervisor.attempt, False
+        attempt, found = self._agent.attempt, False
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
-                self._supervisor.note(f"rank {worker.seat.rank} {root_cause.HUNG}")
+                self._agent.note(f"rank {worker.seat.rank} {root_cause.HUNG}")
                 worker.hung = found = True
                 attempt.tell(name, signal.SIGKILL)
         return found
@@ -298,12 +298,12 @@ class HangDetector:
 
     @property
     def _held(self) -> str:
-        attempt = self._supervisor.attempt
+        attempt = self._agent.attempt
         return attempt.held if attempt is not None else ""
 
     async def _gather(self) -> Evidence:
-        plan = self._supervisor.plan
-        members = {member: ranks for member, ranks in self._company.members().items() if ranks}
+        plan = self._agent.plan
+        members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
         number = next(self._numbers)
         waiting = {member: self._ask(member, "testify", number) for member in members}
         own = asyncio.create_task(self._testimony())
@@ -357,14 +357,14 @@ class HangDetector:
             node=pulse.node if pulse is not None else member,
             host=pulse.host if pulse is not None else "",
             silent=silent,
-            lost=member not in self._company.members(),
+            lost=member not in self._coordinator.members(),
             finding=await self._way(member),
         )
         why = f"its node has not answered for {silent:.0f} s"
         return node_evidence.silent(node, ranks, why)
 
     async def _way(self, member: int) -> str:
-        address = self._company.address(member)
+        address = self._coordinator.address(member)
         return await join_problems.way(address, timeout=_REACH) if address else ""
 
     async def _testify(self, number: int) -> None:
@@ -374,14 +374,14 @@ class HangDetector:
         """Of this node."""
         total, available = process_stats.machine()
         node = NodeFacts(
-            node=self._supervisor.plan.node,
+            node=self._agent.plan.node,
             host=os.uname().nodename,
             memory=total,
             available=available,
             swapping=round(self._vitals.swapping(), 1),
             out_of_memory=out_of_memory.read().since(self._kills),
         )
-        attempt = self._supervisor.attempt or self._attempt
+        attempt = self._agent.attempt or self._attempt
         if attempt is None:
             return NodeEvidence(node=node, ranks=())
         async with self._looking:
@@ -402,7 +402,7 @@ class HangDetector:
                 await asyncio.to_thread(wire.send, caller, said)
 
     async def _why(self) -> HangReason | None:
-        if self._company.leads:
+        if self._coordinator.leads:
             evidence, verdicts = await self.explain()
             text = report.text(evidence, verdicts)
             if self._held:

@@ -55,7 +55,7 @@ class NodeEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's witness answers."""
+    """What a rank's probe answers."""
 
     threads: tuple[ThreadStack, ...] = ()
     groups: tuple[GroupEvidence, ...] = ()
@@ -118,8 +118,8 @@ async def _rank(
     threads += await _of_children(worker, process)
     if (over := _over(bare, attempt, worker)) is not None:  # meanwhile
         return replace(over, process=process)
-    page = worker.witness.page if worker.witness is not None else None
-    # At its end it has no witness any more: then silence says nothing.
+    page = worker.probe.page if worker.probe is not None else None
+    # At its end it has no probe any more: then silence says nothing.
     looked = page.looked if page is not None and not page.text.get("ending") else 0.0
     return replace(
         bare,
@@ -172,13 +172,13 @@ def _undone(calls: tuple[CallEvidence, ...], functions: set[str]) -> tuple[CallE
 
 
 async def _ask(worker: Worker, state: str) -> tuple[EvidenceReply, str]:
-    if worker.witness is None:
-        return EvidenceReply(), "it has no witness"
+    if worker.probe is None:
+        return EvidenceReply(), "it has no probe"
     if state in _STOPPED:
         return EvidenceReply(), "it is stopped, and answers nobody" if state in "Tt" else "it is dead"
-    looked = worker.witness.page.looked
+    looked = worker.probe.page.looked
     limit = _MOMENT if looked and time.monotonic() - looked > _SILENT else ANSWER
-    answer = await worker.witness.ask("tell", timeout=limit)
+    answer = await worker.probe.ask("tell", timeout=limit)
     if answer is None:
         return EvidenceReply(), f"it has not answered for {limit} s"
     try:
@@ -224,11 +224,11 @@ def _plain(name: str) -> str:
 async def _stacks(
     attempt: WorkerGroup, name: str, worker: Worker, state: str, why: str
 ) -> tuple[tuple[ThreadStack, ...], str]:
-    """By itself from C, or from outside. Its witness does not get Python's lock, so that another thread has it."""
-    if worker.witness is not None and state not in _STOPPED and _stacks_by_signal(worker.witness, worker.pid):
+    """By itself from C, or from outside. Its probe does not get Python's lock, so that another thread has it."""
+    if worker.probe is not None and state not in _STOPPED and _stacks_by_signal(worker.probe, worker.pid):
         sent = lambda: attempt.tell(name, probe.SIGNAL, alone=True)  # noqa: E731
-        threads = stacks.parsed(await stacks.written(worker.witness.stacks, sent, _STACKS))
-        looked = worker.witness.page.looked
+        threads = stacks.parsed(await stacks.written(worker.probe.stacks, sent, _STACKS))
+        looked = worker.probe.page.looked
         if threads and looked and time.monotonic() - looked > _SILENT:
             threads = await _with_holder(worker.pid, threads)
         if any(thread.frames for thread in threads):
@@ -273,14 +273,14 @@ async def _of_children(worker: Worker, process: Process) -> tuple[ThreadStack, .
     """Of those that the rank has forked, which have its handler: workers of a DataLoader. One after the other, for they
     write into the same file."""
     found: tuple[ThreadStack, ...] = ()
-    if worker.witness is None:
+    if worker.probe is None:
         return found
     for child in process.children[:_MOST_CHILDREN]:
         pid, state, *words = child.split(maxsplit=2)
-        if state in _STOPPED or not _stacks_by_signal(worker.witness, int(pid)):
+        if state in _STOPPED or not _stacks_by_signal(worker.probe, int(pid)):
             continue
         sent = lambda pid=int(pid): stacks.poke(pid, probe.SIGNAL)  # noqa: E731
-        text = await stacks.written(worker.witness.stacks, sent, _CHILD)
+        text = await stacks.written(worker.probe.stacks, sent, _CHILD)
         found += stacks.parsed(text, name=f"process {pid} {' '.join(words)}"[:80])[-1:]
     return found
 

@@ -1,6 +1,6 @@
 """Python stacks of a process that does not answer: it writes them itself when it gets a signal, or py-spy reads them.
 
-faulthandler writes from C, whoever holds Python's lock, into a file in memory that the supervisor has made. A process
+faulthandler writes from C, whoever holds Python's lock, into a file in memory that the agent has made. A process
 that is stopped, or was never ours, cannot; py-spy looks at its memory, where it is installed and allowed.
 """
 

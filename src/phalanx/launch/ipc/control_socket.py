@@ -1,4 +1,4 @@
-"""Where a running supervisor is asked things from another terminal: `phalanx why`, `phalanx attach`.
+"""Where a running agent is asked things from another terminal: `phalanx why`, `phalanx attach`.
 
 An address that is no file, for whoever is the same user and can read the run folder, where a key lies: another
 container may have the same network and the same number for its user. The kernel says who calls, and whom one has
@@ -142,7 +142,7 @@ def _spell(key: object) -> bytes:
 
 
 def call(run: RunRecord, question: wire.Message) -> socket.socket:
-    """The supervisor of a run on this machine, asked."""
+    """The agent of a run on this machine, asked."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with open(os.path.join(run.folder, _FILE)) as file:
@@ -155,14 +155,14 @@ def call(run: RunRecord, question: wire.Message) -> socket.socket:
         sock.close()
         raise LaunchError(
             f"{run.id} cannot be asked: {getattr(error, 'strerror', None) or error}",
-            details=[f"its supervisor is process {run.pid} on {run.host or 'this machine'}"],
+            details=[f"its agent is process {run.pid} on {run.host or 'this machine'}"],
             fix="phalanx ps shows what runs here",
         ) from None
     return sock
 
 
 def _connect(sock: socket.socket, address: str) -> None:
-    """Where many wait already, the kernel would have us wait with them for ever: a supervisor may be stopped."""
+    """Where many wait already, the kernel would have us wait with them for ever: an agent may be stopped."""
     end = time.monotonic() + SOON
     sock.setblocking(False)
     while True:

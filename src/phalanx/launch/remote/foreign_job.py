@@ -132,7 +132,7 @@ async def _rank(one: ForeignProcess, rates: process_stats.ProcessStatsReader, be
 
 
 def answer(evidence: Evidence) -> dict[str, Any]:
-    """As a supervisor gives it."""
+    """As an agent gives it."""
     verdicts = diagnosis.diagnose(evidence)
     return {
         "verdicts": msgspec.to_builtins(verdicts),

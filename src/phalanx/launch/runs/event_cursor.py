@@ -13,7 +13,7 @@ import msgspec
 
 PART = 1 << 18  # bytes that are given at a time
 _READ = 1 << 22  # bytes that are read for it, at most; what is longer is no line of ours
-FILES = ("events.jsonl", "sights.jsonl")
+FILES = ("events.jsonl", "samples.jsonl")
 SLACK = 1.0  # seconds by which an event may be older than one before it
 
 

@@ -161,7 +161,7 @@ def report(remains: PostmortemData) -> str:
 
 def _head(record: RunRecord) -> str:
     if record.state == "killed":
-        return f"{record.id}: its supervisor (process {record.pid}) was killed, and could not say why"
+        return f"{record.id}: its agent (process {record.pid}) was killed, and could not say why"
     if record.ended is None:
         return f"{record.id}: it runs on {record.host}, if it runs"
     lasted = record.ended - record.started

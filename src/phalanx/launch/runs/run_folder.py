@@ -2,8 +2,8 @@
 
 RUN/run.json                          who, what, when, how it ended
 RUN/events.jsonl                      what happened, a typed event a line
-RUN/sights.jsonl                      what each rank was at, and what was measured: the same, on the node that leads
-RUN/zygote.log                        what imports printed
+RUN/samples.jsonl                      what each rank was at, and what was measured: the same, on the node that leads
+RUN/forkserver.log                        what imports printed
 RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
 RUN/node_1/…                          the same of another node
 """
@@ -22,7 +22,7 @@ from phalanx.contract import home as places
 from phalanx.forkserver import linux
 
 if TYPE_CHECKING:
-    # The folder is made before the zygote is started, and whatever is imported by then delays it.
+    # The folder is made before the fork server is started, and whatever is imported by then delays it.
     from phalanx.contract import events
 
 
@@ -62,7 +62,7 @@ class RunRecord:
         if self.ended is None and not self.here:
             return f"on {self.host}"
         if self.code is None:
-            return "killed"  # the supervisor had no chance to write its end
+            return "killed"  # the agent had no chance to write its end
         if self.code in _TOLD:
             return f"stopped ({self.code})"
         return "done" if self.code == 0 else f"failed ({self.code})"
@@ -137,7 +137,7 @@ class RunFolder:
         if kept:
             with contextlib.suppress(OSError):
                 if self._sights is None:
-                    self._sights = open(os.path.join(self.path, "sights.jsonl"), "ab", buffering=0)  # noqa: SIM115
+                    self._sights = open(os.path.join(self.path, "samples.jsonl"), "ab", buffering=0)  # noqa: SIM115
                 self._sights.write(line)
         for listener in self.listeners:
             listener(line)
@@ -159,7 +159,7 @@ class RunFolder:
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """Where runs, warm zygotes and lessons are kept."""
+    """Where runs, warm fork servers and lessons are kept."""
     return places.home(environ)
 
 

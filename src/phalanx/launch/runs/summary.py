@@ -46,7 +46,7 @@ def _end_of(path: str) -> Iterator[events.AnyEvent]:
 
 def _measured(folder: str) -> tuple[int | None, float | None]:
     seen: int | None = None
-    for line in reversed(history.end(os.path.join(folder, "sights.jsonl"), _END).splitlines()):
+    for line in reversed(history.end(os.path.join(folder, "samples.jsonl"), _END).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError):
             event = events.decode(line)
             if isinstance(event, events.MetricsMeasured):
@@ -70,7 +70,7 @@ def _loss(event: events.MetricsMeasured) -> float | None:
 
 def _why(record: RunRecord, happened: list[events.AnyEvent]) -> str:
     if record.code is None:
-        return "its supervisor was killed" if record.here else ""
+        return "its agent was killed" if record.here else ""
     for event in reversed(happened):
         match event:
             case events.WorkerFailed():

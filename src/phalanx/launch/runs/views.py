@@ -1,4 +1,4 @@
-"""A run as those see it who look at it: from its supervisor while it lives, and from its folder ever after."""
+"""A run as those see it who look at it: from its agent while it lives, and from its folder ever after."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch.source import LogPart, SearchResult, Source, Stream, WhyAnswer
 
 _PATIENCE = 20.0  # seconds for all nodes to say what they know
-_AGAIN = 0.2  # seconds between two tries to reach a supervisor
+_AGAIN = 0.2  # seconds between two tries to reach an agent
 _RECENT = 4096  # lines by which it is known what was given already
 _LONGEST = 1 << 26  # bytes of a line
 _LOOK = 1.0  # seconds between two looks at files that another machine writes
@@ -44,7 +44,7 @@ def of(run: RunRecord) -> Source:
 
 
 class LiveRun:
-    """By its supervisor on this machine, whichever node that is."""
+    """By its agent on this machine, whichever node that is."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run.id
@@ -79,7 +79,7 @@ class LiveRun:
             yield event
 
     async def _rest(self) -> AsyncIterator[AnyEvent]:
-        """Its supervisor is gone: what it had written, and had no time to tell."""
+        """Its agent is gone: what it had written, and had no time to tell."""
         folder = self._record.folder
         if os.path.basename(folder).startswith("node_"):  # what was told was of the node that led; here is its own
             last = await asyncio.to_thread(_last, folder)
@@ -118,7 +118,7 @@ class LiveRun:
                 while (line := await reader.readline()).endswith(b"\n"):
                     if not self._new(line):
                         continue
-                    with contextlib.suppress(msgspec.MsgspecError):  # of a supervisor of another version
+                    with contextlib.suppress(msgspec.MsgspecError):  # of an agent of another version
                         event = events.decode(line)
                         if isinstance(event, events.RunStarted):
                             if self._begun:
@@ -313,7 +313,7 @@ def _stacks(evidence: Evidence) -> dict[int, str]:
 def _silent(run: RunRecord) -> LaunchError:
     return LaunchError(
         f"{run.id} does not answer",
-        details=[f"its supervisor is process {run.pid} on {run.host or 'this machine'}"],
+        details=[f"its agent is process {run.pid} on {run.host or 'this machine'}"],
         fix=f"phalanx why --pid {run.pid}",
     )
 

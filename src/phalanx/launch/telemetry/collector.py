@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 _AFTER = 0.01  # seconds after the full one
-_ROOM = 1 << 22  # bytes of sights.jsonl, after which fewer are kept
+_ROOM = 1 << 22  # bytes of samples.jsonl, after which fewer are kept
 _QUIET = 3.0  # seconds without a word from a node: it is not waited for
 _OFF = 15  # tenths of a second: a node whose clock is still unknown is taken to tell of now
 
@@ -60,16 +60,16 @@ _decoder: msgspec.json.Decoder[NodeSamples] = msgspec.json.Decoder(NodeSamples)
 class Collector:
     def __init__(
         self,
-        supervisor: NodeAgent,
-        company: RpcCarrier,
+        agent: NodeAgent,
+        coordinator: RpcCarrier,
         post: NodeRpc,
         folder: RunFolder,
         *,
         vitals: ProcessStatsReader,
         gpus: Mapping[str, Gpu],
     ) -> None:
-        self._supervisor = supervisor
-        self._company = company
+        self._agent = agent
+        self._coordinator = coordinator
         self._post = post
         self._folder = folder
         self._vitals = vitals
@@ -85,7 +85,7 @@ class Collector:
         self._measures = RunMetrics(post, folder)
         self._telling: set[asyncio.Task[None]] = set()
         post.reads("sight", self._told)
-        attempt = supervisor.attempt
+        attempt = agent.attempt
         if attempt is not None and attempt.measured is not None:
             self._measures.told(attempt.measured)
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -106,14 +106,14 @@ class Collector:
         with contextlib.suppress(Exception):
             self._look(int(self._wall() * TICKS), last=True)
         with contextlib.suppress(Exception):
-            self._measures.concluded(self._supervisor.attempt)
-        self._over = self._supervisor.attempt
+            self._measures.concluded(self._agent.attempt)
+        self._over = self._agent.attempt
         self._heard.clear()  # the others have ended before, and tell of the next one from now on
 
     # -- of this node
 
     def _wall(self) -> float:
-        return time.time() - self._company.skew
+        return time.time() - self._coordinator.skew
 
     async def _watch(self) -> None:
         while True:
@@ -123,7 +123,7 @@ class Collector:
 
     def _look(self, tick: int, *, last: bool = False) -> None:
         self._publish()  # of the second before, whoever has not told his part of it
-        attempt, plan = self._supervisor.attempt, self._supervisor.plan
+        attempt, plan = self._agent.attempt, self._agent.plan
         if attempt is None or attempt is self._over:
             return
         if self._glances is None or self._glances.of is not attempt:
@@ -132,7 +132,7 @@ class Collector:
         found = self._glances.take(ranks, tick, now=time.monotonic(), wall=self._wall(), gpus=self._gpus)
         faces = self._glances.faces(ranks, plan.node, os.uname().nodename)
         own = NodeSamples(tick=tick, seconds=self._glances.seconds, faces=faces, ranks=found)
-        if self._company.leads:
+        if self._coordinator.leads:
             self._own, self._missing = own, self._awaited(tick)
             if last or not self._missing:
                 self._publish(last=last)
@@ -160,18 +160,18 @@ class Collector:
 
     def _awaited(self, tick: int) -> set[int]:
         """Who has told of the second before, and will of this one in a moment."""
-        members, now = self._company.members(), time.monotonic()
+        members, now = self._coordinator.members(), time.monotonic()
         self._heard = {member: heard for member, heard in self._heard.items() if member in members}
         return {member for member, heard in self._heard.items() if heard.seen.tick < tick and now - heard.when < _QUIET}
 
     def _publish(self, *, last: bool = False) -> None:
         """What there is by now."""
         own, now = self._own, time.monotonic()
-        if own is None or not self._company.leads:
+        if own is None or not self._coordinator.leads:
             return
         self._own = None
         faces, ranks = list(own.faces), list(own.ranks)
-        members = self._company.members()
+        members = self._coordinator.members()
         for member, heard in self._heard.items():
             theirs = frozenset(members.get(member, ()))  # what it told may be of ranks that are another's by now
             faces += [face for face in heard.seen.faces if face.rank in theirs]
@@ -180,7 +180,7 @@ class Collector:
         ranks.sort(key=lambda glance: glance.rank)
         counts = [glance.samples for glance in ranks if glance.state not in ("X", "E")]
         self._measures.samples = round(sum(counts), 1) if counts and min(counts) >= 0 else -1.0
-        attempt = self._supervisor.attempt
+        attempt = self._agent.attempt
         sight = events.ClusterSample(
             time=own.tick / TICKS,
             seconds=own.seconds,
@@ -206,7 +206,7 @@ class Collector:
 
     async def _tell_links(self, hosts: frozenset[str]) -> None:
         """A home may lie on a disk that takes its time."""
-        home = run_folder.home(self._supervisor.plan.environ)
+        home = run_folder.home(self._agent.plan.environ)
         known = await asyncio.to_thread(links.known, home, hosts)
         if known is not None:
             measured, pairs = known

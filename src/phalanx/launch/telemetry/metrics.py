@@ -20,7 +20,7 @@ from phalanx.launch.telemetry.loss_parser import LossParser, ParsedLoss
 if TYPE_CHECKING:
     from phalanx.launch.agent.worker_group import Worker, WorkerGroup
 
-_ROOM = 1 << 20  # bytes of sights.jsonl, after which fewer are kept
+_ROOM = 1 << 20  # bytes of samples.jsonl, after which fewer are kept
 _EVERY = 0.2  # seconds
 _MOST = 1 << 15  # bytes of a stream that are read in a second
 
@@ -127,4 +127,4 @@ def _first(attempt: WorkerGroup) -> Worker | None:
 
 
 def _seen(worker: Worker) -> int:
-    return worker.witness.step if worker.witness is not None else 0
+    return worker.probe.step if worker.probe is not None else 0

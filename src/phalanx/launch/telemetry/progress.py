@@ -71,9 +71,9 @@ class ProgressTracker:
 
     def look(self, worker: Worker, pulse: ProcessStats, *, debugged: bool) -> ProgressLook:
         bare = ProgressLook(rank=worker.seat.rank, state=pulse.state, debugged=debugged)
-        if worker.witness is None:
+        if worker.probe is None:
             return bare
-        page, now = worker.witness.page, time.monotonic()
+        page, now = worker.probe.page, time.monotonic()
         text = page.text
         pace = self._paces.setdefault(worker.pid, _Pace())
         pace.see(page.step, page.stepped)

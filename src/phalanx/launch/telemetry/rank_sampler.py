@@ -142,9 +142,9 @@ class RankSampler:
 
     def _glance(self, name: str, worker: Worker, span: _Span, gpu: Gpu | None) -> RankSample:
         rank, seen = worker.seat.rank, self._seen[name]
-        page = worker.witness.page if worker.witness is not None else None
+        page = worker.probe.page if worker.probe is not None else None
         since, until = span.first / TICKS - span.ahead, span.last / TICKS - span.ahead
-        looks = worker.witness.looks(since) if worker.witness is not None else []
+        looks = worker.probe.looks(since) if worker.probe is not None else []
         looks = [look for look in looks if look.time < until]
         strip = letters(looks, span.first, span.last, span.ahead, seen.last)
         seen.last = looks[-1] if looks else seen.last

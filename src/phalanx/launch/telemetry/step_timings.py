@@ -115,10 +115,10 @@ def _doubt(row: stragglers.StragglerRow, what: str) -> float:
 
 class StepTimings:
     def __init__(
-        self, supervisor: NodeAgent, company: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
+        self, agent: NodeAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
     ) -> None:
-        self._supervisor = supervisor
-        self._company = company
+        self._agent = agent
+        self._coordinator = coordinator
         self._post = post
         self._folder = folder
         self._attempt: WorkerGroup | None = None
@@ -149,19 +149,19 @@ class StepTimings:
                     self._tell()
 
     def _look(self) -> None:
-        attempt = self._supervisor.attempt
+        attempt = self._agent.attempt
         if attempt is None:
             return
         if attempt is not self._attempt:
             self._attempt, self._paces = attempt, {}
             self.gpus.clear()
             self._heard.clear()
-        if self._company.leads and not attempt.over.is_set():  # who is gone has no ranks any more
-            members = self._company.members()
+        if self._coordinator.leads and not attempt.over.is_set():  # who is gone has no ranks any more
+            members = self._coordinator.members()
             self._heard = {member: totals for member, totals in self._heard.items() if member in members}
         for name, worker in attempt.workers.items():
-            if worker.witness is not None and not worker.spare:
-                self._paces.setdefault(name, RankTiming()).see(worker.witness.page)
+            if worker.probe is not None and not worker.spare:
+                self._paces.setdefault(name, RankTiming()).see(worker.probe.page)
 
     async def _ask_driver(self) -> None:
         workers = [] if self._attempt is None else [pair for pair in self._attempt.living if pair[0] in self._paces]
@@ -191,7 +191,7 @@ class StepTimings:
         return [total for total in totals if total is not None]
 
     def _tell(self) -> None:
-        if not self._company.leads:
+        if not self._coordinator.leads:
             self._post.send("pace", 0, _encoder.encode(self._own()))
 
     def _told(self, who: int | None, _: int, content: bytes) -> None:
@@ -206,11 +206,11 @@ class StepTimings:
 
     def last_words(self, *, well: bool) -> str:
         """For the end of a run: who was slow, or what was asked for."""
-        if not self._company.leads:
+        if not self._coordinator.leads:
             return ""
         totals = self.totals()
         found = late([total for total in totals if total.steps >= _STEPS])
-        asked = self._supervisor.plan.showing.paces
+        asked = self._agent.plan.showing.paces
         if not totals or not (asked or (found and well)):
             return ""
         sentences = tuple(one.text for one in found)
@@ -242,7 +242,7 @@ class StepTimings:
                 await asyncio.to_thread(wire.send, caller, said)
 
     async def _all(self) -> list[Total] | None:
-        if self._company.leads:
+        if self._coordinator.leads:
             return self.totals()
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()

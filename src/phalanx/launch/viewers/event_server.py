@@ -129,10 +129,10 @@ class Viewer(asyncio.Protocol):
 
 class EventServer:
     def __init__(
-        self, supervisor: NodeAgent, company: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
+        self, agent: NodeAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
     ) -> None:
-        self._supervisor = supervisor
-        self._company = company
+        self._agent = agent
+        self._coordinator = coordinator
         self._post = post
         self._folder = folder
         self._loop = asyncio.get_running_loop()
@@ -187,7 +187,7 @@ class EventServer:
     @property
     def _source(self) -> str:
         """Whose words are told here: this node's own, as long as it leads or there is nobody yet who does."""
-        return "own" if self._company.leads else "leader" if self._supervisor.together else "early"
+        return "own" if self._coordinator.leads else "leader" if self._agent.together else "early"
 
     def _happened(self, line: bytes) -> None:
         """Here."""
@@ -207,11 +207,11 @@ class EventServer:
     def _pass_on(self, line: bytes) -> None:
         now = time.monotonic()
         self._members = {member: until for member, until in self._members.items() if until > now}
-        for member in self._members if self._company.leads else ():
+        for member in self._members if self._coordinator.leads else ():
             self._post.send("seen", 0, self._id + line, to=member)
 
     def _wanted(self, who: int | None, _: int, __: bytes) -> None:
-        if who is not None and self._company.leads:
+        if who is not None and self._coordinator.leads:
             now = time.monotonic()
             anew = self._members.get(who, 0.0) <= now
             self._members[who] = now + _EXPIRES
@@ -224,7 +224,7 @@ class EventServer:
 
     def _seen(self, who: int | None, anew: int, content: bytes) -> None:
         """What node 0 tells."""
-        if who is not None or self._company.leads:
+        if who is not None or self._coordinator.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
         if self._leader and (anew or leader != self._leader):
@@ -270,7 +270,7 @@ class EventServer:
         except OSError:
             self._callers.discard(caller)
             return
-        if not self._company.leads and (self._renewing is None or self._renewing.done()):
+        if not self._coordinator.leads and (self._renewing is None or self._renewing.done()):
             self._heard_from, self._leader = self._source, b""
             self._renewing = self._loop.create_task(self._renew())
         if self._ended:
@@ -294,7 +294,7 @@ class EventServer:
             yield lines
 
     async def _tell_past(self, who: int | None, number: int, content: bytes) -> None:
-        if who is None or not self._company.leads:
+        if who is None or not self._coordinator.leads:
             return
         # What another node writes may be anything: then there is no answer.
         with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):
@@ -323,7 +323,7 @@ class EventServer:
         """Another node asks: the one that leads about ranks here, any other about all."""
         said: Question = {"is": "refused", "why": "that cannot be answered"}
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            said = await self._looked(msgspec.json.decode(content), here=not self._company.leads)
+            said = await self._looked(msgspec.json.decode(content), here=not self._coordinator.leads)
         self._post.send("looked", number, msgspec.json.encode(said), to=who)
 
     async def _looked(self, question: Question, *, here: bool = False) -> Question:
@@ -333,7 +333,7 @@ class EventServer:
         rank = int(question["rank"])
         if rank not in own and not here:
             to = self._node_of(rank)
-            if to is not None or not self._company.leads:
+            if to is not None or not self._coordinator.leads:
                 return await self._asked_about(to, question)
         stream: Stream = "stderr" if question.get("stream") == "stderr" else "stdout"
         start, size = question.get("start"), int(question.get("size", log_reader.PART))
@@ -346,10 +346,10 @@ class EventServer:
         text, most = str(question["text"])[:1000], max(1, min(int(question.get("most", 200)), 1000))
         ranks = question.get("ranks")
         chosen = None if ranks is None else {int(rank) for rank in ranks}
-        if not here and not self._company.leads:
+        if not here and not self._coordinator.leads:
             return await self._asked_about(None, question)
         asked, elsewhere = [], []
-        for member, theirs in self._company.members().items() if not here else ():
+        for member, theirs in self._coordinator.members().items() if not here else ():
             wanted = [rank for rank in theirs if chosen is None or rank in chosen]
             if wanted:
                 asked.append(wanted)
@@ -365,7 +365,7 @@ class EventServer:
 
     async def _own(self) -> dict[int, str]:
         """Folders of the ranks of this node."""
-        attempt = self._supervisor.attempt
+        attempt = self._agent.attempt
         if attempt is None:
             return await asyncio.to_thread(log_reader.folders, self._folder.path)
         workers = [worker for worker in attempt.workers.values() if not worker.spare]
@@ -374,7 +374,7 @@ class EventServer:
         return {worker.seat.rank: worker.folder for worker in workers}
 
     def _node_of(self, rank: int) -> int | None:
-        return next((member for member, ranks in self._company.members().items() if rank in ranks), None)
+        return next((member for member, ranks in self._coordinator.members().items() if rank in ranks), None)
 
     # -- other nodes
 

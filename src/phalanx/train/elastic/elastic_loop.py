@@ -1,6 +1,6 @@
 """A training over the generations of its group: when a rank dies, `train` is entered again, with what it keeps.
 
-The supervisor knows of a death first, and says where everybody stands now. What the old group was held together by is
+The agent knows of a death first, and says where everybody stands now. What the old group was held together by is
 cut, so that whoever waits in a collective of it stops waiting; whatever exception that raises in the script is not the
 script's fault, and ends its turn.
 """
@@ -174,7 +174,7 @@ class ElasticLoop:
         dist.distributed_c10d._world.group_count = 0
         self._severing.forget()
 
-    # -- what the supervisor says
+    # -- what the agent says
 
     def _heard(self, message: words.Halt | words.Rescue | words.EndWorker) -> None:
         if isinstance(message, words.EndWorker):
@@ -193,7 +193,7 @@ class ElasticLoop:
         if self._rescuing.acquire(blocking=False):
             try:
                 self._line.tell(self._rescued())
-            except Exception as error:  # whatever it is: the supervisor goes on as if it had not asked
+            except Exception as error:  # whatever it is: the agent goes on as if it had not asked
                 self._line.tell(words.Rescued(why=f"{type(error).__name__}: {error}"[:1000]))
             finally:
                 self._rescuing.release()

@@ -1,6 +1,6 @@
 """Halting at a step that all ranks agree on, while they go on: none waits in a collective for one that has halted.
 
-The supervisor asks. Each rank says at once, from a thread, which step it has committed, and then goes no further than
+The agent asks. Each rank says at once, from a thread, which step it has committed, and then goes no further than
 one step. The newest of all those steps and one more is what every rank can reach, and none has passed: there they halt.
 """
 

@@ -1,4 +1,4 @@
-"""Rank 0 tells its supervisor what was measured, now and then: whoever watches the run sees it."""
+"""Rank 0 tells its agent what was measured, now and then: whoever watches the run sees it."""
 
 from __future__ import annotations
 

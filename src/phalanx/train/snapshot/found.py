@@ -15,7 +15,7 @@ RESCUE = 2  # the turn of what a rank has written alone, beside the two that all
 class HeldPart(msgspec.Struct, frozen=True):
     """A sealed part in the memory of a node."""
 
-    node: int  # or one of several on it, where each of its ranks has a supervisor of its own
+    node: int  # or one of several on it, where each of its ranks has an agent of its own
     rank: int  # that wrote it
     turn: int
     step: int

@@ -1,4 +1,4 @@
-"""The state, copied to memory that the supervisor of each node holds: there when all workers of a node are gone.
+"""The state, copied to memory that the agent of each node holds: there when all workers of a node are gone.
 
     snapshots = Snapshots(run, vault)
     snapshots.save(step, kept, extra)          # returns after one copy in memory
@@ -85,7 +85,7 @@ class Snapshots:
         self.off = False
 
     def held_in(self, vaults: Sequence[str]) -> None:
-        """By rank. As a rule there is one a node; but a scheduler may have started a supervisor for each rank of it."""
+        """By rank. As a rule there is one a node; but a scheduler may have started an agent for each rank of it."""
         shared: dict[str, list[int]] = {}
         for rank, name in enumerate(vaults):
             shared.setdefault(name, []).append(rank)

@@ -186,7 +186,7 @@ def _ending(account: Account, course: Course) -> str:
             else f"It ended well after {lasted}."
         )
     if account.state == "killed":
-        return f"Then, after {lasted}, nothing more was written: its supervisor was killed."
+        return f"Then, after {lasted}, nothing more was written: its agent was killed."
     if account.state.startswith("stopped"):
         return f"It was stopped after {lasted}{f', at step {course.steps}' if course.steps else ''}."
     return f"It ended after {lasted}: {account.state}{f', because {account.first}' if account.first else ''}."

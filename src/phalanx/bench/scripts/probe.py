@@ -1,6 +1,6 @@
-"""Trains in turns with the witness and without, in the same process, and says what a step took.
+"""Trains in turns with the probe and without, in the same process, and says what a step took.
 
-witness.py '{"rounds": …, "seconds": …, "width": …, "file": …}'
+probe.py '{"rounds": …, "seconds": …, "width": …, "file": …}'
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def computed() -> float:
-    """Seconds of a core that the witness has had."""
+    """Seconds of a core that the probe has had."""
     while not WITNESS.thread:
         time.sleep(0.001)
     try:
