@@ -350,7 +350,7 @@ def test_the_story_is_told_once_and_in_words() -> None:
         events.Note(time=3, text="chaos"),
         FAULT,
         events.Recovered(time=11, generation=1, seconds=0.067, step=74, redone=1),
-        events.Note(time=11, text=note),
+        events.Note(time=11, text=note, repeats=True),
         events.FaultEvent(time=12, rank=0, reason=failed, recovery="stop"),
         events.Stopping(time=12, reason=failed, signal="SIGTERM"),
         events.WorkerFailed(time=13, rank=0, summary=failed, code=1),
@@ -372,12 +372,12 @@ def test_nodes_that_join_are_told() -> None:
         events.RollCall(time=0, expected=3, here=("a",), missing=("b", "c")),
         events.RollCall(time=5, expected=3, here=("a", "c"), missing=("b",)),
     )
-    scene.see(events.Note(time=6, text="2 of 3 nodes are here, waiting for b (3 s)"))
+    scene.see(events.Note(time=6, text="2 of 3 nodes are here, waiting for b (3 s)", repeats=True))
     assert scene.roll is not None
     assert scene.roll.missing == ("b",)
     scene.see(events.RollCall(time=9, expected=3, here=("a", "b", "c")))
     assert scene.roll is None
-    scene.see(events.FaultEvent(time=20, rank=0, reason="d joined", recovery="regroup"))
+    scene.see(events.FaultEvent(time=20, rank=0, reason="d joined", recovery="regroup", joins=True))
     assert scene.state == "recovering"
     assert [(one.kind, one.text) for one in scene.happenings] == [
         ("joined", "c: 2 of 3 nodes are here"),

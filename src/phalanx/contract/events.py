@@ -57,6 +57,7 @@ class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     code: int = 0  # the exit code, or minus the signal
     peak_memory: int = 0
     attempt: int = 0
+    hung: bool = False  # it was killed because it was stalled
 
 
 class Stopping(Event, frozen=True, kw_only=True, tag="stopping"):
@@ -82,11 +83,7 @@ class FaultEvent(Event, frozen=True, kw_only=True, tag="fault"):
     rank: int
     reason: str
     recovery: str
-
-    @property
-    def joins(self) -> bool:
-        """Nobody has failed: a node has come, for which the group forms anew."""
-        return self.reason.endswith(" joined")
+    joins: bool = False  # nobody has failed: a node has come, for which the group forms anew
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
@@ -156,7 +153,10 @@ class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
 
 
 class Note(Event, frozen=True, kw_only=True, tag="note"):
+    """A line of the console."""
+
     text: str
+    repeats: bool = False  # what an event has just told: for the console alone
 
 
 class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):

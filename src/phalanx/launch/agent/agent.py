@@ -218,9 +218,10 @@ class NodeAgent:
     def letter(self, who: int | None, letter: messages.RpcFrame) -> None:
         self.post.heard(who, letter)
 
-    def note(self, text: str) -> None:
-        """Something the user may want to know; what ends a run is said even with --quiet."""
-        self._folder.event(events.Note(time=time.time(), text=text))
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
+        told it, and only the console needs the line."""
+        self._folder.event(events.Note(time=time.time(), text=text, repeats=repeats))
         if not self._plan.showing.quiet:
             self._console.say(text)
 
@@ -233,7 +234,7 @@ class NodeAgent:
         self._told_waiting = self._told_waiting or now - _SIGN_OF_LIFE + _SOON
         if now - self._told_waiting > _SIGN_OF_LIFE:
             self._told_waiting = now
-            self.note(text)
+            self.note(text, repeats=True)
 
     def say(self, text: str) -> None:
         """The same, of what is an event of its own."""

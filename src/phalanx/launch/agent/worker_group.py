@@ -406,6 +406,7 @@ class WorkerGroup:
                 code=code,
                 peak_memory=message["peak"],
                 attempt=self.number,
+                hung=worker.hung,
             )
         )
         if worker.spare:

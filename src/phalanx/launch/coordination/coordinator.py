@@ -67,7 +67,7 @@ class AgentView(Protocol):
     def leave(self) -> None: ...
     def halt(self, step: int | None) -> None: ...
     def end(self, number: signal.Signals, reason: str) -> None: ...
-    def note(self, text: str) -> None: ...
+    def note(self, text: str, *, repeats: bool = False) -> None: ...
     def waiting(self, text: str | None) -> None: ...
     def pass_on(self, number: signal.Signals) -> None: ...
     def letter(self, who: int | None, letter: messages.RpcFrame) -> None: ...
@@ -212,7 +212,7 @@ class SingleNodeCoordinator:
 
     def _once_more(self, attempt: int, why: str) -> StartAttempt:
         if self._supervised is not None:
-            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}")
+            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}", repeats=True)
         return StartAttempt(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
     def failing(self, fall: WorkerFailure) -> None:
@@ -241,9 +241,9 @@ class SingleNodeCoordinator:
     def preempt(self, number: signal.Signals) -> bool:
         return self._preemption.begin(number, self._plan.placement.world_size)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, repeats: bool = False) -> None:
         if self._supervised is not None:
-            self._supervised.note(text)
+            self._supervised.note(text, repeats=repeats)
 
     def halt(self, step: int | None) -> None:
         if self._supervised is not None:
@@ -265,7 +265,7 @@ class SingleNodeCoordinator:
     def going(self, message: words.FirstStep) -> None:
         text = self._recoveries.going(message.generation, message.step, message.before)
         if text and self._supervised is not None:
-            self._supervised.note(text)
+            self._supervised.note(text, repeats=True)
 
     def signalled(self, number: signal.Signals) -> None:
         pass

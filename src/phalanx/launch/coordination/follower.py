@@ -117,7 +117,7 @@ class FollowerCoordinator:
             # What everybody hears at node 0 is not told again by each of them on the same terminal.
             return RunResult(next_.code, next_.text if self._gathering.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
-            self.note(f"starting all ranks again: restart {next_.attempt}")
+            self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
         if not next_.place.ranks:
             self.note("every place is taken: this node is a spare, and gets ready")
         self._started = True
@@ -247,9 +247,9 @@ class FollowerCoordinator:
         """The leader is lost, and this node takes its place."""
         await self._member.drop()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, repeats: bool = False) -> None:
         if self._supervised is not None:
-            self._supervised.note(text)
+            self._supervised.note(text, repeats=repeats)
 
     def waiting(self, text: str | None) -> None:
         if self._supervised is not None:

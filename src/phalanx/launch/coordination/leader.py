@@ -463,7 +463,7 @@ class LeaderCoordinator:
         if len(self._seats) + len(self._ready) < self._least:
             return
         who = ", ".join(self._name(member) for member in sorted(self._ready)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP, joins=True)
         self._regroup(f"{who} joined")
 
     def _wait_for_plain(self) -> None:
@@ -478,7 +478,7 @@ class LeaderCoordinator:
         if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._ability()):
             return
         who = ", ".join(self._name(member) for member in sorted(came)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, joins=True)
         self._moving = True
         self._stop_all(f"{who} joined", self._plan.ending.failure_grace)
 
@@ -561,9 +561,9 @@ class LeaderCoordinator:
         if self._gathering.elastic:
             self._own().broadcast(self._own().roll(self._seats.keys()))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, repeats: bool = False) -> None:
         if self._supervised is not None:
-            self._supervised.note(text)
+            self._supervised.note(text, repeats=repeats)
 
     def waiting(self, text: str) -> None:
         if self._supervised is not None:
@@ -727,7 +727,7 @@ class LeaderCoordinator:
     def _going(self, generation: int, step: int, before: int) -> None:
         text = self._recoveries.going(generation, step, before)
         if text:
-            self.note(text)
+            self.note(text, repeats=True)
 
     def signalled(self, number: signal.Signals) -> None:
         ending = self._plan.ending
@@ -764,7 +764,7 @@ class LeaderCoordinator:
             return self._trouble
         if self._moving:
             self._moving = False
-            self.note(self._recoveries.again())
+            self.note(self._recoveries.again(), repeats=True)
             return await self._again(report.attempt + 1)
         absent = self._seats.keys() - self._own().guests.keys() - {self._own().id}
         if not failed and not absent - self._overs.keys():
@@ -777,7 +777,7 @@ class LeaderCoordinator:
         record_failure(self._folder, death, report.attempt)
         if not self._restarts or self._trouble is not None or absent:
             return RunResult(death.exit_code, self._recoveries.last_words(blocks[death.rank]))
-        self.note(f"{blocks[death.rank]}\nphalanx: {self._recoveries.again()}")
+        self.note(f"{blocks[death.rank]}\nphalanx: {self._recoveries.again()}", repeats=True)
         return await self._again(report.attempt + 1)
 
     async def _again(self, attempt: int) -> StartAttempt | RunResult:

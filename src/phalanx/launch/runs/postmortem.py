@@ -65,9 +65,8 @@ def _deaths(remains: PostmortemData) -> list[root_cause.ProcessFailure]:
                 dead.pop(event.rank, None)
             case events.WorkerExited() if event.pid not in spares:
                 dead[event.rank] = (event, told)
-    notes = {event.text for event in remains.happened if isinstance(event, events.Note)}
     return [
-        replace(_death(remains.record.folder, event, told=told), hung=f"rank {event.rank} {root_cause.HUNG}" in notes)
+        replace(_death(remains.record.folder, event, told=told), hung=event.hung)
         for event, told in dead.values()
         if event.code
     ]

@@ -23,8 +23,6 @@ KINDS = (
 )
 _MOST = 500
 _LONG = 2000  # letters
-# Notes of what was told by an event just before.
-_ECHOES = ("; regrouped, and step ", "starting all ranks again", " nodes are here, waiting for ")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class EventsTimeline:
         if told.kind == "note":
             last = self.latest[-1] if self.latest else None
             again = last is not None and last.kind == "note" and last.text == text
-            return again or any(echo in text for echo in _ECHOES)
+            return again or (isinstance(event, events.Note) and event.repeats)
         return False
 
 
