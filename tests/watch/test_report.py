@@ -246,7 +246,9 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
 def test_the_ledger_says_what_each_fault_cost() -> None:
     ledger = Incidents()
     for event in (
-        events.FaultEvent(time=5.0, rank=0, reason="node b joined", recovery="regroup", joins=True),  # nothing has failed
+        events.FaultEvent(
+            time=5.0, rank=0, reason="node b joined", recovery="regroup", joins=True
+        ),  # nothing has failed
         events.Recovered(time=6.0, generation=1, seconds=1.0, step=3),
         events.FaultEvent(time=10.0, rank=1, reason="killed", recovery="regroup"),
         events.FaultEvent(time=10.1, rank=2, reason="also killed", recovery="regroup"),
