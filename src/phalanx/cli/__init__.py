@@ -1,1 +1,1 @@
-"""One file a verb; the only place that composes rooms."""
+"""The command line: commands/ has one file per verb, options/ the options of `phalanx run`."""
