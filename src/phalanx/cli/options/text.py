@@ -18,9 +18,9 @@ _GLUE = "\xa0"  # textwrap does not break here
 def help_text(verb: str) -> str:
     options = options_of(verb)
     first = {
-        "run": "Runs a script in several processes: on every GPU of this machine, or as many as -g says.",
-        "chaos": "Runs a script as phalanx run does, and disturbs its workers by a plan that --seed repeats.",
-        "plan": "Says what phalanx run would do with the same words, and runs nothing.",
+        "run": "Runs a script in several processes: one per GPU of this machine, or as many as -g says.",
+        "chaos": "Runs a script as phalanx run does, and injects faults. --seed repeats a fault plan.",
+        "plan": "Shows what phalanx run would do with the same arguments, and runs nothing.",
     }[verb]
     lines = [
         f"usage: phalanx {verb} [options] script [arguments of the script]",
@@ -28,7 +28,7 @@ def help_text(verb: str) -> str:
         f"       phalanx {verb} [options] - [arguments]        a script from standard input, for every rank",
         "",
         first,
-        "Every option of torchrun is one here, and means the same.",
+        "Accepts every torchrun option, with the same meaning.",
     ]
     for section in SECTIONS:
         lines += ["", f"{section}:"]
@@ -37,9 +37,9 @@ def help_text(verb: str) -> str:
                 lines += _entry(option)
     lines += [
         "",
-        "Options stand before the script; whatever is behind it belongs to the script. Underscores do for",
-        "dashes (--log_dir), beginnings for whole names (--log-d). The options of torchrun take their",
-        "defaults from PET_ variables: PET_NNODES, PET_MAX_RESTARTS.",
+        "Put options before the script; everything after it is passed to the script. Underscores may replace",
+        "dashes (--log_dir), and unique prefixes are accepted (--log-d). torchrun options take their defaults",
+        "from PET_ variables: PET_NNODES, PET_MAX_RESTARTS.",
     ]
     return "\n".join(lines) + "\n"
 
