@@ -10,7 +10,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.diagnose.rules.stragglers import Total
 from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
-from phalanx.launch.agent.worker_group import Worker
+from phalanx.launch.agent.worker import Worker
 from phalanx.launch.telemetry import step_timings
 from phalanx.launch.telemetry.step_timings import RankTiming
 

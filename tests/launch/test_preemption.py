@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.contract import worker_messages as words
-from phalanx.launch.agent.worker_group import WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
 from phalanx.launch.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy

@@ -22,7 +22,7 @@ from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
-from phalanx.launch.agent.worker_group import Worker
+from phalanx.launch.agent.worker import Worker
 from phalanx.launch.ipc.node_rpc import NodeRpc
 from phalanx.launch.runs.run_folder import RunFolder
 from phalanx.launch.telemetry import collector, metrics, rank_sampler

@@ -11,7 +11,7 @@ import pwd
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,9 +41,11 @@ _FOLLOWS = 0.75  # of the time to join
 _AT_ONCE = 3  # times Ctrl-C: the third does not wait for node 0 to answer
 
 
-def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str]) -> int:
-    from phalanx.cli.commands.run import begin
+Begin = Callable[..., int]  # `commands/run.begin`
 
+
+def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str], begin: Begin) -> int:
+    """Start the other hosts over ssh; `begin` starts the run on this one."""
     # A scheduler that has started us as one of its tasks has its own idea of who runs where.
     alone = replace(options, nodes_told=False, min_nodes=1, max_nodes=1, slots=None)
     look_around(alone, environ, run_folder.home(environ))

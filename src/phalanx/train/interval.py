@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from phalanx.errors import OptionError
 
-if TYPE_CHECKING:
-    from phalanx.train.run import Run
+T = TypeVar("T")
+
+
+class SteppingRun(Protocol):
+    """A training run, as far as an interval needs it."""
+
+    steps: int
+
+    def broadcast(self, obj: T, src: int = 0) -> T: ...
 
 
 class Interval:
@@ -42,7 +49,7 @@ class Interval:
         """Seconds since one was due."""
         return self._clock() - self._last
 
-    def passed(self, run: Run) -> bool:
+    def passed(self, run: SteppingRun) -> bool:
         """The same answer on every rank: a checkpoint is made by all of them or by none."""
         if self.steps is not None:
             return run.steps % self.steps == 0

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     if options.hosts is not None:
         from phalanx.cli import hosts
 
-        return hosts.start(options, options.hosts, environ)
+        return hosts.start(options, options.hosts, environ, begin)
     around = look_around(options, environ, run_folder.home(environ))
     if around.allocation is not None:
         from phalanx.launch.remote.srun import hand_over

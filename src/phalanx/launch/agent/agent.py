@@ -29,7 +29,8 @@ from phalanx.launch.agent.linger import LingeringProcesses
 from phalanx.launch.agent.probes import StatusBoard
 from phalanx.launch.agent.signals import SAME, Signals
 from phalanx.launch.agent.snapshot_memory import SnapshotMemory
-from phalanx.launch.agent.worker_group import RegroupPlan, WorkerGroup, WorkerGroupContext
+from phalanx.launch.agent.worker import RegroupPlan
+from phalanx.launch.agent.worker_group import WorkerGroup, WorkerGroupContext
 from phalanx.launch.coordination.coordinator import AttemptReport, Coordinator, RunResult, StartAttempt
 from phalanx.launch.debug.sessions import DebugSessions
 from phalanx.launch.forking import fork_servers

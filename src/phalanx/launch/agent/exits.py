@@ -22,8 +22,9 @@ from phalanx.launch.hangs import node_evidence
 from phalanx.launch.telemetry import process_stats
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.agent import NodeAgent
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.watched import WatchedAgent
+    from phalanx.launch.agent.worker import Worker
+    from phalanx.launch.agent.worker_group import WorkerGroup
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 EVERY = 0.5  # seconds between two looks
@@ -52,7 +53,7 @@ def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
 class Exits:
     """Of this node."""
 
-    def __init__(self, agent: NodeAgent, looks: ProcessStatsReader) -> None:
+    def __init__(self, agent: WatchedAgent, looks: ProcessStatsReader) -> None:
         self._agent = agent
         self._vitals = looks
         self._named: set[int] = set()

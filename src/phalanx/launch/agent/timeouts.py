@@ -11,7 +11,7 @@ from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.launch.runs import root_cause
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.worker import Worker, Workers
 
 Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # of a rank that timed out: who made it, in lines
 
@@ -21,7 +21,7 @@ _LIMIT = 5.0  # seconds to find that out
 class TimeoutVictims:
     """Of one attempt. `told` is called with all of them, once it is known who is to blame or that nobody can tell."""
 
-    def __init__(self, attempt: WorkerGroup, ask: Blame | None, told: Callable[[list[Worker]], None]) -> None:
+    def __init__(self, attempt: Workers, ask: Blame | None, told: Callable[[list[Worker]], None]) -> None:
         self._attempt = attempt
         self._ask = ask
         self._told = told

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -22,6 +22,7 @@ from phalanx.launch.agent import spares
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.timeouts import Blame, TimeoutVictims
 from phalanx.launch.agent.unresponsive import LAST, ON_GPU, PATIENCE, SAVING, Unresponsive
+from phalanx.launch.agent.worker import RegroupPlan, Worker, WorkerFailure
 from phalanx.launch.agent.worker_channels import WorkerChannels
 from phalanx.launch.forking import fork_servers
 from phalanx.launch.forking.fork_servers import ForkServerClient
@@ -41,62 +42,6 @@ _DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of 
 _LOOK = 0.1  # seconds between two looks at who has come
 _ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
 _SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
-
-
-@dataclass
-class Worker:
-    seat: Seat
-    folder: str
-    pid: int = 0
-    born: float = 0.0  # by a clock that nobody sets
-    code: int | None = None  # exit code, or minus the signal
-    ended: float = 0.0  # by the clock on the wall, which error files go by
-    stopped: bool = False  # it was told to stop before it ended
-    hung: bool = False  # it was killed because it stood still
-    ends_as: int | None = None  # the exit code of one that was killed after its script was over
-    step: int | None = None  # committed, as far as it has told
-    paged: int = 0  # optimizer steps that its page showed by then
-    even: bool = False  # each of those was one that it committed
-    heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
-    done: bool = False  # its training has come to its end
-    called: bool = False  # it can regroup
-    spare: bool = False  # it waits for a place
-    entered: int = -1  # the last generation that it has come to
-    holds: bool = False  # with what was trained before
-    formed: int = -1  # the last generation that it has committed a step of, as far as it has told
-    samples: int = -1  # of its own, as far as it has told
-    sampled: float = 0.0  # when it did
-    probe: ProbeClient | None = None
-    differs: wire.Message | None = None  # what it has called, told when others called something else
-    raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
-    ending: float = 0.0  # until when it is expected to end of that
-    told: float = 0.0  # when it was told to stop
-    blame: Sequence[str] = ()  # who did not come, of one that timed out
-
-
-@dataclass(frozen=True)
-class WorkerFailure:
-    """A worker has failed: what is known at that moment."""
-
-    rank: int
-    reason: str
-    place: str  # what crashed, and where; empty: it was killed from outside
-    time: float
-    lived: float
-    step: int | None  # the newest that any worker here has committed
-    everybody: bool = False  # nobody is left who could hand anything over
-    generation: int = -1  # that it was of; -1: it had not come to any yet
-
-
-@dataclass(frozen=True)
-class RegroupPlan:
-    """The group forms anew."""
-
-    generation: int
-    why: str
-    plan: Plan  # who sits where from now on
-    listener: socket.socket | None  # of the store, where this node hosts it
-    halt: bool = False  # to save what there is, and end
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.control import messages
 from phalanx.launch.agent.preemption import Preemption
-from phalanx.launch.agent.worker_group import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
 from phalanx.launch.coordination.recoveries import Recoveries
 from phalanx.launch.output.log_forwarder import LogForwarder
 from phalanx.launch.plan import Plan

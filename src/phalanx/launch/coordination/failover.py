@@ -17,7 +17,7 @@ from phalanx.contract import worker_messages as words
 from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
-from phalanx.launch.agent.worker_group import WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launch.coordination.follower import FollowerCoordinator
 from phalanx.launch.coordination.leader import Inheritance, LeaderCoordinator

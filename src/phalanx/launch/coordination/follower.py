@@ -15,7 +15,7 @@ from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.worker_group import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launch.coordination.rank_assignment import arrival_of, seats_of
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig

@@ -25,7 +25,7 @@ from phalanx.control.member import STEADILY, Endpoint, answers
 from phalanx.control.roster import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.preemption import Preemption
-from phalanx.launch.agent.worker_group import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
 from phalanx.launch.coordination import port
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt, record_failure
 from phalanx.launch.coordination.rank_assignment import arrival_of, seats_of

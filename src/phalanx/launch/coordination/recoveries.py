@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from phalanx.contract import events
-from phalanx.launch.agent.worker_group import WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.runs.run_folder import RunFolder
 from phalanx.recover.decision import Fault, Recovery, RecoveryAction, RestartPolicy, decide
 

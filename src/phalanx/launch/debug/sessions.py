@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from phalanx.contract import events
 from phalanx.forkserver import wire
-from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+from phalanx.launch.agent.worker import Worker
+from phalanx.launch.agent.worker_group import WorkerGroup
 from phalanx.launch.debug import attached
 from phalanx.launch.debug.attached import Attached, AttachRefused
 from phalanx.launch.debug.tty_lease import TtyLease

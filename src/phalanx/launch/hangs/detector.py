@@ -40,7 +40,7 @@ from phalanx.launch.telemetry import process_stats
 from phalanx.launch.telemetry.progress import ProgressLook, ProgressTracker
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launch.agent.watched import WatchedAgent
     from phalanx.launch.agent.worker_group import WorkerGroup
 
 EVERY = 0.5  # seconds between two looks
@@ -77,7 +77,7 @@ _ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, 
 class HangDetector:
     def __init__(
         self,
-        agent: NodeAgent,
+        agent: WatchedAgent,
         coordinator: RpcCarrier,
         post: NodeRpc,
         desk: ControlSocket,

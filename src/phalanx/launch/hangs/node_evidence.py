@@ -29,7 +29,7 @@ from phalanx.launch.telemetry import gpus, process_stats
 
 if TYPE_CHECKING:
     from phalanx.launch.agent.probes import ProbeClient
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.worker import Worker, Workers
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get to it
@@ -77,7 +77,7 @@ def decode(text: bytes) -> NodeEvidence:
     return _decoder.decode(text)
 
 
-async def take(attempt: WorkerGroup, looks: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
+async def take(attempt: Workers, looks: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
     """Of all ranks here, the dead ones too."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
@@ -90,7 +90,7 @@ async def take(attempt: WorkerGroup, looks: ProcessStatsReader, node: NodeFacts)
     return NodeEvidence(node=node, ranks=await asyncio.to_thread(_annotated, found))
 
 
-async def rank(attempt: WorkerGroup, name: str, worker: Worker, looks: ProcessStatsReader) -> Rank:
+async def rank(attempt: Workers, name: str, worker: Worker, looks: ProcessStatsReader) -> Rank:
     """Of one."""
     below = await asyncio.to_thread(linux.families, [worker.pid])
     return await _rank(attempt, name, worker, looks, below)
@@ -101,7 +101,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 
 
 async def _rank(
-    attempt: WorkerGroup, name: str, worker: Worker, looks: ProcessStatsReader, below: dict[int, list[int]]
+    attempt: Workers, name: str, worker: Worker, looks: ProcessStatsReader, below: dict[int, list[int]]
 ) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
@@ -136,7 +136,7 @@ async def _rank(
     )
 
 
-def _over(bare: Rank, attempt: WorkerGroup, worker: Worker) -> Rank | None:
+def _over(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
     """Of one that has ended, or is about to because others did not come; None: it goes on."""
     if worker.code or worker.ending > time.monotonic():
         death = attempt.death(worker)
@@ -222,7 +222,7 @@ def _plain(name: str) -> str:
 
 
 async def _stacks(
-    attempt: WorkerGroup, name: str, worker: Worker, state: str, why: str
+    attempt: Workers, name: str, worker: Worker, state: str, why: str
 ) -> tuple[tuple[ThreadStack, ...], str]:
     """By itself from C, or from outside. Its probe does not get Python's lock, so that another thread has it."""
     if worker.probe is not None and state not in _STOPPED and _stacks_by_signal(worker.probe, worker.pid):

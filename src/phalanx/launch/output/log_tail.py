@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from typing import TYPE_CHECKING
+from threading import RLock
+from typing import Protocol
 
 from phalanx.launch.output.line_model import LineModel
 from phalanx.launch.output.noise import Noise
 from phalanx.launch.output.sink import Sink
 
-if TYPE_CHECKING:
-    from phalanx.launch.output.console import Console
-
 CHUNK = 1 << 18  # read from a log at once
 UNKEPT_LIMIT = 1 << 22  # of a stream that a full disk does not take, waiting for the console
+
+
+class TailReader(Protocol):
+    """The console, as far as a tail needs it."""
+
+    lock: RLock
+
+    def ready(self, tail: LogTail) -> None: ...
 
 
 class LogTail:
     """A stream of a rank on its way to the console: extents of its log, and what the log did not take."""
 
-    def __init__(self, console: Console, sink: Sink, lines: LineModel | None, log: int | None, size: int) -> None:
+    def __init__(self, console: TailReader, sink: Sink, lines: LineModel | None, log: int | None, size: int) -> None:
         self.sink = sink
         self.lines = lines  # None: straight through
         self.prefix = b""

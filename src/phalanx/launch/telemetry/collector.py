@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from phalanx.diagnose.evidence import Gpu
-    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launch.agent.watched import WatchedAgent
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 _AFTER = 0.01  # seconds after the full one
@@ -60,7 +60,7 @@ _decoder: msgspec.json.Decoder[NodeSamples] = msgspec.json.Decoder(NodeSamples)
 class Collector:
     def __init__(
         self,
-        agent: NodeAgent,
+        agent: WatchedAgent,
         coordinator: RpcCarrier,
         post: NodeRpc,
         folder: RunFolder,

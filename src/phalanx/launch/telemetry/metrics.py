@@ -18,7 +18,8 @@ from phalanx.launch.telemetry.downsampling import Downsampler
 from phalanx.launch.telemetry.loss_parser import LossParser, ParsedLoss
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.worker import Worker
+    from phalanx.launch.agent.worker_group import WorkerGroup
 
 _ROOM = 1 << 20  # bytes of samples.jsonl, after which fewer are kept
 _EVERY = 0.2  # seconds

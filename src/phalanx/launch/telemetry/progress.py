@@ -15,7 +15,7 @@ from phalanx.diagnose.progress import Alarm, ProgressWatch, Reading
 from phalanx.diagnose.rank_state import COMPUTES
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.worker_group import Worker
+    from phalanx.launch.agent.worker import Worker
     from phalanx.launch.telemetry.process_stats import ProcessStats
 
 _STEPS = 31  # that say what is usual

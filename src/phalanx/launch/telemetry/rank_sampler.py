@@ -13,7 +13,8 @@ from phalanx.forkserver.probe.status_slot import PHASES, RING, SlotLook
 
 if TYPE_CHECKING:
     from phalanx.diagnose.evidence import Gpu
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.worker import Worker
+    from phalanx.launch.agent.worker_group import WorkerGroup
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
 TICKS = 10  # a second: so many letters

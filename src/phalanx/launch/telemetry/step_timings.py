@@ -31,8 +31,9 @@ from phalanx.launch.runs.run_folder import RunFolder
 from phalanx.launch.telemetry import gpus
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.agent import NodeAgent
-    from phalanx.launch.agent.worker_group import Worker, WorkerGroup
+    from phalanx.launch.agent.watched import WatchedAgent
+    from phalanx.launch.agent.worker import Worker
+    from phalanx.launch.agent.worker_group import WorkerGroup
 
 EVERY = 1.0  # seconds between two looks at the pages
 _TELL = 5  # looks between two letters to node 0, and two questions to the driver
@@ -115,7 +116,7 @@ def _doubt(row: stragglers.StragglerRow, what: str) -> float:
 
 class StepTimings:
     def __init__(
-        self, agent: NodeAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
+        self, agent: WatchedAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
     ) -> None:
         self._agent = agent
         self._coordinator = coordinator

@@ -29,7 +29,7 @@ from phalanx.launch.runs.run_folder import RunFolder
 from phalanx.watch.source import SearchResult, Stream
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launch.agent.watched import WatchedAgent
 
 MOST = 48  # who look at the same time
 _SIGHTS = 1 << 20  # bytes that one may be behind, until it gets no more sights
@@ -129,7 +129,7 @@ class Viewer(asyncio.Protocol):
 
 class EventServer:
     def __init__(
-        self, agent: NodeAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
+        self, agent: WatchedAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
     ) -> None:
         self._agent = agent
         self._coordinator = coordinator

@@ -12,11 +12,26 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from phalanx.train.run import Run
     from phalanx.train.snapshot.snapshots import Snapshots
+
+
+T = TypeVar("T")
+
+
+class ShardedRun(Protocol):
+    """A training run, as far as the cadence of its snapshots needs it."""
+
+    steps: int
+    training: Any
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def gather(self, obj: T, *, all: bool = False) -> list[T] | None: ...  # noqa: A002
+
 
 BUDGET = 0.03  # of a step's time
 _FIRST = 6  # steps before the first choice
@@ -83,7 +98,7 @@ class Cadence:
         self._held = 0.0  # seconds that snapshots had taken from the training by then
         self._times: deque[float] = deque(maxlen=_RECENT)
 
-    def passed(self, run: Run) -> bool:
+    def passed(self, run: ShardedRun) -> bool:
         now, held = self._clock(), self._snapshots.held
         if self._last is not None:
             self._times.append(max(now - self._last - (held - self._held), 0.0))
@@ -94,7 +109,7 @@ class Cadence:
             self._choose(run)
         return (run.steps - self._from) % self.steps == 0
 
-    def _choose(self, run: Run) -> None:
+    def _choose(self, run: ShardedRun) -> None:
         costs = self._snapshots.costs
         mine = [len(costs), _median(costs), _median(self._snapshots.durations), _median(self._times)]
         told = run.gather(mine, all=True) or []

@@ -12,16 +12,20 @@ import ctypes
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from phalanx.worker.process_group.group import WorkerProcessGroup
 
-_open: list[WorkerProcessGroup] = []
+class OpenGroup(Protocol):
+    pid: int
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+
+_open: list[OpenGroup] = []
 _state: dict[str, Any] = {"failed": False, "watching": False, "hook": None}
 
 
-def watch(group: WorkerProcessGroup) -> None:
+def watch(group: OpenGroup) -> None:
     """After the group has formed: torch puts a hook of its own around exceptions then, and ours has to be outside."""
     _open.append(group)
     if not _state["watching"]:
@@ -30,7 +34,7 @@ def watch(group: WorkerProcessGroup) -> None:
     _hook()
 
 
-def forget(group: WorkerProcessGroup) -> None:
+def forget(group: OpenGroup) -> None:
     if group in _open:
         _open.remove(group)
 
@@ -61,7 +65,7 @@ def _at_exit() -> None:
             _close(group)
 
 
-def _close(group: WorkerProcessGroup) -> None:
+def _close(group: OpenGroup) -> None:
     try:
         group.close(failed=_state["failed"])
     except Exception:

@@ -1,0 +1,84 @@
+"""A worker as its agent knows it, and what is known when one fails."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.cluster.placement import Seat
+from phalanx.forkserver import wire
+from phalanx.launch.agent.probes import ProbeClient
+from phalanx.launch.plan import Plan
+from phalanx.launch.runs import root_cause
+
+
+@dataclass
+class Worker:
+    seat: Seat
+    folder: str
+    pid: int = 0
+    born: float = 0.0  # by a clock that nobody sets
+    code: int | None = None  # exit code, or minus the signal
+    ended: float = 0.0  # by the clock on the wall, which error files go by
+    stopped: bool = False  # it was told to stop before it ended
+    hung: bool = False  # it was killed because it stood still
+    ends_as: int | None = None  # the exit code of one that was killed after its script was over
+    step: int | None = None  # committed, as far as it has told
+    paged: int = 0  # optimizer steps that its page showed by then
+    even: bool = False  # each of those was one that it committed
+    heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
+    done: bool = False  # its training has come to its end
+    called: bool = False  # it can regroup
+    spare: bool = False  # it waits for a place
+    entered: int = -1  # the last generation that it has come to
+    holds: bool = False  # with what was trained before
+    formed: int = -1  # the last generation that it has committed a step of, as far as it has told
+    samples: int = -1  # of its own, as far as it has told
+    sampled: float = 0.0  # when it did
+    probe: ProbeClient | None = None
+    differs: wire.Message | None = None  # what it has called, told when others called something else
+    raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
+    ending: float = 0.0  # until when it is expected to end of that
+    told: float = 0.0  # when it was told to stop
+    blame: Sequence[str] = ()  # who did not come, of one that timed out
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker has failed: what is known at that moment."""
+
+    rank: int
+    reason: str
+    place: str  # what crashed, and where; empty: it was killed from outside
+    time: float
+    lived: float
+    step: int | None  # the newest that any worker here has committed
+    everybody: bool = False  # nobody is left who could hand anything over
+    generation: int = -1  # that it was of; -1: it had not come to any yet
+
+
+@dataclass(frozen=True)
+class RegroupPlan:
+    """The group forms anew."""
+
+    generation: int
+    why: str
+    plan: Plan  # who sits where from now on
+    listener: socket.socket | None  # of the store, where this node hosts it
+    halt: bool = False  # to save what there is, and end
+
+
+class Workers(Protocol):
+    """The workers of a node: what evidence is taken from."""
+
+    @property
+    def workers(self) -> Mapping[str, Worker]: ...
+
+    @property
+    def debugged(self) -> frozenset[int]: ...
+
+    def death(self, worker: Worker) -> root_cause.ProcessFailure: ...
+
+    def tell(self, name: str, number: int, *, alone: bool = False) -> None: ...
