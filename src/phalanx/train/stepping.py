@@ -13,15 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from phalanx.errors import UsageError
 from phalanx.train.data.rng import FreshRng
 
-if TYPE_CHECKING:
-    from phalanx.train.model.wrapped import Wrapped
+
+class SteppedModel(Protocol):
+    """A wrapped model, as far as its steps need it."""
+
+    world_size: int
+    precision: Any
+    accumulate: int
+    synchronised: bool  # the backward at hand
+    wanted: bool  # the next one
+
+    @property
+    def layout(self) -> Any: ...
+    def synchronise(self, on: bool) -> None: ...
+    def adopt(self, opt: Any) -> None: ...
+    def holds(self, parameters: list[Any]) -> bool: ...
+    def parameters(self) -> Any: ...
 
 
 class OptimizerUpdate(NamedTuple):
@@ -39,7 +53,7 @@ WAITING, DONE = OptimizerUpdate(False), OptimizerUpdate(True)
 class Window:
     """The micro-batches of one optimizer since its last update."""
 
-    models: list[Wrapped]
+    models: list[SteppedModel]
     parameters: list[Any]
     groups: int
     accumulate: int
@@ -63,7 +77,7 @@ class Stepper:
         self.ranks_before: int | None = None  # of the state that was loaded
         self._ranks = world_size
         self._world = world_size
-        self._models: list[Wrapped] = []
+        self._models: list[SteppedModel] = []
         self._windows: dict[int, tuple[Any, Window]] = {}
         self._latest: tuple[Any, Window | None] = (None, None)
         self._reference = 0.0  # samples of a window's first micro-batch, all ranks
@@ -75,7 +89,7 @@ class Stepper:
         self._ending = False
         self._scaled = False
 
-    def add(self, wrapped: Wrapped, accumulate: int = 1) -> None:
+    def add(self, wrapped: SteppedModel, accumulate: int = 1) -> None:
         _positive(accumulate)
         self._models.append(wrapped)
         self._forget()
@@ -86,7 +100,7 @@ class Stepper:
             self.load_state_dict({"scaler": self._loaded})
         wrapped.synchronise(accumulate == 1)
 
-    def remove(self, wrapped: Wrapped) -> None:
+    def remove(self, wrapped: SteppedModel) -> None:
         self._models = [model for model in self._models if model is not wrapped]
         self._forget()
 
@@ -305,7 +319,7 @@ def clipped(grads: list[Any], divisor: float, most: float) -> Any:
     return norm
 
 
-def _synchronised(models: list[Wrapped]) -> bool:
+def _synchronised(models: list[SteppedModel]) -> bool:
     for model in models:  # noqa: SIM110 - a generator costs more than all the rest of a step
         if not model.synchronised:
             return False

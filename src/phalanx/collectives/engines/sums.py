@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from .bundles import combine
 from .engine import Op
 
-if TYPE_CHECKING:
-    from .hierarchical import HierarchicalEngine
-
 SMALL = 1 << 16  # up to so many bytes every leader sends all that it has to every other
+
+
+class Leaders(Protocol):
+    """The engine across machines, as far as a sum needs it: who leads, and what goes between the leaders."""
+
+    _leads: bool
+    _machines: tuple[tuple[int, ...], ...]
+    _mine: int  # this machine
+    _others: list[int]
+    _room: Any
+
+    def _send(self, tensor: torch.Tensor, machine: int) -> Any: ...
+    def _recv(self, tensor: torch.Tensor, machine: int) -> Any: ...
+    def _wait(self, *works: Any) -> None: ...
 
 
 class Sum:
     """Started when it is made, carried on by `reduce`, and over with `end`. Ranks that lead nothing do nothing."""
 
-    def __init__(
-        self, nodes: HierarchicalEngine, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, nodes: Leaders, mine: torch.Tensor, op: Op, name: str, along: Sequence[torch.Tensor]) -> None:
         self._nodes = nodes
         self.mine = mine  # the result in the end
         self._op = op
