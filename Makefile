@@ -7,14 +7,19 @@ COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|
 # What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check faithful gpu-test dist clean
+.PHONY: demo test test-all check faithful gpu-test dist clean
 
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
 
-# Three on two cores, because tests wait nearly as often as they compute. Real processes race on a machine that is full:
-# what fails beside others is run again by itself, and has to pass there. Both are seen in the output.
+# What a contributor runs: unit tests, and real runs on this host. Three processes on two cores, because tests wait nearly
+# as often as they compute.
 test: $(VENV)/ready
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone and not system"
+
+# The same, and namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. Real processes race on a
+# machine that is full: what fails beside others is run again by itself, and has to pass there. Both are in the output.
+test-all: $(VENV)/ready
 	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone" --failed-to $(VENV)/failed || { \
 	    echo "once more, with nothing beside them:"; \
 	    $(BIN)/python -m pytest @$(VENV)/failed; }

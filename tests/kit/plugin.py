@@ -31,6 +31,14 @@ FOREIGN_NAMES = {
 }
 
 
+# Tests of the second tier: they need namespaces, sshd, Slurm, MPI, Chromium, sanitizers, torch's own suite or torchrun.
+SYSTEM_FIXTURES = {"lab", "_lab", "ssh", "slurm"}
+SYSTEM_FILES = (
+    *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py", "bench/test_browser.py"),
+    *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/test_native.py", "faithful/"),
+)
+
+
 class Places(Protocol):
     """A TMPDIR and a PHALANX_HOME for one test."""
 
@@ -100,6 +108,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_places] = Own()
     if config.getoption("failed_to") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failed(config), "failed-to")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        below = os.path.relpath(item.path, os.path.dirname(os.path.dirname(__file__)))
+        if below.startswith(SYSTEM_FILES) or SYSTEM_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("system")
 
 
 class _Failed:

@@ -1,4 +1,4 @@
-"""What `make test` runs again: all that has failed, whatever it is called, and whatever group it is in."""
+"""What `make test-all` runs again: all that has failed, whatever it is called, and whatever group it is in."""
 
 from __future__ import annotations
 
