@@ -148,7 +148,7 @@ def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [5, 1, "always"])
     assert done.code == 1
     assert "rank 1 failed: ValueError: a broken sample" in done.err
-    assert "the same crash 3 times in a row" in done.err
+    assert "not retrying: the same failure 3 times" in done.err
 
 
 @pytest.mark.parametrize(("most", "code"), [("0", 137), ("1", 137), ("2", 0)])

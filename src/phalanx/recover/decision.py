@@ -54,11 +54,11 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
     if budget.most == 0 or (budget.most is None and not able):
         return Recovery(RecoveryAction.STOP)
     if repeats(recent) >= REPEATS:
-        why = f"the same crash {REPEATS} times in a row, and nothing done in between: another try would end alike"
+        why = f"not retrying: the same failure {REPEATS} times with no progress"
         return Recovery(RecoveryAction.STOP, used, why)
     # Whoever kills may have reasons that are not the script's; and one that does not tell its steps has a budget.
     if able and kills(recent) >= OUTSIDE:
-        why = f"killed {OUTSIDE} times in a row, and nothing done in between: another try would end alike"
+        why = f"not retrying: killed {OUTSIDE} times with no progress"
         return Recovery(RecoveryAction.STOP, used, why)
     if budget.most is not None and used > budget.most:
         were = "recovery was allowed, and is" if budget.most == 1 else "recoveries were allowed, and are"
