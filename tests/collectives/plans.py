@@ -41,7 +41,7 @@ _BITS = {
 _REDUCING = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "all_reduce_coalesced"]
 _MOVING = ["broadcast", "all_gather", "all_gather_single", "gather", "scatter", "all_to_all", "all_to_all_single"]
 _OTHER = ["ring", "batch", "objects", "barrier"]
-_LAYOUTS = ["plain", "strided", "turned"]
+_LAYOUTS = ["gloo", "strided", "turned"]
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def play(rank: int, ranks: int, store: str) -> None:
         for run in sorted(begun, key=lambda one: one.step.number):
             check(run.step, run, _on_gloo(run.step, run.rank, theirs[run.step.members]))
             done += 1
-    engine = type(ours[groups[0]]._engine).__name__.lower()
+    engine = type(ours[groups[0]]._engine).__name__.removesuffix("Engine").lower()
     if rank == 0:
         print(f"{engine}, {ranks} ranks: {done} calls as on gloo")
     dist.destroy_process_group()
@@ -315,7 +315,7 @@ def _on_gloo(step: Step, rank: int, group: Any) -> Run | None:
     """With memory in order: with other gloo has wrong results in places."""
     if not gloo_can(step):
         return None
-    run = Run(replace(step, layout="plain"), rank, group, False)
+    run = Run(replace(step, layout="gloo"), rank, group, False)
     run.finish()
     return run
 
@@ -323,7 +323,7 @@ def _on_gloo(step: Step, rank: int, group: Any) -> Run | None:
 def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--engines", nargs="+", default=["shared", "plain"])
+    parser.add_argument("--engines", nargs="+", default=["shm", "gloo"])
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -337,7 +337,7 @@ def main() -> int:
     wrong = 0
     for engine in given.engines:
         for ranks in given.ranks:
-            wrong += any(fork(ranks, play if engine == "shared" else _without_native))
+            wrong += any(fork(ranks, play if engine == "shm" else _without_native))
     return wrong
 
 

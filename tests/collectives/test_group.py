@@ -90,8 +90,8 @@ def test_scripts_that_do_not_know_phalanx_have_the_names(tmp_path: Path, debug: 
         "gloo ProcessGroup gloo True",
         "cpu:gloo ProcessGroup gloo True",
         "cpu:gloo,cuda:gloo ProcessGroup gloo True",
-        "shm Group shm True",
-        "cpu:shm Group shm True",
+        "shm EngineProcessGroup shm True",
+        "cpu:shm EngineProcessGroup shm True",
         '"cpu:shm,cuda:nccl": shm is a group of its own, beside which there is no other backend',
         '  fix: init_process_group("shm") for tensors of the CPU, or "cpu:gloo,cuda:nccl"',
     ]

@@ -16,7 +16,9 @@ BELOW = (
     *paths.USER_CODE,
     *paths.ENTRY,
     *(start for start, _ in paths.PHASES),
-    *(paths.FORK_SERVER, paths.PROBE, paths.COLLECTIVES, paths.WORK, paths.THREADED),
+    *paths.PROBE,
+    *paths.LIBRARY,
+    *(paths.FORK_SERVER, paths.COLLECTIVES, paths.WORK, paths.THREADED),
 )
 LOADED = [
     name.replace("_phalanx_forkserver", "phalanx.forkserver") for name in (paths.PROBE_MODULE, paths.CHECKER_MODULE)

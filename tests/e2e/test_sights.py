@@ -27,7 +27,7 @@ def env() -> Iterator[Env]:
 def told(env: Env, name: str) -> Told:
     """Of the run of that script so far: its events, and what was seen."""
     found: list[list[AnyEvent]] = []
-    for kind in ("events", "sights"):
+    for kind in ("events", "samples"):
         paths = Path(str(env["PHALANX_HOME"]), "runs").glob(f"{name}-*/{kind}.jsonl")
         lines = [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
         found.append([events.decode(line) for line in lines])

@@ -152,7 +152,7 @@ def test_what_goes_on_by_itself_is_told_too(tmp_path: Path) -> None:
     assert "the run goes on, after" in done.err
     assert "no rank went on when the run ended" not in done.err
     kinds = [type(event).__name__ for event in told(folder_of(done.err))]
-    assert kinds.index("Stalled") < kinds.index("Verdict") < kinds.index("Resumed")
+    assert kinds.index("Stalled") < kinds.index("VerdictEvent") < kinds.index("Resumed")
 
 
 @GROUPS[0]

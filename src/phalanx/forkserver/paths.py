@@ -14,7 +14,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 USER_CODE = ("demo/", "bench/scripts/")  # ours, but written as users write: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, say nothing
 ENTRY = ("worker/", "train/")  # what stands between the command and the user's function
-PROBE = "forkserver/probe/"  # its thread is no evidence
+PROBE = ("forkserver/probe/", "forkserver/collective_check/", "forkserver/debug/")  # their threads are no evidence
+LIBRARY = ("collectives/", "worker/", "train/", "launch/", "forkserver/")  # between a user's call and torch
 
 # The beginning of a path below ROOT -> the phase of a training; the first that fits counts.
 PHASES = (

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
+from .. import paths
 from . import mismatch
 from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
 from .fingerprint import CALLS, CallReader, CollectiveCall, describe, fingerprint, own_call
@@ -26,8 +27,7 @@ from .ledger import CallLedger
 
 _MOST = 4096  # of what is remembered
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("collectives", "join", "launch", "train"))
+_OURS = tuple(paths.ROOT + folder for folder in paths.LIBRARY)
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
 _kept: list[Any] = []
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from types import FrameType
 from typing import Any
 
+from .. import paths
+
 _MOST = 64  # threads
 _DEEP = 80  # frames of one
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = tuple(paths.ROOT + folder for folder in paths.PROBE)
 _main = threading.main_thread().ident or 0
 
 
@@ -24,7 +25,7 @@ def threads() -> list[dict[str, Any]]:
     found = []
     for ident, frame in sys._current_frames().items():
         rows = frames(frame, _DEEP)
-        if rows[-1][0].startswith(_HERE):
+        if rows[-1][0].startswith(_OURS):
             continue
         known = threading._active.get(ident)  # type: ignore[attr-defined]
         name = getattr(known, "_name", None) or f"thread {ident}"

@@ -79,7 +79,7 @@ def clean(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
             thread, frames=tuple(frame for frame in thread.frames if f"/{paths.FORK_SERVER}" not in frame.file)
         )
         for thread in threads
-        if not any(f"/{paths.PROBE}" in frame.file for frame in thread.frames)
+        if not any(_is_probe(frame) for frame in thread.frames)
     )
 
 
@@ -152,3 +152,7 @@ def poke(pid: int, number: int) -> bool:
 
 def _is_ours(frame: Frame) -> bool:
     return f"/{paths.FORK_SERVER}" in frame.file
+
+
+def _is_probe(frame: Frame) -> bool:
+    return any(f"/{folder}" in frame.file for folder in paths.PROBE)
