@@ -41,7 +41,7 @@ _BITS = {
 _REDUCING = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "all_reduce_coalesced"]
 _MOVING = ["broadcast", "all_gather", "all_gather_single", "gather", "scatter", "all_to_all", "all_to_all_single"]
 _OTHER = ["ring", "batch", "objects", "barrier"]
-_LAYOUTS = ["gloo", "strided", "turned"]
+_LAYOUTS = ["plain", "strided", "turned"]
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def _on_gloo(step: Step, rank: int, group: Any) -> Run | None:
     """With memory in order: with other gloo has wrong results in places."""
     if not gloo_can(step):
         return None
-    run = Run(replace(step, layout="gloo"), rank, group, False)
+    run = Run(replace(step, layout="plain"), rank, group, False)
     run.finish()
     return run
 
