@@ -8,11 +8,14 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 
 from phalanx.cli import choice
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.runs.run_folder import RunRecord
+
+_DELIVERED = 5.0  # seconds for a signal to be delivered: the agent may be stopped
 
 
 def main(argv: list[str]) -> int:
@@ -25,13 +28,30 @@ def main(argv: list[str]) -> int:
     with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
-            # The first says "stop", a SIGINT after it says "at once": the agent still tidies up.
+            # The first says "stop", a SIGINT after it says "at once": the agent still tidies up. Of two signals that
+            # are pending, the kernel may deliver the second one first.
+            _wait_until_delivered(run.pid, signal.SIGTERM)
             signal.pidfd_send_signal(process, signal.SIGINT)
         ready, _, _ = select.select([process], [], [], options.timeout)
     if not ready:
         raise LaunchError(f"{run.id} has not ended after {options.timeout:.0f} s", fix=f"phalanx stop --now {run.id}")
     sys.stdout.write(f"{run.id} ended\n")
     return 0
+
+
+def _wait_until_delivered(pid: int, number: signal.Signals) -> None:
+    limit = time.monotonic() + _DELIVERED
+    while _is_pending(pid, number) and time.monotonic() < limit:
+        time.sleep(0.001)
+
+
+def _is_pending(pid: int, number: signal.Signals) -> bool:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd:", "ShdPnd:"))]
+    except OSError:
+        return False
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 @contextlib.contextmanager
