@@ -95,6 +95,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
+    config.addinivalue_line(
+        "markers", "system: needs namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite or torchrun; set here"
+    )
     config.addinivalue_line("markers", "warmed: what the test runs finds torch imported already")
     config.addinivalue_line(
         "markers", "imported: plain Python does, too, where the test starts it by tests.kit.imported"

@@ -31,7 +31,7 @@ class Supervisor:
         self.told: list[Any] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.told.append((name, *args)) if name not in ("note", "event") else None
+        return lambda *args, **_: self.told.append((name, *args)) if name not in ("note", "event") else None
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.told]
