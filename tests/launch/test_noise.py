@@ -51,3 +51,23 @@ def test_a_line_of_the_script_in_the_middle_of_a_dump_is_shown() -> None:
 def test_warnings_about_something_else_are_shown() -> None:
     line = b"[rank0]:[W1116 10:00:10.29 ProcessGroupNCCL.cpp:4051] Warning: using GPU 0 as device used here\n"
     assert Noise().without(line) == line
+
+
+SPLIT = (
+    b"[rank0]:[W1116 12:58:46.671616610 ProcessGroupGloo.cpp:749] Warning: Tried to pass options to "
+    b"ProcessGroupGloo::split that are not ProcessGroupGloo::Options.Falling back to default options.\n"
+)
+STORE = (
+    b"[W1116 12:58:50.653188666 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=5): Connection reset\n"
+    b"Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:682 (most recent call first):\n"
+    b"frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f3609d7305d in libc10.so)\n"
+    b"\n"
+)
+
+
+def test_a_warning_with_a_stack_is_left_out_whole() -> None:
+    assert Noise().without(b"one\n" + STORE + b"two\n") == b"one\ntwo\n"
+
+
+def test_an_empty_line_behind_a_warning_is_the_scripts() -> None:
+    assert Noise().without(SPLIT + b"\nthree\n") == b"\nthree\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ from phalanx.train.data.rng import FreshRng
 from phalanx.train.elastic import tensor_transfer
 from phalanx.train.elastic.handover import Deal
 from phalanx.train.elastic.made_once import Once
-from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd
+from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd, PackingThread
 from phalanx.train.elastic.shard_handover import ShardDeal, divided
 from phalanx.train.elastic.state_offer import StateOffer, offers
+from tests.kit.cli import until
 
 CPU = torch.device("cpu")
 
@@ -232,3 +234,28 @@ def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
     assert first.drawn == ["python"]
     random.seed(9)
     assert steps(later, [2, 3]) == whole[1:]
+
+
+def test_a_parcel_that_cannot_be_filled_is_told_to_whoever_waits_for_it() -> None:
+    def fill() -> MemfdTensors:
+        raise ValueError("no memory")
+
+    packing = PackingThread(fill)
+    with pytest.raises(ValueError, match="no memory"):
+        packing.result()
+    packing.close()
+
+
+def test_a_parcel_that_is_closed_before_it_is_filled_is_closed_then() -> None:
+    begun, made = threading.Event(), list[MemfdTensors]()
+
+    def fill() -> MemfdTensors:
+        begun.wait(10)
+        made.append(MemfdTensors(tensors(), {}))
+        return made[0]
+
+    packing = PackingThread(fill)
+    packing.close()
+    begun.set()
+    packing.result()
+    until(lambda: made[0]._fd < 0, 10, "it to be closed")

@@ -289,3 +289,20 @@ def test_the_rank_that_keeps_the_store_dies_while_others_are_missing() -> None:
     assert "the store is gone: whoever kept it has ended while rank 1 waited for the others" in jobs[1].out, jobs[
         1
     ].both
+
+
+SECOND = """
+import torch, torch.distributed as dist
+from phalanx.worker.process_group.group import WorkerProcessGroup
+for _ in range(2):
+    group = WorkerProcessGroup.join("gloo", device="cpu")
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    print(backend.options.global_ranks_in_group)
+    group.close()
+"""
+
+
+def test_the_backend_of_a_second_default_group_knows_its_ranks() -> None:
+    """torch itself knows them only in the first group of a process, and crashes when a later one is split."""
+    result = run((*PYTHON, "-c", SECOND), timeout=60)
+    assert (result.code, result.out) == (0, "[0]\n[0]\n"), result.err

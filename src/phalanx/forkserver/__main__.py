@@ -1,4 +1,4 @@
-"""A nursery without imports, for programs and fresh interpreters: `python -I -S fork server/ FD PARENT`."""
+"""A fork server that imports nothing, for programs and fresh interpreters: `python -I -S forkserver/ FD PARENT`."""
 
 import importlib.util
 import os

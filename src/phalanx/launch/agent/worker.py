@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.cluster.placement import Seat
+from phalanx.contract import worker_messages as words
+from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launch.agent.probes import ProbeClient
 from phalanx.launch.plan import Plan
@@ -68,6 +70,14 @@ class RegroupPlan:
     plan: Plan  # who sits where from now on
     listener: socket.socket | None  # of the store, where this node hosts it
     halt: bool = False  # to save what there is, and end
+
+
+def cuda_device(before: words.Hello | None, environ: Mapping[str, str]) -> int | None:
+    """The device on which a replacement may open a CUDA context at birth: that of the worker before it, unless its
+    script has changed what CUDA reads. None: it must not."""
+    if before is None or before.cuda < 0 or before.variables != for_cuda(environ):
+        return None
+    return before.cuda
 
 
 class Workers(Protocol):

@@ -16,13 +16,12 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import worker_messages as words
-from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import linux, wire
 from phalanx.launch.agent import spares
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.timeouts import Blame, TimeoutVictims
 from phalanx.launch.agent.unresponsive import LAST, ON_GPU, PATIENCE, SAVING, Unresponsive
-from phalanx.launch.agent.worker import RegroupPlan, Worker, WorkerFailure
+from phalanx.launch.agent.worker import RegroupPlan, Worker, WorkerFailure, cuda_device
 from phalanx.launch.agent.worker_channels import WorkerChannels
 from phalanx.launch.forking import fork_servers
 from phalanx.launch.forking.fork_servers import ForkServerClient
@@ -235,9 +234,8 @@ class WorkerGroup:
             order["assumed"] = list(self._lesson.variables)
             if seat.rank == 0 and self._fork_server.way == "cold":
                 order["lesson"] = self._lesson.path
-        called = self._called.get(seat.local_rank)
-        if called is not None and called.cuda >= 0 and called.variables == for_cuda(environ):
-            order["cuda"] = called.cuda
+        if (device := cuda_device(self._called.get(seat.local_rank), environ)) is not None:
+            order["cuda"] = device
         showing = plan.showing
         out, err = self.output.open(
             seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)

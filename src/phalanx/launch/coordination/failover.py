@@ -29,7 +29,7 @@ from phalanx.launch.runs.run_folder import RunFolder
 
 
 class FailoverCoordinator:
-    """A Company that is one thing first, and may become the other."""
+    """A coordinator that follows first, and may lead later."""
 
     def __init__(
         self,
