@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.forkserver import log
 
 # verb -> what it does; the module of the same name has `main(argv) -> exit code`.
 VERBS = {
@@ -64,6 +65,9 @@ def _main(args: list[str]) -> int:
     _fill_standard_descriptors()
     _print_anything()
     try:
+        wrong = log.configure()
+        if wrong is not None:
+            raise UsageError(wrong, fix="PHALANX_LOG=debug phalanx …")
         return _dispatch(args)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")

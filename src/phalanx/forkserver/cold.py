@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from . import linux
+from . import linux, log
 from .probe import probe
 from .server import ForkServer
 
@@ -14,6 +14,7 @@ def serve(fd: int, parent: int) -> None:
     """Returns in a worker only."""
     # Until the imports are done nobody listens to the socket, and there is nothing to tidy up.
     linux.die_with_parent(parent)
+    log.configure()
     os.set_inheritable(fd, False)
     probe.prepare()
     ForkServer(socket.socket(fileno=fd)).serve()

@@ -23,11 +23,12 @@ sys.modules["_phalanx_forkserver"] = importlib.util.module_from_spec(_spec)
 if __name__ == "__main__":
     import socket
 
-    from _phalanx_forkserver import warm
+    from _phalanx_forkserver import log, warm
     from _phalanx_forkserver.child import main_module, setup
     from _phalanx_forkserver.imports import shadows
 
     shadows.plain = _plain
+    log.configure()
     _listener = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(_listener.fileno(), False)
     _order = warm.WarmForkServer(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
