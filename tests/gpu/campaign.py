@@ -46,6 +46,7 @@ def judged(name: str, seed: int, found: Outcome, *, kills: int, steps: int, samp
         "same end": bool(digest) and found.end.get("digest") == digest,
         "samples exact": accounted(found, steps, samples),
         f"{kills} kills": bool(told) and int(told[1]) == kills,
+        "no step done again": name == "fsdp" or not again(found.text),
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
     }
     good = all(facts.values())

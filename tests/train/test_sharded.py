@@ -222,6 +222,13 @@ def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None
     assert done.err.count("no step lost") == 2
 
 
+def test_survivors_that_were_prepared_commit_a_step_that_others_have_committed(tmp_path: Path, play: Play) -> None:
+    """Else half of the shards would be of step 5 and half of step 6, and none of them whole."""
+    done = play.trained(tmp_path, "hsdp", [5, 0, "prepared"], [9, 3, "prepared"], ranks=4, options=OFF)
+    assert ended(tmp_path, 4) == (["0 new 4", "6 living 4", "10 living 4"], play.undisturbed("hsdp", 4))
+    assert done.err.count("no step lost") == 2
+
+
 def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, play: Play) -> None:
     faults = ([5, 0, "backward"], [5, 3, "backward"])
     play.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)

@@ -20,6 +20,7 @@ A step that `run.step` has returned from is committed: its update, its samples a
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from phalanx.train.elastic.handover import Handover
     from phalanx.train.elastic.made_once import Once
     from phalanx.train.elastic.state_offer import StateOffer
+    from phalanx.train.elastic.two_phase import TwoPhaseCommit
 
 if TYPE_CHECKING:  # torch's side of them takes most of a second to import: only where there is something to keep
     from phalanx.train.checkpoint.checkpoints import Checkpoints
@@ -102,6 +104,8 @@ class Run(WorkerProcessGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._stepper = Stepper(self.world_size)
+        self._two_phase: TwoPhaseCommit | None = None  # where a lost shard comes from its replica
+        self._commits = True  # the call of `step` at hand
         self._kept: dict[str, object] = {}
         self._checkpoints: Checkpoints | None = None
         self._due = Interval(None)
@@ -129,6 +133,7 @@ class Run(WorkerProcessGroup):
         )
         self._began = 0  # the step that this generation began after
         self._warned: set[str] = set()
+        self._checks: list[Callable[[], None]] = []  # raise if the group was lost
         self._own = super().generator
         self._number = self._seeded = 0  # what `generator` begins with in this batch; what it has begun with
 
@@ -170,6 +175,8 @@ class Run(WorkerProcessGroup):
         equal, elastic = self._equal(model, how), self.generation > 0
         wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=equal, elastic=elastic, **options)
         self._adopt()
+        if how == "hsdp" and self.regroups and self.world_size > 1:
+            self._commit_in_two_phases()
         if self.resumed is None and not self.recalled:  # else every rank has its own numbers back
             self.seed_apart()
         return wrapped
@@ -356,6 +363,7 @@ class Run(WorkerProcessGroup):
         reading = self._reading
         if reading is not None and not self._stepper.scaled:
             self._check_weights(reading.data)
+        self._commits = commit
         update = self._stepper.step(opt, clip=clip, accumulate=accumulate, scheduler=scheduler)
         if not update.done and not update.skipped:
             return update
@@ -366,6 +374,31 @@ class Run(WorkerProcessGroup):
         if commit:
             self._commit(opt, values)
         return update
+
+    def _commit_in_two_phases(self) -> None:
+        from phalanx.train.elastic.two_phase import TwoPhaseCommit
+
+        self._two_phase = TwoPhaseCommit(self.device, self._check_group)
+        self._stepper.before_commit = self._prepare
+
+    def _check_group(self) -> None:
+        """Raise if the gradients at hand may be those of a group that was lost."""
+        for check in self._checks:
+            check()
+
+    def _prepare(self, opt: Any, scheduler: Any) -> None:
+        if self._two_phase is None or not self._commits or self._stepper.torn:
+            return  # one of several updates of a step, which can only be done again together
+        loaders = [reading.data for reading in self._readings if isinstance(reading.data, Loader)]
+        self._two_phase.prepare(functools.partial(self._commit_late, opt, scheduler, loaders))
+
+    def _commit_late(self, opt: Any, scheduler: Any, loaders: list[Loader]) -> None:
+        """Commit a prepared step after its group was lost: others have committed it."""
+        self._stepper.apply(opt, scheduler)
+        for loader in loaders:
+            loader.commit()
+        self.steps += 1
+        self._stepper.torn = False
 
     def _commit(self, opt: Any, values: dict[str, Any]) -> None:
         samples = 0
@@ -642,7 +675,9 @@ class Run(WorkerProcessGroup):
 
     def guard(self, call: Callable[[], None]) -> None:
         """Called before each update; raises where there is to be none."""
-        self._stepper.before_update.append(call)
+        if self.device.type == "cuda":  # elsewhere an operation that was aborted raises by itself
+            self._stepper.before_update.append(call)
+        self._checks.append(call)
 
     def standing(self, *, asleep: bool = False) -> StateOffer | None:
         """What this rank holds, as of its last committed step. None: it has nothing that could be gone on from.
@@ -658,18 +693,21 @@ class Run(WorkerProcessGroup):
                 data.position,
             ):  # that epoch is entered again, for what comes at its end
                 settings.put_back()
+        pending = self._two_phase.pending if self._two_phase is not None else None
         for kept in self._kept.values() if not asleep else ():  # a step that came to nothing leaves nothing
             for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
                 if hasattr(part, "reshard"):  # FSDP's, which may have been whole just now
                     part.reshard()
-            if hasattr(kept, "zero_grad"):
+            if pending is None and hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
         # DDP lays out its buckets anew after a step: one that came to nothing does not count.
         layouts = self._layouts
         if self.steps > self._began:
             layouts = self._laid_out if asleep else self._stepper.layouts
         settings = OptimizerSettings(self._kept)
-        return StateOffer(self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings)
+        return StateOffer(
+            self.steps, self.epoch, self._everything(), layouts, self.rank, self.world_size, settings, pending
+        )
 
     @property
     def remembers(self) -> bool:

@@ -72,6 +72,7 @@ class Stepper:
         self.accumulate = 1  # of the latest window
         self.before_forward: Callable[[], None] | None = None  # called before the first forward of a step
         self.before_update: list[Callable[[], None]] = []  # called before gradients are used; may raise
+        self.before_commit: Callable[[Any, Any], None] | None = None  # called with optimizer and scheduler; may raise
         self.fresh = FreshRng()
         self.torn = False  # an update has begun; whoever commits it says when it is whole
         self.ranks_before: int | None = None  # of the state that was loaded
@@ -199,35 +200,41 @@ class Stepper:
         update = WAITING
         # A window that was made shorter ends with the first backward that was synchronised.
         if (window.batches >= accumulate or ending) and _synchronised(window.models):
-            update = self._update(opt, window, clip)
+            update = self._update(opt, window, clip, scheduler)
             window.batches, window.divisor = 0, 0.0
             if len(self._windows) == 1 or not self.waiting:
                 self._reference = 0.0
-            if scheduler is not None and update.done:
-                scheduler.step()
         want = window.batches + 1 >= accumulate
         for model in window.models:
             if model.wanted is not want:
                 model.__dict__["wanted"] = want
         return update
 
-    def _update(self, opt: Any, window: Window, clip: float | None) -> OptimizerUpdate:
-        scaler = self.scaler
+    def _update(self, opt: Any, window: Window, clip: float | None, scheduler: Any) -> OptimizerUpdate:
         for call in self.before_update:
             call()
-        if scaler is None and clip is None and window.divisor == 1.0:
-            self.torn = True
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-            return DONE
-        grads = [parameter.grad for parameter in window.parameters if parameter.grad is not None]
-        if scaler is not None:
-            scaler.unscale_(opt)
         norm = None
+        if self.scaler is not None or clip is not None or window.divisor != 1.0:
+            norm = self._adjust_gradients(opt, window, clip)
+        if self.before_commit is not None:
+            self.before_commit(opt, scheduler)
+        done = self.apply(opt, scheduler)
+        return DONE if done and norm is None else OptimizerUpdate(done, not done, norm)
+
+    def _adjust_gradients(self, opt: Any, window: Window, clip: float | None) -> Any:
+        """Unscale, average over the window and clip; return the norm if they are clipped."""
+        grads = [parameter.grad for parameter in window.parameters if parameter.grad is not None]
+        if self.scaler is not None:
+            self.scaler.unscale_(opt)
         if clip is not None:
-            norm = clipped(grads, window.divisor, clip)
-        elif window.divisor != 1.0 and grads:
+            return clipped(grads, window.divisor, clip)
+        if window.divisor != 1.0 and grads:
             torch._foreach_div_(grads, window.divisor)
+        return None
+
+    def apply(self, opt: Any, scheduler: Any) -> bool:
+        """Update the parameters from gradients that are complete; return False if fp16 has overflowed."""
+        scaler = self.scaler
         done = self.torn = True
         if scaler is None:
             opt.step()
@@ -237,7 +244,9 @@ class Stepper:
             scaler.step(opt)
             self._unsettled = True
         opt.zero_grad(set_to_none=True)
-        return OptimizerUpdate(done, not done, norm)
+        if scheduler is not None and done:
+            scheduler.step()
+        return done
 
     @property
     def waiting(self) -> bool:

@@ -6,6 +6,8 @@ at the same time. Places:
 commit    right after the step, before its snapshot is copied
 backward  in the middle of the next step, when the snapshot of the step is complete
 node      the same, but the rank waits until somebody kills its node
+prepared  in the middle of the next step, when all ranks have their gradients; the replica of the rank notices that its
+          group is lost before its update, the others after it
 
 Each rank writes the steps at which it entered `train`, and how; at the end, its parameters and what it printed.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -58,6 +61,30 @@ def die(run: phalanx.Run, place: str) -> None:
             if place != "node":
                 os.kill(os.getpid(), signal.SIGKILL)
             signal.pause()
+
+
+def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """The all_reduce of a two-phase commit ends differently in the ranks of a fault."""
+    result, run = reduce(tensor, *args, **options), Dies.run
+    if tensor.numel() != 1:
+        return result
+    die(run, "prepared")
+    for number, (step, rank, where) in enumerate(FAULTS):
+        if where == "prepared" and (step, (rank + 2) % 4) == (run.steps, run.rank):
+            others = [other for other in range(4) if other not in (rank, run.rank)]
+            while not all((FOLDER / f"committed {number} {other}").exists() for other in others):
+                time.sleep(0.001)
+            raise RuntimeError("Connection closed by peer")
+    return result
+
+
+def committed(run: phalanx.Run) -> None:
+    for number, (step, _, _) in enumerate(FAULTS):
+        if step + 1 == run.steps:
+            (FOLDER / f"committed {number} {run.rank}").touch()
+
+
+reduce, dist.all_reduce = dist.all_reduce, all_reduce
 
 
 class Dies(torch.autograd.Function):
@@ -108,6 +135,7 @@ def train(run: phalanx.Run) -> None:
             if run._snapshots is not None:
                 run._snapshots.wait()
             run.step(opt)
+            committed(run)
             die(run, "commit")
     found = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):

@@ -105,8 +105,7 @@ class ElasticLoop:
         run.committed = lambda step: self._line.tell(words.FirstStep(world.generation, step))
         if self._line.has_moved(world):  # it was cut before there was anything to cut
             self._severing.cut()
-        if run.device.type == "cuda":
-            run.guard(lambda: self._vouch(run, world))
+        run.guard(lambda: self._vouch(run, world))
         if world.generation:
             self._inherit(run, world)
         return run
@@ -116,13 +115,15 @@ class ElasticLoop:
         nobody hears, and what follows it on the device would take whatever it has left for numbers."""
         import torch
 
-        torch.cuda.current_stream(run.device).synchronize()
+        if run.device.type == "cuda":
+            torch.cuda.current_stream(run.device).synchronize()
         if self._line.has_moved(world):
             raise JoinError("the group was left in the middle of a step, which will be done again")
 
     def _met(self, membership: Membership) -> None:
         """While those that are new still make themselves ready, those that have the state lay it out for them."""
         self._handover = Handover(membership, self._past)
+        self._past = self._handover.past
         self._handover.prepare()
 
     def _inherit(self, run: Run, world: words.Assignment) -> None:

@@ -40,11 +40,11 @@ class Deal:
     def of(cls, words: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
         """No holders: nobody has any state, or what they have are shards."""
         told = offers(words)
-        places = [(step, epoch) for step, epoch, _, _ in told]
+        places = [(step, epoch) for step, epoch, *_ in told]
         newest = max(places)
         holders = tuple(rank for rank, place in enumerate(places) if place == newest)
         lacking = tuple(rank for rank, place in enumerate(places) if place != newest)
-        if newest[0] < 0 or any(whose for _, _, whose, _ in told):
+        if newest[0] < 0 or any(whose for _, _, whose, *_ in told):
             return cls()
         return cls(holders, lacking, nodes, len({told[rank][3] for rank in holders}) == 1)
 
@@ -67,12 +67,20 @@ class Handover:
         self._membership = membership
         # Where NCCL takes the ranks of a node for several hosts, it is much slower than memory that they share.
         self._by_memory = HOST in environment() and membership.device.type == "cuda"
-        self._past = past
         words, nodes = [person.word for person in membership.people], membership.topology.nodes
         self._deal, self._shards = Deal.of(words, nodes), ShardDeal.of(offers(words), nodes)
+        self._past = self.past = self._settled(past)
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
         self._packing: PackingThread | None = None
         self.spoilt = False  # the objects of the past are being written over
+
+    def _settled(self, past: StateOffer | None) -> StateOffer | None:
+        """What this rank holds once a prepared step is committed or dropped, as the survivors have decided."""
+        if past is None or past.pending is None:
+            return past
+        if self._shards is not None and self._shards.step == past.step + 1:
+            return past.roll_forward()
+        return past.discard()
 
     @property
     def awaited(self) -> bool:

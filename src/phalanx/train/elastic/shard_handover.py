@@ -41,10 +41,14 @@ class ShardDeal:
         """None: nobody has a shard, or one is lost. Of epochs nothing is asked: that a rank was slower through the end
         of one has to do."""
         found: dict[tuple[int, int], dict[int, int]] = {}
-        for rank, (step, _, whose, _) in enumerate(offers):
+        prepared: dict[tuple[int, int], dict[int, int]] = {}
+        for rank, (step, _, whose, _, is_prepared) in enumerate(offers):
             if whose is not None and 0 <= whose[0] < whose[1]:
                 found.setdefault((step, whose[1]), {})[rank] = whose[0]
-        for (step, count), holders in sorted(found.items(), reverse=True):
+                if is_prepared:
+                    prepared.setdefault((step + 1, whose[1]), {})[rank] = whose[0]
+        for (step, count), committed in sorted(found.items(), reverse=True):
+            holders = committed | prepared.get((step, count), {})
             if {*holders.values()} == {*range(count)}:
                 return cls(step, count, holders, nodes, len(offers))
         return None

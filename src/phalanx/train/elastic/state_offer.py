@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class StateOffer:
     rank: int = 0
     world_size: int = 1
     settings: OptimizerSettings | None = field(default=None, repr=False)
+    pending: Callable[[], None] | None = field(default=None, repr=False)  # commits the next step, which is prepared
 
     @property
     def word(self) -> str:
@@ -37,7 +38,20 @@ class StateOffer:
             held = shard_placement.held(self.kept)
             whose = [held.index, held.count] if held is not None else [-1, 0]
         laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
-        return msgspec.json.encode([self.step, self._epoch(), whose, laid_out]).decode()
+        return msgspec.json.encode([self.step, self._epoch(), whose, laid_out, self.pending is not None]).decode()
+
+    def roll_forward(self) -> StateOffer:
+        """Commit the prepared step, which other ranks have committed; return what this rank holds then."""
+        assert self.pending is not None  # noqa: S101
+        self.pending()
+        return replace(self, step=self.step + 1, settings=OptimizerSettings(self.kept), pending=None)
+
+    def discard(self) -> StateOffer:
+        """Drop the prepared step, which no rank has committed; return what this rank holds then."""
+        for thing in self.kept.values():
+            if hasattr(thing, "zero_grad"):
+                thing.zero_grad(set_to_none=True)
+        return replace(self, pending=None)
 
     def _epoch(self) -> int:
         """After the last step of an epoch, some ranks may be in the next one already."""
@@ -53,8 +67,9 @@ class StateOffer:
         return shard_placement.is_sharded(self.kept)
 
 
-Offer = tuple[int, int, list[int] | None, int]  # the step, the epoch, which shard of how many, how DDP was laid out
-NOTHING: Offer = (-1, 0, None, 0)
+# The step, the epoch, which shard of how many, how DDP was laid out, whether the next step is prepared.
+Offer = tuple[int, int, list[int] | None, int, bool]
+NOTHING: Offer = (-1, 0, None, 0, False)
 _offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 
