@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +11,6 @@ from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launch.agent.probes import ProbeClient
-from phalanx.launch.plan import Plan
 from phalanx.launch.runs import root_cause
 
 
@@ -59,17 +57,6 @@ class WorkerFailure:
     step: int | None  # the newest that any worker here has committed
     everybody: bool = False  # nobody is left who could hand anything over
     generation: int = -1  # that it was of; -1: it had not come to any yet
-
-
-@dataclass(frozen=True)
-class RegroupPlan:
-    """The group forms anew."""
-
-    generation: int
-    why: str
-    plan: Plan  # who sits where from now on
-    listener: socket.socket | None  # of the store, where this node hosts it
-    halt: bool = False  # to save what there is, and end
 
 
 def cuda_device(before: words.Hello | None, environ: Mapping[str, str]) -> int | None:

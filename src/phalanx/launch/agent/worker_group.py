@@ -21,8 +21,9 @@ from phalanx.launch.agent import spares
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.timeouts import Blame, TimeoutVictims
 from phalanx.launch.agent.unresponsive import LAST, ON_GPU, PATIENCE, SAVING, Unresponsive
-from phalanx.launch.agent.worker import RegroupPlan, Worker, WorkerFailure, cuda_device
+from phalanx.launch.agent.worker import Worker, WorkerFailure, cuda_device
 from phalanx.launch.agent.worker_channels import WorkerChannels
+from phalanx.launch.coordination.actions import RegroupPlan
 from phalanx.launch.forking import fork_servers
 from phalanx.launch.forking.fork_servers import ForkServerClient
 from phalanx.launch.forking.preload_hints import PreloadHints
@@ -52,7 +53,7 @@ class WorkerGroupContext:
     console: Console
     listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
-    failing: Callable[[WorkerFailure], None]  # a worker has failed here: somebody decides what comes of it
+    failing: Callable[[WorkerFailure], None]  # called when a worker has failed; what is decided comes in a later call
     able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
     going: Callable[[words.FirstStep], None]  # the first step of a group that has formed anew is committed
     halting: Callable[[int, words.Keeping | words.HaltAck | words.HaltedAt], None]  # what a rank says about a halt
@@ -364,7 +365,8 @@ class WorkerGroup:
         self._look_for_the_end()
 
     def _failed(self, worker: Worker) -> None:
-        self._stage.failing(self.fall(root_cause.summary(self.death(worker)), worker))
+        death = self.death(worker)
+        self._stage.failing(self._failure(root_cause.summary(death), [worker], root_cause.place(death), worker.entered))
 
     def _timed_out(self, victims: list[Worker]) -> None:
         """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
@@ -397,19 +399,23 @@ class WorkerGroup:
             self._stage.note(told)
             self.start_worker(worker.seat, spare=True)
 
-    def fall(self, reason: str, worker: Worker | None = None, place: str = "") -> WorkerFailure:
-        """Of one worker, or of all of them at once."""
-        workers = [worker] if worker is not None else list(self.workers.values())
+    def fall(self, reason: str, place: str) -> WorkerFailure:
+        """Describe the failure of something that all workers depend on."""
+        return self._failure(reason, list(self.workers.values()), place, everybody=not self.living)
+
+    def _failure(
+        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, everybody: bool = False
+    ) -> WorkerFailure:
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return WorkerFailure(
             rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=root_cause.place(self.death(worker)) if worker is not None else place,
+            place=place,
             time=time.time(),
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
-            everybody=worker is None and not self.living,
-            generation=worker.entered if worker is not None else -1,
+            everybody=everybody,
+            generation=generation,
         )
 
     def refused(self, name: str, why: str) -> None:

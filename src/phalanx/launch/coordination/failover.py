@@ -18,6 +18,7 @@ from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.agent.worker import WorkerFailure
+from phalanx.launch.coordination.actions import Action
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launch.coordination.follower import FollowerCoordinator
 from phalanx.launch.coordination.leader import Inheritance, LeaderCoordinator
@@ -173,8 +174,8 @@ class FailoverCoordinator:
         await self._settle()
         return await self._role.concluded(report)
 
-    def failing(self, fall: WorkerFailure) -> None:
-        self._role.failing(fall)
+    def failing(self, fall: WorkerFailure) -> Action | None:
+        return self._role.failing(fall)
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self._role.able(called, ended, ready)
