@@ -21,7 +21,7 @@ from phalanx.launch.agent import spares
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.timeouts import Blame, TimeoutVictims
 from phalanx.launch.agent.unresponsive import LAST, ON_GPU, PATIENCE, SAVING, Unresponsive
-from phalanx.launch.agent.worker import Worker, WorkerFailure, cuda_device
+from phalanx.launch.agent.worker import Worker, WorkerFailure, WorkerState, cuda_device
 from phalanx.launch.agent.worker_channels import WorkerChannels
 from phalanx.launch.coordination.actions import RegroupPlan
 from phalanx.launch.forking import fork_servers
@@ -155,9 +155,9 @@ class WorkerGroup:
     def _tell_able(self) -> None:
         """One that has not called yet is told where it stands when it does; a plain script never calls."""
         workers = [worker for worker in self.workers.values() if not worker.spare or self._stage.plan.spare]
-        ended = any(worker.done or worker.code == 0 for worker in workers if not worker.spare)
-        called = self._able[0] or any(worker.called for worker in workers)
-        able = (called, ended, all(worker.called for worker in workers))
+        ended = any(worker.finished or worker.code == 0 for worker in workers if not worker.spare)
+        called = self._able[0] or any(worker.connected for worker in workers)
+        able = (called, ended, all(worker.connected for worker in workers))
         if able != self._able:
             self._able = able
             self._stage.able(*able)
@@ -316,6 +316,7 @@ class WorkerGroup:
             return
         worker = self.workers[name]
         worker.pid = pid
+        worker.enter(WorkerState.RUNNING)
         self._stage.folder.event(
             events.WorkerBorn(
                 time=time.time(),
@@ -338,7 +339,7 @@ class WorkerGroup:
         if code == -signal.SIGKILL and worker.ends_as is not None:
             code = worker.ends_as
         self._line.drain(worker.pid)
-        worker.code, worker.ended = code, time.time()
+        self._ended(worker, code)
         if worker.probe is not None:
             worker.probe.seat(None)
         self._witnessed(message["name"], {"is": "gone"}, [])
@@ -364,6 +365,10 @@ class WorkerGroup:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
+    def _ended(self, worker: Worker, code: int) -> None:
+        worker.enter(WorkerState.EXITED)
+        worker.code, worker.ended = code, time.time()
+
     def _failed(self, worker: Worker) -> None:
         death = self.death(worker)
         self._stage.failing(self._failure(root_cause.summary(death), [worker], root_cause.place(death), worker.entered))
@@ -384,7 +389,7 @@ class WorkerGroup:
             self.over.set()
         elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
             for name, worker in self.living:
-                worker.stopped = True
+                worker.enter(WorkerState.STOPPING)
                 self.tell(name, signal.SIGKILL)
 
     def _spare_exited(self, name: str, worker: Worker, code: int) -> None:
@@ -443,7 +448,8 @@ class WorkerGroup:
     def lost(self) -> None:
         """The fork server is gone, and its workers with it."""
         for name, worker in self.living:
-            worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+            worker.enter(WorkerState.STOPPING)  # it has not failed by itself
+            self._ended(worker, -signal.SIGKILL)
             self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
@@ -466,7 +472,8 @@ class WorkerGroup:
         """Tell the living to stop, unless they were told; those that do not, are stopped."""
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
-            worker.stopped, worker.told = True, time.time()
+            worker.enter(WorkerState.STOPPING)
+            worker.told = time.time()
             if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
                 self.tell(name, signal.SIGTERM)
             elif not told:
@@ -562,11 +569,11 @@ class WorkerGroup:
     def _is_missing(self, worker: Worker) -> bool:
         if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
             return False
-        return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
+        return worker.connected and not worker.spare and not worker.finished and worker.entered < self.generation
 
     def _fill(self, seat: Seat, name: str | None) -> None:
         if name is None:
-            ready = {name: worker.seat.slot for name, worker in self.living if worker.spare and worker.called}
+            ready = {name: worker.seat.slot for name, worker in self.living if worker.spare and worker.connected}
             name = spares.pick(seat.slot, ready, self._slots(spare=False))
             dead = [name for name, worker in self.workers.items() if worker.code is not None]
             for gone in dead:
@@ -577,7 +584,7 @@ class WorkerGroup:
                 return
             self.output.renumber(self._seat(self.workers[name], seat, spare=False))
         worker = self.workers[name]
-        if worker.called:
+        if worker.connected:
             self._line.send(worker.pid, self._place(worker))
 
     def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
@@ -596,7 +603,7 @@ class WorkerGroup:
         """Nobody can go on: the living leave their group, and keep what they have."""
         self._held = why
         for _, worker in self.living:
-            if worker.called:
+            if worker.connected:
                 self._line.send(worker.pid, self._place(worker))
 
     def halt(self, step: int | None) -> None:
@@ -669,7 +676,7 @@ class WorkerGroup:
         worker.heard = time.monotonic()
         match message:
             case words.Hello():
-                worker.called = True
+                worker.enter(WorkerState.CONNECTED)
                 self._called[worker.seat.local_rank] = message
                 self.output.regroups(worker.seat.rank)
                 self._line.send(pid, self._place(worker))
@@ -693,7 +700,7 @@ class WorkerGroup:
                 worker.formed = message.generation
                 self._stage.going(message)
             case words.Done():
-                worker.done = True
+                worker.enter(WorkerState.FINISHED)
                 self._tell_able()
             case words.HaltAck():
                 self._reached(worker, message.step)
@@ -717,7 +724,7 @@ class WorkerGroup:
                 if worker.seat.rank in self.debugged:
                     worker.heard = worker.heard and time.monotonic()
                 silent = time.monotonic() - worker.heard
-                if worker.heard and not worker.done and silent > limit:
+                if worker.heard and not worker.finished and silent > limit:
                     worker.heard = 0.0
                     how = f"{linux.state(worker.pid)}{_last_seen(worker)}"
                     self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
