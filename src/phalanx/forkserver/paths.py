@@ -14,6 +14,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 USER_CODE = ("demo/", "bench/scripts/")  # ours, but written as users write: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, say nothing
 ENTRY = ("worker/", "train/")  # what stands between the command and the user's function
+HOOK = "forkserver/hook/"  # put on PYTHONPATH of an interpreter that is to have a probe
 PROBE = ("forkserver/probe/", "forkserver/collective_check/", "forkserver/debug/")  # their threads are no evidence
 LIBRARY = ("collectives/", "worker/", "train/", "launch/", "forkserver/")  # between a user's call and torch
 

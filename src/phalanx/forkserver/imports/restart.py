@@ -11,11 +11,12 @@ import termios
 import time
 from typing import Any
 
+from .. import paths
 from ..child import setup
 from ..probe import probe
 
 _PATIENCE = 2.0  # for an agent that does not read
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+_HOOK = os.path.join(paths.ROOT, paths.HOOK.rstrip("/"))
 
 
 class FreshStart:
