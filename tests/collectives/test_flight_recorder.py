@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.collectives import flight_recorder, registration
 from phalanx.forkserver.debug import group_timeouts
-from phalanx.forkserver.probe import flight_recorder as probe_recorder
+from phalanx.forkserver.probe import group_progress, recorded_calls, recorders, report
 
 
 @pytest.fixture
@@ -165,17 +165,17 @@ def test_it_is_read_while_others_write(watched: None) -> None:
 
 
 def test_the_probe_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(probe_recorder, "_RECORDERS", ("phalanx",))
-    monkeypatch.setattr(probe_recorder, "_known", {})
+    monkeypatch.setattr(recorders, "is_initialized", lambda: True)
+    monkeypatch.setattr(recorders, "RECORDERS", ("phalanx",))
+    monkeypatch.setattr(group_progress, "names", {})
     lost, own = flight_recorder.FlightRecorder(lambda: "0"), flight_recorder.FlightRecorder(lambda: "0")
     all_reduce(lost, torch.ones(3))
     all_reduce(own, torch.ones(3)).done = True
     all_reduce(own, torch.ones(4, dtype=torch.bfloat16))
-    assert [(each["name"], each["enqueued"], each["completed"]) for each in probe_recorder.groups()] == [("0", 2, 1)]
-    pending = probe_recorder.pending()
+    assert [(each["name"], each["enqueued"], each["completed"]) for each in group_progress.progress()] == [("0", 2, 1)]
+    pending = recorded_calls.pending()
     assert (pending["op"], pending["group"], pending["seq"], pending["shapes"]) == ("all_reduce", "0", 2, [[4]])
-    done, waiting = probe_recorder.everything()["calls"]
+    done, waiting = report.full()["calls"]
     assert (done["done"], waiting["done"], waiting["dtypes"], waiting["reduction"]) == (
         True,
         False,

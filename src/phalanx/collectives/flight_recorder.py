@@ -155,7 +155,7 @@ class FlightRecorder:
         if not self._enabled:
             return _IGNORED
         if self._checker is not None and peer is None:
-            self._checker.called(
+            self._checker.check_own(
                 self.name,
                 op,
                 (outs or ins) if op in _EQUAL_OUTPUTS else (ins or outs),

@@ -39,7 +39,7 @@ def make_error(text: str, store: dist.Store, rank: int, names: Mapping[int, int]
     try:
         probe = sys.modules.get(paths.PROBE_MODULE)
         if probe is not None and probe.current is not None:
-            probe.current.differs()  # report to the agent before a rank exits
+            probe.current.report_mismatch()  # report to the agent before a rank exits
     except Exception:
         logger.debug("cannot report a mismatch to the agent", exc_info=True)
     places: dict[int, _SourceLine] = {}
