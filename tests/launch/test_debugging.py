@@ -270,14 +270,14 @@ def test_a_thread_that_was_stepped_through_to_its_end_is_through() -> None:
     said: list[str] = []
     ours, theirs = socket.socketpair()
     try:
-        terminal.reach(lambda message, _: said.append(message["is"]))
-        assert terminal.take_turn()
+        terminal.connect(lambda message, _: said.append(message["is"]))
+        assert terminal.acquire_turn()
         thread = threading.Thread(target=lambda: terminal.begin(None, TerminalStream(ours), waits=True))
         thread.start()
         thread.join()
-        terminal.tidy()
+        terminal.end_stale_session()
         assert said == ["released"]
-        assert terminal.take_turn(0)
+        assert terminal.acquire_turn(0)
     finally:
-        terminal.reach(None)
+        terminal.connect(None)
         theirs.close()

@@ -234,7 +234,7 @@ class WorkerGroup:
         if self._lesson is not None:
             order["assumed"] = list(self._lesson.variables)
             if seat.rank == 0 and self._fork_server.way == "cold":
-                order["lesson"] = self._lesson.path
+                order["hints"] = self._lesson.path
         if (device := cuda_device(self._called.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device
         showing = plan.showing
@@ -271,7 +271,7 @@ class WorkerGroup:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's probe says unasked."""
-        if message.get("is") == "differs" and name in self.workers:
+        if message.get("is") == "mismatch" and name in self.workers:
             self.workers[name].differs = message
         elif message.get("is") == "stale" and name in self.workers:
             self._imported_too_early(self.workers[name], message)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from phalanx.collectives import flight_recorder, registration
 from phalanx.forkserver.debug import group_timeouts
-from phalanx.forkserver.probe import flight_recorder as probe_recorder
+from phalanx.forkserver.probe import group_progress, recorded_calls, recorders, report
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("_phalanx_forkserver.probe.probe")
     module.current = object()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(flight_recorder, "_journals", weakref.WeakValueDictionary())
+    monkeypatch.setattr(flight_recorder, "_recorders", weakref.WeakValueDictionary())
 
 
 class Under:
@@ -41,7 +41,7 @@ class Under:
 
 def reduces(own: flight_recorder.FlightRecorder, tensor: torch.Tensor) -> Any:
     """A group, which torch has called, which a script has."""
-    return own.enter("all_reduce", [tensor], [tensor], reduction="SUM")
+    return own.record("all_reduce", [tensor], [tensor], reduction="SUM")
 
 
 def all_reduce(own: flight_recorder.FlightRecorder, tensor: torch.Tensor) -> Any:
@@ -56,7 +56,7 @@ def progress(own: flight_recorder.FlightRecorder) -> tuple[int, int]:
 def test_collectives_are_numbered_and_messages_are_not(watched: None) -> None:
     own = flight_recorder.FlightRecorder(lambda: "0", (0, 1))
     all_reduce(own, torch.ones(3)).done = True
-    own.enter("send", [torch.ones(2, dtype=torch.int64)], [], peer=1, tag=5)
+    own.record("send", [torch.ones(2, dtype=torch.int64)], [], peer=1, tag=5)
     all_reduce(own, torch.ones(2, 2))
     assert progress(own) == (2, 1)
     first, message, last = flight_recorder.entries()
@@ -106,7 +106,7 @@ def test_who_waits_in_a_call_shows_all_of_its_stack(watched: None) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def engine(tensor: torch.Tensor) -> None:
-        entry = own.enter("all_reduce", [tensor], [tensor])
+        entry = own.record("all_reduce", [tensor], [tensor])
         inside.set()
         go_on.wait(60)
         entry.done = True
@@ -165,17 +165,17 @@ def test_it_is_read_while_others_write(watched: None) -> None:
 
 
 def test_the_probe_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(probe_recorder, "_RECORDERS", ("phalanx",))
-    monkeypatch.setattr(probe_recorder, "_known", {})
+    monkeypatch.setattr(recorders, "is_initialized", lambda: True)
+    monkeypatch.setattr(recorders, "RECORDERS", ("phalanx",))
+    monkeypatch.setattr(group_progress, "names", {})
     lost, own = flight_recorder.FlightRecorder(lambda: "0"), flight_recorder.FlightRecorder(lambda: "0")
     all_reduce(lost, torch.ones(3))
     all_reduce(own, torch.ones(3)).done = True
     all_reduce(own, torch.ones(4, dtype=torch.bfloat16))
-    assert [(each["name"], each["enqueued"], each["completed"]) for each in probe_recorder.groups()] == [("0", 2, 1)]
-    pending = probe_recorder.pending()
+    assert [(each["name"], each["enqueued"], each["completed"]) for each in group_progress.progress()] == [("0", 2, 1)]
+    pending = recorded_calls.pending()
     assert (pending["op"], pending["group"], pending["seq"], pending["shapes"]) == ("all_reduce", "0", 2, [[4]])
-    done, waiting = probe_recorder.everything()["calls"]
+    done, waiting = report.full()["calls"]
     assert (done["done"], waiting["done"], waiting["dtypes"], waiting["reduction"]) == (
         True,
         False,

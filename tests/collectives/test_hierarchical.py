@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def test_machines_are_in_the_order_of_their_lowest_rank() -> None:
-    assert neighbours.sort(["b", "a", "b", "c", "a"], 4) == Neighbours(((0, 2), (1, 4), (3,)), 1)
+    assert neighbours.by_host(["b", "a", "b", "c", "a"], 4) == Neighbours(((0, 2), (1, 4), (3,)), 1)
 
 
 def test_ranks_of_this_process_are_on_one_machine() -> None:
@@ -41,8 +41,8 @@ def test_ranks_of_this_process_are_on_one_machine() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
-    store.set("machine of 1", "elsewhere")
-    with pytest.raises(CollectiveTimeout, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to come"):
+    store.set("host of 1", "elsewhere")
+    with pytest.raises(CollectiveTimeout, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to join"):
         neighbours.find(store, 0, 4, 0.1)
 
 
@@ -90,4 +90,4 @@ def test_everything_on_two_hosts_and_then_one_is_lost(lab: Lab) -> None:
     for rank, job in enumerate(jobs):
         assert f"rank {rank} of 3: all as it should be, by shm" in job.out
     for job in (jobs[0], jobs[2]):
-        assert "PeerLost: all_reduce: rank 1 on another machine has ended, or cannot be reached" in job.out
+        assert "PeerLost: all_reduce: rank 1 on another host has ended, or cannot be reached" in job.out

@@ -1,4 +1,4 @@
-"""By hand, on a machine with a GPU: `phalanx run -g 1 tests/launch/gpu_witness.py`. What a probe sees of NCCL.
+"""By hand, on a machine with a GPU: `phalanx run -g 1 tests/launch/gpu_probe.py`. What a probe sees of NCCL.
 
 Prints what the recorder and the page say, and fails where that is not so.
 """
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WITNESS: Any = sys.modules["_phalanx_forkserver.probe.probe"].current
-RECORDER: Any = sys.modules["_phalanx_forkserver.probe.recorder"]
-PAGE: Any = sys.modules["_phalanx_forkserver.probe.page"]
+PROBE: Any = sys.modules["_phalanx_forkserver.probe.probe"].current
+REPORT: Any = sys.modules["_phalanx_forkserver.probe.report"]
+SLOT: Any = sys.modules["_phalanx_forkserver.probe.status_slot"]
 
 
 def read() -> Any:
-    own = WITNESS._sampler._page
-    return PAGE.read(own._memory, own._base // PAGE.SIZE)
+    own = PROBE._sampler._slot
+    return SLOT.read(own._memory, own._base // SLOT.SIZE)
 
 
 def told() -> dict[str, Any]:
     """From another thread, as the agent's questions are answered; twice, for a moving group is not read."""
     found: list[dict[str, Any]] = []
-    asker = threading.Thread(target=lambda: found.append(RECORDER.everything()))
+    asker = threading.Thread(target=lambda: found.append(REPORT.full()))
     asker.start()
     asker.join()
     return found[0]
@@ -55,7 +55,7 @@ def captured(device: torch.device) -> None:
 
     def ask() -> None:
         while not over.is_set():
-            RECORDER.everything()
+            REPORT.full()
 
     asker = threading.Thread(target=ask)
     asker.start()
@@ -80,7 +80,7 @@ def pending(device: torch.device) -> None:
 
     def watch() -> None:
         time.sleep(1.5)
-        seen.extend([RECORDER.everything(), read()])
+        seen.extend([REPORT.full(), read()])
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -1,4 +1,4 @@
-"""Tensors of several ranks: packed together, taken apart, cut into pieces, reduced one after the other."""
+"""Helpers for the tensors of several ranks: pack, unpack, split, reduce, and reuse buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .engine import Op, Reduction
 
-ROOM = 1 << 26  # bytes
+LIMIT = 1 << 26  # bytes
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.add,
@@ -22,6 +22,7 @@ _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
 
 
 def pack(into: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Copy the parts into one tensor, one after the other."""
     begin = 0
     for part in parts:
         into[begin : begin + part.numel()].copy_(part.view(-1))
@@ -30,24 +31,25 @@ def pack(into: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(bundle: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy a packed tensor back to its parts."""
     begin = 0
     for part in parts:
         part.view(-1).copy_(bundle[begin : begin + part.numel()])
         begin += part.numel()
 
 
-def pieces_of(tensor: torch.Tensor, most: int) -> list[torch.Tensor]:
-    """Of at most so many bytes; of nothing, none."""
+def split_pieces(tensor: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """Split a tensor into pieces of at most `most` bytes; none if it is empty."""
     return list(tensor.split(most // tensor.element_size())) if tensor.numel() else []
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """In which it is reduced."""
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a reduction of `dtype` accumulates in."""
     return _WIDER.get(dtype, dtype)
 
 
 def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op) -> torch.Tensor:
-    """In their order; `out` may be one of them. The others are written to, too."""
+    """Reduce `parts` in order into `out`, which may be one of them. Overwrites the others."""
     total = parts[0]
     for number, part in enumerate(parts[1:], 2):
         total = _COMBINE[op](total, part, out=out if number == len(parts) else total)
@@ -55,7 +57,7 @@ def combine(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op) -> torch.T
 
 
 def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) -> None:
-    """Averaged where that is asked for, and rounded once."""
+    """Divide by `size` if an average was requested, and write the result to `out`, rounded once."""
     if how.average:
         if total.is_floating_point():
             total.div_(size)
@@ -65,14 +67,15 @@ def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) ->
         out.copy_(total)
 
 
-class Room:
-    """Memory that is used again, up to a limit: new pages cost more than what is written to them."""
+class BufferCache:
+    """Buffers that are reused, up to a limit: new pages cost more than writing to them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
-        self._left = ROOM
+        self._left = LIMIT
 
     def get(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of `count` elements; a later call with the same name may return the same memory."""
         size = count * dtype.itemsize
         kept = self._kept.get(name)
         if kept is None or kept.numel() < size:
@@ -84,10 +87,13 @@ class Room:
         return kept[:size].view(dtype)
 
     def bytes(self, name: str, count: int) -> torch.Tensor:
+        """Return a buffer of bytes."""
         return self.get(name, count, torch.uint8)
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a buffer of the size and type of `tensor`."""
         return self.get(name, tensor.numel(), tensor.dtype)
 
     def copy(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of `tensor`, converted to `dtype`, in a buffer."""
         return self.get(name, tensor.numel(), dtype).copy_(tensor)

@@ -28,7 +28,7 @@ def report() -> dict[str, str]:
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.xdist_group("parcels")
+@pytest.mark.xdist_group("p2p")
 @pytest.mark.parametrize("way", ["direct", "staged"])
 @pytest.mark.parametrize("scene", list(SCENES))
 def test_scene(scene: str, way: str) -> None:
@@ -37,8 +37,8 @@ def test_scene(scene: str, way: str) -> None:
 
 def _built(program: Path, *flags: str) -> Path:
     native = ROOT / "src/phalanx/collectives/native"
-    sources = [native / f"{name}.c" for name in ("group", "queue", "post", "parcels", "regions", "reduce")]
-    test = Path(__file__).parent / "native/parcels_test.c"
+    sources = [one for one in native.glob("*.c") if one.name != "binding.c"]
+    test = Path(__file__).parent / "native/p2p_test.c"
     common = ["-std=gnu11", "-g", "-O1", "-pthread", f"-I{native}", "-Wl,--wrap=mmap,--wrap=munmap"]
     subprocess.run(["gcc", *common, *flags, test, *sources, "-o", program], check=True, timeout=100)
     return program
@@ -48,7 +48,7 @@ def _built(program: Path, *flags: str) -> Path:
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     """Ranks that are threads of one program, whose memory a sanitizer watches."""
-    program = _built(tmp_path / "parcels", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    program = _built(tmp_path / "p2p", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     done = subprocess.run([program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
 
@@ -56,7 +56,7 @@ def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 def test_deaths(tmp_path: Path) -> None:
     """A rank that dies before and after each thing it does for a message: the other learns it, or has the message."""
-    program = _built(tmp_path / "parcels", "-DPHX_FAULTS")
+    program = _built(tmp_path / "p2p", "-DPHX_FAULTS")
     done = subprocess.run([program, "deaths"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.split()[0]) > 50, done.stdout

@@ -27,9 +27,6 @@ void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_
 }
 int __wrap_munmap(void *at, size_t size) { return at == memory ? 0 : __real_munmap(at, size); }
 
-/* Collectives are not what is tested here. */
-int phx_execute(phx_group *g, const struct phx_call *call) { return call->kind == PHX_BARRIER ? phx_meet(g) : PHX_FAILED; }
-
 static void expect(int right, const char *what, int line) {
     if (right) return;
     fprintf(stderr, "line %d: not so: %s\n", line, what);
@@ -40,7 +37,7 @@ static void expect(int right, const char *what, int line) {
 static int ended(phx_group *g, uint64_t ticket) {
     int from;
     size_t bytes;
-    return phx_parcel_wait(g, ticket, 0, &from, &bytes);
+    return phx_p2p_wait(g, ticket, 0, &from, &bytes);
 }
 
 static uint8_t *made(size_t bytes, int seed) {
@@ -74,7 +71,7 @@ static void crossing(phx_group *g, int tags) {
     for (int i = 0; i < n; i++) {
         int from;
         size_t bytes, wanted = size_of(i % g->ranks, g->rank, i / g->ranks);
-        EXPECT(phx_parcel_wait(g, recvs[i], 0, &from, &bytes) == PHX_OK);
+        EXPECT(phx_p2p_wait(g, recvs[i], 0, &from, &bytes) == PHX_OK);
         EXPECT(from == i % g->ranks && bytes == wanted);
         uint8_t *right = made(wanted, from + i / g->ranks);
         EXPECT(!memcmp(in[i], right, wanted));
@@ -100,7 +97,7 @@ static void *round_trips(void *arg) {
         size_t bytes = sizes[i % 4];
         uint8_t *out = made(bytes, i), *in = malloc(bytes);
         uint64_t recv = phx_recv(g, in, bytes, left, p->base, 0), send = phx_send(g, out, bytes, right, p->base, 0);
-        while (i % 3 == 0 && !phx_parcel_done(g, recv)) sched_yield();
+        while (i % 3 == 0 && !phx_p2p_done(g, recv)) sched_yield();
         EXPECT(ended(g, send) == PHX_OK);
         EXPECT(ended(g, recv) == PHX_OK);
         EXPECT(!memcmp(in, out, bytes));
@@ -125,7 +122,7 @@ static void any_source(phx_group *g) {
     for (int i = 0; i < 50 * (g->ranks - 1); i++) {
         int from, got = -1;
         size_t bytes;
-        EXPECT(phx_parcel_wait(g, phx_recv(g, &got, sizeof got, -1, 7, 0), 0, &from, &bytes) == PHX_OK);
+        EXPECT(phx_p2p_wait(g, phx_recv(g, &got, sizeof got, -1, 7, 0), 0, &from, &bytes) == PHX_OK);
         EXPECT(got == from && from > 0);
         seen += got;
     }
@@ -139,10 +136,10 @@ static void sizes_differ(phx_group *g) {
         int from, result;
         size_t bytes;
         if (g->rank) {
-            result = phx_parcel_wait(g, phx_send(g, data, sent[i], 0, 9, 0), 0, &from, &bytes);
+            result = phx_p2p_wait(g, phx_send(g, data, sent[i], 0, 9, 0), 0, &from, &bytes);
             EXPECT(i ? result == PHX_MISMATCH && from == 0 && bytes == wanted[i] : result == PHX_OK);
         } else {
-            result = phx_parcel_wait(g, phx_recv(g, data, wanted[i], 1, 9, 0), 0, &from, &bytes);
+            result = phx_p2p_wait(g, phx_recv(g, data, wanted[i], 1, 9, 0), 0, &from, &bytes);
             EXPECT(result == PHX_MISMATCH && from == 1 && bytes == sent[i]);
         }
     }
@@ -155,7 +152,7 @@ static void taken_back(phx_group *g) {
     int from;
     size_t bytes;
     if (g->rank == 0) {
-        EXPECT(phx_parcel_wait(g, phx_send(g, data, 100000, 1, 11, 30), 0, &from, &bytes) == PHX_TIMEOUT && from == 1);
+        EXPECT(phx_p2p_wait(g, phx_send(g, data, 100000, 1, 11, 30), 0, &from, &bytes) == PHX_TIMEOUT && from == 1);
         memset(data, 0, 100000);
         EXPECT(ended(g, phx_send(g, &ready, 1, 1, 12, 0)) == PHX_OK);
         free(data), data = made(100000, 4);
@@ -177,7 +174,7 @@ static void *rank(void *arg) {
     for (int r = 0; r < RANKS; r++) pids[r] = getpid();
     phx_group *g = phx_join(memory_fd, (int)(intptr_t)arg, RANKS, SLOT, pids, !staged, 60000, NULL);
     EXPECT(g != NULL);
-    struct phx_call barrier = {.kind = PHX_BARRIER, .before = 1.0};
+    struct phx_call barrier = {.kind = PHX_BARRIER, .scale = 1.0};
     crossing(g, 8);
     any_source(g);
     sizes_differ(g);
