@@ -606,9 +606,9 @@ def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
     for name in ("0", "1", "spare.2"):
         (Path(folder.rank_folder(0, name)) / "stdout.log").write_text(name)
     for number, (rank, spare) in enumerate(((0, False), (1, False), (1, True))):
-        folder.event(events.WorkerBorn(time=1.0, rank=rank, pid=10 + number, spare=spare))
+        folder.event(events.WorkerStarted(time=1.0, rank=rank, pid=10 + number, spare=spare))
     assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "1"}
     os.utime(tmp_path / "attempt_0" / "spare.2" / "stdout.log", (time.time(), time.time() + 9))
-    folder.event(events.WorkerSeated(time=2.0, rank=1, pid=12, was=1))
+    folder.event(events.RankChanged(time=2.0, rank=1, pid=12, previous_rank=1))
     assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "spare.2"}
     folder.close()

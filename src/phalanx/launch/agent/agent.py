@@ -277,7 +277,7 @@ class NodeAgent:
             events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
-                way=self._fork_server.way,
+                mode=self._fork_server.way,
                 seconds=round(sum(report["seconds"].values()), 3),
                 imports={name: took for name, took in report["seconds"].items() if took >= 0.01},
             )

@@ -316,7 +316,7 @@ class WorkerGroup:
         worker = self.workers[name]
         worker.pid = pid
         self._stage.folder.event(
-            events.WorkerBorn(
+            events.WorkerStarted(
                 time=time.time(),
                 rank=worker.seat.rank,
                 pid=pid,
@@ -583,7 +583,9 @@ class WorkerGroup:
             worker.spare = spare
             if worker.probe is not None:
                 worker.probe.seat(None if spare else seat.rank)
-            self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
+            self._stage.folder.event(
+                events.RankChanged(time=time.time(), rank=seat.rank, pid=worker.pid, previous_rank=was)
+            )
         return {was: seat.rank}
 
     def hold(self, why: str) -> None:

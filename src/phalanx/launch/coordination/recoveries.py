@@ -54,11 +54,11 @@ class Recoveries:
         self._since = self._since if self._open else time.monotonic()
         self._open.append(fall)
 
-    def moved(self, fall: WorkerFailure, way: RecoveryAction, *, joins: bool = False) -> None:
+    def moved(self, fall: WorkerFailure, way: RecoveryAction, *, kind: events.FaultKind = "node-lost") -> None:
         """A node has come or gone, as it may: it costs nothing of the budget."""
         self._latest = Recovery(way)
         self._folder.event(
-            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value, joins=joins)
+            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value, kind=kind)
         )
         self._note(fall)
         self._moves += 1

@@ -116,7 +116,7 @@ def test_an_event_is_told_at_once_and_many_together() -> None:
         updates = [told for name, told in browser.got if name == "update"]
         took = browser.when[-1] - browser.when[0]
         assert len(updates) <= took / subscribers.EVERY + 3
-        told = [each["text"] for update in updates for each in update.get("told", ())]
+        told = [each["text"] for update in updates for each in update.get("events", ())]
         assert [text for text in told if text.isdigit()] == [str(number) for number in range(200)]
 
     asyncio.run(work())
