@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from phalanx.control.messages import KNOCK_LIMIT
+from phalanx.control.messages import JOIN_REQUEST_LIMIT
 from phalanx.errors import JoinError
 
 MOST = 512  # connections that have not proved anything yet, besides those of the members that are expected
 PATIENCE = 10.0  # seconds to do it in
-ALLOWANCE = KNOCK_LIMIT + (1 << 14)  # bytes to do it with: a request and a knock
+ALLOWANCE = JOIN_REQUEST_LIMIT + (1 << 14)  # bytes to do it with: a request and a knock
 AT_ONCE = 64  # connections that are taken before those taken earlier are looked at
 _OTHER_FILES = 256  # that this process may need besides
 

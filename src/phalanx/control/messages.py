@@ -1,11 +1,11 @@
-"""Everything that crosses the wire between agents: typed, bounded, and never code.
+"""The messages between agents: typed, bounded, and never code.
 
 member                         leader
   | ------- connects ------------> |
   | <------ Challenge ------------ |   a nonce, fresh for this connection
-  | ------- Knock ---------------> |   an Arrival, and the proof that it comes from somebody with the token
-  | <------ Answer --------------- |   a Welcome or a Refusal, and the leader's proof
-  | <=== sealed messages ========> |   from here on every frame carries a code of its own (channel.py)
+  | ------- JoinRequest ---------> |   a NodeInfo, and the proof that the sender has the token
+  | <------ JoinAnswer ----------- |   a Welcome or a Refusal, and the proof of the leader
+  | <=== sealed messages ========> |   from here on every frame is authenticated (channel.py)
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from msgspec import Meta
 
 PROTOCOL = 1
 
-KNOCK_LIMIT = 1 << 16  # bytes that a stranger may make us look at
+JOIN_REQUEST_LIMIT = 1 << 16  # bytes of a message before authentication
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
-LETTER_LIMIT = 1 << 18  # bytes of a part of a letter
-LETTERS_LIMIT = 1 << 25  # bytes of a whole one
+RPC_FRAME_LIMIT = 1 << 18  # bytes of one frame of a call
+RPC_LIMIT = 1 << 25  # bytes of a whole call
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Meta(max_length=32)]
@@ -34,10 +34,10 @@ Names = Annotated[dict[Name, Name], Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_like=False, omit_defaults=True):
-    pass
+    """Base of all messages."""
 
 
-# -- at the door
+# -- handshake
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
@@ -45,9 +45,9 @@ class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
     nonce: Nonce
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, tag="knock"):
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
     nonce: Nonce
-    arrival: Annotated[bytes, Meta(max_length=KNOCK_LIMIT)]  # an encoded Arrival: the proof is over these bytes
+    arrival: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
     proof: Proof
 
 
@@ -76,7 +76,7 @@ class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     ready: bool
 
 
-class NodeInfo(Message, frozen=True, kw_only=True, tag="arrival"):
+class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
     run: Name  # id of the run, where the user gave one
     member: Count | None  # None: the leader numbers us
     host: Name
@@ -106,7 +106,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
 
-# -- inside
+# -- after the handshake
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
@@ -124,7 +124,7 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
     text: Text
 
 
-class StartRanks(Message, frozen=True, kw_only=True, tag="place"):
+class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
     """The ranks of the member that reads it, and what they need to know of the rest. No ranks: it is a spare."""
 
     world_size: Count
@@ -172,7 +172,7 @@ class Peer(Message, frozen=True, kw_only=True, tag="peer"):
     works: bool = True  # else it is a spare
 
 
-class PeerList(Message, frozen=True, kw_only=True, tag="roll"):
+class PeerList(Message, frozen=True, kw_only=True, tag="peer-list"):
     """All who are here, the leader too. Whoever comes after it in this order takes its place when it is lost."""
 
     leader: Count
@@ -194,7 +194,7 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     ends: bool = False
 
 
-class ForwardSignal(Message, frozen=True, kw_only=True, tag="pass"):
+class ForwardSignal(Message, frozen=True, kw_only=True, tag="forward-signal"):
     """Give your workers this signal; it ends nothing."""
 
     signal: Signal
@@ -207,7 +207,7 @@ class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
     text: Text = ""
 
 
-class RegroupReady(Message, frozen=True, kw_only=True, tag="able"):
+class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
     """Whether workers of this member can regroup: some have said so, and none is through with its work.
 
     `ready`: all of them have, so that nobody would wait for their imports.
@@ -245,7 +245,7 @@ class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
     preempt: bool = False
 
 
-class NodeHaltAck(Message, frozen=True, kw_only=True, tag="standing"):
+class NodeHaltAck(Message, frozen=True, kw_only=True, tag="halt-ack"):
     """contract/worker_messages.py's, of one rank."""
 
     rank: Count
@@ -268,8 +268,8 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
     ended: bool = False
 
 
-class FailureReport(Message, frozen=True, kw_only=True, tag="casualty"):
-    """A worker that ended badly (launch/runs/root_cause.py's Death), and how its own node tells about it."""
+class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
+    """A worker that ended badly (launch/runs/root_cause.py: ProcessFailure), and how its own node tells about it."""
 
     rank: Count
     code: Annotated[int, Meta(ge=-64, le=255)]
@@ -298,12 +298,12 @@ class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
     text: Text
 
 
-class RpcFrame(Message, frozen=True, kw_only=True, tag="letter"):
+class RpcFrame(Message, frozen=True, kw_only=True, tag="rpc"):
     """A call between nodes: launch/ipc/node_rpc.py. `more`: another part follows."""
 
     kind: Name
     number: Annotated[int, Meta(ge=0)]
-    content: Annotated[bytes, Meta(max_length=LETTER_LIMIT)] = b""
+    content: Annotated[bytes, Meta(max_length=RPC_FRAME_LIMIT)] = b""
     more: bool = False
 
 
@@ -314,7 +314,7 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
     text: Text = ""
 
 
-AtTheDoor = Challenge | JoinRequest | JoinAnswer
+Handshake = Challenge | JoinRequest | JoinAnswer
 FromLeader = (
     Ping
     | Waiting
@@ -361,8 +361,8 @@ class MessageReader(Generic[T]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-door: MessageReader[AtTheDoor] = MessageReader(AtTheDoor)
-arrival: MessageReader[NodeInfo] = MessageReader(NodeInfo)
+handshake: MessageReader[Handshake] = MessageReader(Handshake)
+node_info: MessageReader[NodeInfo] = MessageReader(NodeInfo)
 answer: MessageReader[Welcome | Refusal] = MessageReader(Welcome | Refusal)
 from_leader: MessageReader[FromLeader] = MessageReader(FromLeader)
 from_member: MessageReader[FromMember] = MessageReader(FromMember)
