@@ -283,5 +283,5 @@ def test_files_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
         connection_gate.make_room(members)
         assert asked == wanted
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    with pytest.raises(JoinError, match="4096 nodes cannot join: this process may have 4096 files open"):
+    with pytest.raises(JoinError, match="4096 nodes cannot join: the limit of open files is 4096"):
         connection_gate.make_room(4096)

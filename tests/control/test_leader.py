@@ -541,7 +541,7 @@ def test_enough_begin_after_the_last_call_and_others_come_later() -> None:
                 await until(lambda: led.ears.came == [2])
                 assert late.welcome is not None
                 assert late.welcome.member == 2
-                roll = led.leader.roll(working=[0, 1])
+                roll = led.leader.peer_list(working=[0, 1])
                 assert [(peer.member, peer.port, peer.works) for peer in roll.peers] == [(1, 0, True), (2, 4711, False)]
                 assert led.leader.audible == 3
 

@@ -215,7 +215,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         told = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))
         await made.tell(
             events.MetricsMeasured(time=time.time(), step=1, values={evil: 1.0}),
-            events.Note(time=time.time(), text=evil),
+            events.NoteEvent(time=time.time(), text=evil),
             told,
         )
         async with looked_at(stage.chromium, made) as page:

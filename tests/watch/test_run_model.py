@@ -335,7 +335,7 @@ def test_what_is_lost(name: str) -> None:
     model = told(*started(), *(sample(second, 2 * second, 2 * second) for second in range(2, 11)), *happened)
     assert model.lost == pytest.approx(lost)
     assert model.lost_time.seconds == pytest.approx(lost)
-    model.apply(events.Note(time=102, text="later"))
+    model.apply(events.NoteEvent(time=102, text="later"))
     assert model.goodput == pytest.approx(1 - lost / 100), "of the time since the first step, at 2 s"
 
 
@@ -354,11 +354,11 @@ def test_the_story_is_told_once_and_in_words() -> None:
     failed = "rank 0 failed: ValueError: x"
     model = told(
         *started(),
-        events.Note(time=2, text="chaos"),
-        events.Note(time=3, text="chaos"),
+        events.NoteEvent(time=2, text="chaos"),
+        events.NoteEvent(time=3, text="chaos"),
         FAULT,
         events.Recovered(time=11, generation=1, seconds=0.067, step=74, redone=1),
-        events.Note(time=11, text=note, repeats=True),
+        events.NoteEvent(time=11, text=note, repeats=True),
         events.FaultEvent(time=12, rank=0, reason=failed, recovery="stop"),
         events.Stopping(time=12, reason=failed, signal="SIGTERM"),
         events.WorkerFailed(time=13, rank=0, summary=failed, code=1),
@@ -380,7 +380,7 @@ def test_nodes_that_join_are_told() -> None:
         events.RendezvousProgress(time=0, expected=3, joined=("a",), missing=("b", "c")),
         events.RendezvousProgress(time=5, expected=3, joined=("a", "c"), missing=("b",)),
     )
-    model.apply(events.Note(time=6, text="2 of 3 nodes are here, waiting for b (3 s)", repeats=True))
+    model.apply(events.NoteEvent(time=6, text="2 of 3 nodes are here, waiting for b (3 s)", repeats=True))
     assert model.rendezvous is not None
     assert model.rendezvous.missing == ("b",)
     model.apply(events.RendezvousProgress(time=9, expected=3, joined=("a", "b", "c")))
@@ -499,7 +499,7 @@ def test_days_stay_in_bounds() -> None:
         model.apply(
             events.MetricsMeasured(time=second * 60.0, step=second, values={"loss": 1.0, f"made up {second}": 2.0})
         )
-        model.apply(events.Note(time=second * 60.0, text=f"{second}"))
+        model.apply(events.NoteEvent(time=second * 60.0, text=f"{second}"))
     assert len(model.timeline_events) == 500
     assert len(model.curves) == 100
     assert max(len(curve.points) for curve in model.curves.values()) <= 2000

@@ -70,7 +70,7 @@ def test_a_newcomer_sees_what_the_first_one_sees() -> None:
             assert update is not None
             for client in (first, *newcomers):
                 client.receive(encode(update))
-    model.apply(events.Note(time=model.now, text="the last word"))
+    model.apply(events.NoteEvent(time=model.now, text="the last word"))
     last = updates.next()
     assert last is not None
     for client in (first, *newcomers):
@@ -95,7 +95,7 @@ def test_only_what_has_changed() -> None:
     updates = Updates(model)
     whole = updates.whole()
     assert (len(whole.rows), len(whole.links), whole.measured) == (16, 1, 1.7e9 - 3600)
-    model.apply(events.Note(time=model.now, text="a word"))
+    model.apply(events.NoteEvent(time=model.now, text="a word"))
     update = updates.next()
     assert update is not None
     assert (update.rows, update.strips, update.curves, update.gone, update.links) == ((), {}, {}, (), ())
@@ -123,7 +123,7 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     for _ in range(2):
         assert update is not None
         assert [one.text for one in update.verdicts] == ["rank 1 is stuck"]
-        model.apply(events.Note(time=108.0, text="a word"))
+        model.apply(events.NoteEvent(time=108.0, text="a word"))
         update = updates.next()
 
 

@@ -177,7 +177,7 @@ class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     code: int
 
 
-class Note(Event, frozen=True, kw_only=True, tag="note"):
+class NoteEvent(Event, frozen=True, kw_only=True, tag="note"):
     """A message on the console."""
 
     text: str
@@ -315,7 +315,7 @@ AnyEvent = (
     | Resumed
     | StepTimingReport
     | StoreLost
-    | Note
+    | NoteEvent
     | RankInfos
     | ClusterSample
     | MetricsMeasured

@@ -41,23 +41,29 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_l
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
+    """A nonce, new for this connection."""
+
     protocol: int
     nonce: Nonce
 
 
 class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
+    """A NodeInfo, with the proof that the sender has the token."""
+
     nonce: Nonce
     arrival: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
     proof: Proof
 
 
 class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
+    """A Welcome or a Refusal, with the proof that the leader has the token."""
+
     content: Annotated[bytes, Meta(max_length=FRAME_LIMIT)]  # an encoded Welcome or Refusal
     proof: Proof
 
 
 class Claim(Message, frozen=True, kw_only=True, tag="claim"):
-    """A place that a scheduler has given: this agent is one of its tasks."""
+    """The rank that a scheduler has assigned: this agent is one of its tasks."""
 
     rank: Count
     size: Count
@@ -67,7 +73,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
 
 
 class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
-    """What the workers of a member are at, whose leader is lost."""
+    """The state of the workers of a member whose leader is lost."""
 
     attempt: Count
     generation: Count
@@ -77,6 +83,8 @@ class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
 
 
 class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
+    """What a node says about itself when it joins."""
+
     run: Name  # id of the run, where the user gave one
     member: Count | None  # None: the leader numbers us
     host: Name
@@ -92,12 +100,16 @@ class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+    """Why a node cannot join."""
+
     kind: Name
     leader: Text  # what the leader has
     member: Text = ""  # what it saw of the member
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The node has joined."""
+
     member: Count
     run: Name  # the run's name, everywhere
     leader: Name  # its host
@@ -110,22 +122,26 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Sent by the leader to all members."""
+
     time: float
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """The answer to a ping."""
+
     ping: float  # the leader's time, given back
     time: float  # the member's own
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """The roll call goes on."""
+    """The progress of the rendezvous."""
 
     text: Text
 
 
 class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
-    """The ranks of the member that reads it, and what they need to know of the rest. No ranks: it is a spare."""
+    """The ranks of the receiving member, and what they need to know of the others. No ranks: it is a spare."""
 
     world_size: Count
     node: Count
@@ -138,7 +154,7 @@ class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """Begin an attempt: everybody is here, or you have come later."""
+    """Start an attempt."""
 
     attempt: Count
     place: StartRanks
@@ -146,7 +162,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
 
 
 class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
-    """Somebody has died or come, here or there. Replace your dead, and have the living form the group anew."""
+    """The group changes: replace failed workers, and have the others form the group again."""
 
     attempt: Count
     generation: Count
@@ -156,14 +172,14 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
 
 
 class Hold(Message, frozen=True, kw_only=True, tag="hold"):
-    """Too few are left to go on: have the living wait for a regroup."""
+    """Too few nodes are left: have the workers wait for a regroup."""
 
     attempt: Count
     why: Text
 
 
 class Peer(Message, frozen=True, kw_only=True, tag="peer"):
-    """A member, as the leader knows it: where it could be reached, if it had to lead."""
+    """A member, and where it could be reached if it had to lead."""
 
     member: Count
     host: Name
@@ -173,20 +189,20 @@ class Peer(Message, frozen=True, kw_only=True, tag="peer"):
 
 
 class PeerList(Message, frozen=True, kw_only=True, tag="peer-list"):
-    """All who are here, the leader too. Whoever comes after it in this order takes its place when it is lost."""
+    """All members with the leader. The order is that of succession when the leader is lost."""
 
     leader: Count
     peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
 
 
 class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):
-    """contract/worker_messages.py's, for your workers."""
+    """Halt of contract/worker_messages.py, for all workers of the member."""
 
     step: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """End your workers. `ends`: the run is over with it, as by that signal."""
+    """Stop the workers. `ends`: the run ends with it, as by that signal."""
 
     signal: Signal
     reason: Text
@@ -195,22 +211,22 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
 
 
 class ForwardSignal(Message, frozen=True, kw_only=True, tag="forward-signal"):
-    """Give your workers this signal; it ends nothing."""
+    """Send this signal to the workers; nothing ends."""
 
     signal: Signal
 
 
 class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
-    """The run is over, for everybody, with this code."""
+    """The run is over on all nodes, with this exit code."""
 
     code: Annotated[int, Meta(ge=0, le=255)]
     text: Text = ""
 
 
 class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
-    """Whether workers of this member can regroup: some have said so, and none is through with its work.
+    """Whether the workers of this member can regroup: some have connected, and none has finished.
 
-    `ready`: all of them have, so that nobody would wait for their imports.
+    `ready`: all of them have connected, so that a regroup does not wait for imports.
     """
 
     called: bool
@@ -219,7 +235,7 @@ class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
 
 
 class Failing(Message, frozen=True, kw_only=True, tag="failing"):
-    """A worker has failed: the others cannot go on as they are."""
+    """A worker has failed."""
 
     rank: Count
     reason: Text
@@ -231,7 +247,7 @@ class Failing(Message, frozen=True, kw_only=True, tag="failing"):
 
 
 class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
-    """A group that has formed anew has committed its first step."""
+    """The first step after a regroup is committed."""
 
     generation: Count
     step: Annotated[int, Meta(ge=0)]
@@ -239,14 +255,14 @@ class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
-    """A member was asked to end the run. `preempt`: after a checkpoint, if there can be one."""
+    """A member got a signal to end the run. `preempt`: after a checkpoint, if possible."""
 
     signal: Signal
     preempt: bool = False
 
 
 class NodeHaltAck(Message, frozen=True, kw_only=True, tag="halt-ack"):
-    """contract/worker_messages.py's, of one rank."""
+    """HaltAck of contract/worker_messages.py, of one rank."""
 
     rank: Count
     step: Annotated[int, Meta(ge=0)]
@@ -255,11 +271,13 @@ class NodeHaltAck(Message, frozen=True, kw_only=True, tag="halt-ack"):
 
 
 class NodeHalted(Message, frozen=True, kw_only=True, tag="halted"):
+    """A checkpoint of this step is on disk."""
+
     step: Annotated[int, Meta(ge=0)]
 
 
 class Log(Message, frozen=True, kw_only=True, tag="log"):
-    """What a rank wrote, for the leader's terminal."""
+    """Output of a rank, for the terminal of the leader."""
 
     rank: Count
     stream: Annotated[int, Meta(ge=1, le=2)]
@@ -295,6 +313,8 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
 
 
 class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
+    """A line for the console."""
+
     text: Text
 
 
@@ -308,7 +328,7 @@ class RpcFrame(Message, frozen=True, kw_only=True, tag="rpc"):
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
-    """A member goes, and why; without a word of it, it is lost."""
+    """A member leaves, and why. Without this message it is lost."""
 
     code: Annotated[int, Meta(ge=0, le=255)] = 0
     text: Text = ""
@@ -348,12 +368,13 @@ T = TypeVar("T")
 
 
 class MessageReader(Generic[T]):
-    """A decoder that has one kind of error for whatever a stranger may send."""
+    """A decoder that raises only msgspec.DecodeError."""
 
     def __init__(self, kind: Any) -> None:
         self._decode: Callable[[bytes], T] = msgspec.msgpack.Decoder(kind).decode
 
     def decode(self, data: bytes) -> T:
+        """Return the message. Raises msgspec.DecodeError."""
         try:
             return self._decode(data)
         except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these out as they are
@@ -369,6 +390,7 @@ from_member: MessageReader[FromMember] = MessageReader(FromMember)
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
     try:
         return _encode(message)
     except UnicodeEncodeError:  # names of files and output may hold bytes that are no text

@@ -630,7 +630,7 @@ class WorkerGroup:
         self._store_started = False
         self.prepare_store()
 
-    def _place(self, worker: Worker) -> words.FromSupervisor:
+    def _place(self, worker: Worker) -> words.FromAgent:
         """What a worker is told about where it stands."""
         plan, seat = self._stage.plan, worker.seat
         preempt = tuple(map(int, plan.ending.preempt))

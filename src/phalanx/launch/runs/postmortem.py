@@ -150,7 +150,7 @@ def report(remains: PostmortemData) -> str:
         lines.append(f"it had stood still: {verdict.text}")
         lines += [f"  {detail}" for detail in verdict.details]
     lines += _survived(remains)
-    notes = [event.text for event in remains.happened if isinstance(event, events.Note)]
+    notes = [event.text for event in remains.happened if isinstance(event, events.NoteEvent)]
     if notes and (record.code or death is None):
         lines += ["the last that was said:", *(f"  {note.splitlines()[0]}" for note in notes[-5:])]
     if record.node:

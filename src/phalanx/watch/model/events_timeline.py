@@ -73,7 +73,7 @@ class EventsTimeline:
         if entry.kind == "note":
             last = self.latest[-1] if self.latest else None
             again = last is not None and last.kind == "note" and last.text == text
-            return again or (isinstance(event, events.Note) and event.repeats)
+            return again or (isinstance(event, events.NoteEvent) and event.repeats)
         return False
 
 
@@ -108,7 +108,7 @@ def _entry(event: events.AnyEvent) -> TimelineEvent | None:
             return TimelineEvent(event.time, "note", f"stopping all ranks ({event.signal}): {event.reason}")
         case events.StoreLost():
             return TimelineEvent(event.time, "note", f"the store process has ended (code {event.code})")
-        case events.Note():
+        case events.NoteEvent():
             return TimelineEvent(event.time, "note", event.text)
         case events.RunEnded():
             how = f"failed with exit code {event.code}" if event.code else "done"

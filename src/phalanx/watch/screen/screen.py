@@ -38,7 +38,7 @@ def show(source: Source, *, actions: RunActions, environ: Mapping[str, str], own
 
     `owned_by_run`: started by `phalanx run --screen`, in its terminal; it ends with the run.
     """
-    return asyncio.run(Screen(source, actions, environ, owned_by_run=owned_by_run).run())
+    return asyncio.run(RunScreen(source, actions, environ, owned_by_run=owned_by_run).run())
 
 
 class RunActions(Protocol):
@@ -57,7 +57,7 @@ class RunActions(Protocol):
         ...
 
 
-class Screen:
+class RunScreen:
     """The screen of one run."""
 
     def __init__(self, source: Source, actions: RunActions, environ: Mapping[str, str], *, owned_by_run: bool) -> None:
