@@ -16,7 +16,7 @@ from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
 from phalanx.forkserver.probe import recorded_calls
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
 from phalanx.launch.hangs import node_evidence
-from tests.diagnose.scene import C10D, HOME, collective, evidence, rank
+from tests.diagnose.made_evidence import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]
 

@@ -16,8 +16,8 @@ from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe import collective_history as kept
 from phalanx.launch.hangs import node_evidence
+from tests.diagnose.made_evidence import C10D, DDP, HOME
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
-from tests.diagnose.scene import C10D, DDP, HOME
 
 REDUCE = [entry("all_reduce", seq, 10) for seq in range(1, 41)]  # a loop of one collective
 STEP = [

@@ -71,6 +71,7 @@ def _main(args: list[str]) -> int:
         return _dispatch(args)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")
+        _write_report(error)
         return error.exit_code
     except BrokenPipeError:
         # Whoever read us has gone (`| head`): the interpreter must not complain about it when it flushes.
@@ -78,6 +79,13 @@ def _main(args: list[str]) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def _write_report(error: PhalanxError) -> None:
+    from phalanx.cluster.sources.surroundings import environment
+    from phalanx.contract import error_report
+
+    error_report.write(error, environment())
 
 
 def _fill_standard_descriptors() -> None:

@@ -22,7 +22,9 @@ from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.hosts import Host, parse_hostfile, parse_hosts
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
+from phalanx.contract import error_report
 from phalanx.contract.events import LinkMeasured
+from phalanx.contract.variables import ERROR_FORMAT
 from phalanx.doctor import machine, refusal, report, result
 from phalanx.doctor.checks.gpus import Gpus
 from phalanx.doctor.finding import Finding, worst
@@ -150,9 +152,8 @@ def _over_ssh(hosts: Sequence[Host], trial: Trial) -> Result:
     """Those that cannot take part are named, and the others looked at without them."""
     refused: list[Finding] = []
     while True:
-        names = [host.name for host in hosts]
         began = time.monotonic()
-        tried = trial.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts), names)
+        tried = trial.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts))
         if tried.nodes:
             return replace(tried, between=(*refused, *tried.between))
         refused += tried.between
@@ -190,7 +191,7 @@ class Trial:
     patience: float  # until all nodes are here
     quick: bool
 
-    def run(self, where: Sequence[str], nodes: int, names: Sequence[str] = (), *, shared: bool = False) -> Result:
+    def run(self, where: Sequence[str], nodes: int, *, shared: bool = False) -> Result:
         """`shared`: other processes run the same, and must have the same words; only one of them gets the result."""
         waits = ["--join-timeout", f"{self.patience:g}"] if self.patience else []
         launch = [sys.executable, "-P", "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
@@ -199,14 +200,14 @@ class Trial:
             outfile = "-" if shared else os.path.join(folder, "result.json")
             # The first node may be another machine, so the result is printed too.
             words = [*launch, "-m", _SURVEY, outfile, "--print", *(["--quick"] if self.quick else [])]
-            code, out, err = _run(words, self.environ, limit)
+            code, out, err = _run(words, {**self.environ, ERROR_FORMAT: "json"}, limit)
             found = _read(outfile) or result.find(out)
         if found is not None:
             return found
         if shared and code == 0:
             return Result(nodes=())
         text = err.decode(errors="replace").strip()
-        if code is not None and (told := refusal.findings(text, names)):
+        if code is not None and (told := refusal.findings(error_report.find(err))):
             return Result(nodes=(), between=tuple(told))
         sys.stderr.write(f"{text}\n" if text else "")
         ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"

@@ -182,6 +182,6 @@ def _typed(given: Given) -> str:
 
 def check_page(at: str | None) -> None:
     if at is not None:
-        from phalanx.watch.page import place
+        from phalanx.watch.page import address
 
-        place.parse(at)
+        address.parse(at)

@@ -232,7 +232,7 @@ class NodeAgent:
     def note(self, text: str, *, repeats: bool = False) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
         told it, and only the console needs the line."""
-        self._folder.event(events.Note(time=time.time(), text=text, repeats=repeats))
+        self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
         if not self._plan.showing.quiet:
             self._console.say(text)
 
@@ -287,7 +287,7 @@ class NodeAgent:
             events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
-                way=self._fork_server.way,
+                mode=self._fork_server.way,
                 seconds=round(sum(report["seconds"].values()), 3),
                 imports={name: took for name, took in report["seconds"].items() if took >= 0.01},
             )
@@ -717,7 +717,7 @@ class NodeAgent:
         """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
         if self._stop_lingering():
             return
-        self._folder.event(events.Note(time=time.time(), text=reason))
+        self._folder.event(events.NoteEvent(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
         elif self._signal is None:  # else we were told before, by the same user or scheduler

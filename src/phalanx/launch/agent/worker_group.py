@@ -318,7 +318,7 @@ class WorkerGroup:
         worker.pid = pid
         worker.enter(WorkerState.RUNNING)
         self._stage.folder.event(
-            events.WorkerBorn(
+            events.WorkerStarted(
                 time=time.time(),
                 rank=worker.seat.rank,
                 pid=pid,
@@ -596,7 +596,9 @@ class WorkerGroup:
             worker.spare = spare
             if worker.probe is not None:
                 worker.probe.seat(None if spare else seat.rank)
-            self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
+            self._stage.folder.event(
+                events.RankChanged(time=time.time(), rank=seat.rank, pid=worker.pid, previous_rank=was)
+            )
         return {was: seat.rank}
 
     def hold(self, why: str) -> None:
@@ -641,7 +643,7 @@ class WorkerGroup:
         self._store_started = False
         self.prepare_store()
 
-    def _place(self, worker: Worker) -> words.FromSupervisor:
+    def _place(self, worker: Worker) -> words.FromAgent:
         """What a worker is told about where it stands."""
         plan, seat = self._stage.plan, worker.seat
         preempt = tuple(map(int, plan.ending.preempt))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.contract import worker_messages as words
-from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
+from phalanx.control.member import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.agent.worker import WorkerFailure
@@ -119,7 +119,7 @@ class FailoverCoordinator:
     @property
     def _patience(self) -> float:
         """Some notice later than others that the leader is gone."""
-        return self._gathering.node_timeout + KNOCK
+        return self._gathering.node_timeout + CONNECT_TIMEOUT
 
     def _note(self, text: str) -> None:
         if self._supervised is not None:

@@ -55,7 +55,7 @@ def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
 
 async def excuse(gathering: RendezvousConfig, why: str) -> None:
     """This node cannot take part: let the leader say so, if there is one."""
-    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), ears=_Deaf())
+    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), events=_Deaf())
     await member.excuse()
 
 
@@ -90,7 +90,7 @@ class FollowerCoordinator:
         self._console = console
         self._supervised: AgentView | None = None
         self._arrival = arrival_of(plan, gathering, door=door)
-        self._member = Member(gathering.token, self._arrival, places(gathering), ears=self)
+        self._member = Member(gathering.token, self._arrival, places(gathering), events=self)
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
@@ -241,7 +241,7 @@ class FollowerCoordinator:
     async def follow(self, where: Endpoint, timeout: float) -> None:
         """Another leader, in the place of the one that was lost. Raises JoinError."""
         arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
-        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], ears=self)
+        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], events=self)
         self._member = member  # what it says may be heard before join returns
         await before.drop()
         await member.join(timeout)

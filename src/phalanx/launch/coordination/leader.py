@@ -20,8 +20,9 @@ from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages, roster
-from phalanx.control.leader import Calling, Leader, Timing
+from phalanx.control.leader import Leader, Timing
 from phalanx.control.member import STEADILY, Endpoint, answers
+from phalanx.control.rendezvous_status import MemberNames
 from phalanx.control.roster import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.preemption import Preemption
@@ -129,12 +130,12 @@ class LeaderCoordinator:
             arrival_of(self._plan, gathering),
             expected=gathering.expected,
             run=self._folder.name,
-            ears=self,
+            events=self,
             promised=gathering.promised,
             timing=Timing(
                 node_timeout=gathering.node_timeout, last_call=gathering.last_call if gathering.elastic else 0.0
             ),
-            calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            names=MemberNames(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,
         )
@@ -144,7 +145,7 @@ class LeaderCoordinator:
 
             addresses = tuple(str(sock.getsockname()[0]) for sock in self._sockets)
             gathering.meeting.announce(LeaderFilePath(addresses, self._sockets[0].getsockname()[1]))
-        await self._leader.roll_call(gathering.join_timeout)
+        await self._leader.wait_for_members(gathering.join_timeout)
 
     async def take_over(self, past: Inheritance, patience: float) -> None:
         """The leader before is lost, and this node has its place: who comes, and whether they are enough."""
@@ -157,10 +158,10 @@ class LeaderCoordinator:
             arrival_of(self._plan, gathering, door=door),
             expected=gathering.expected,
             run=self._folder.name,
-            ears=self,
+            events=self,
             promised=gathering.promised,
             timing=Timing(node_timeout=gathering.node_timeout),
-            calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            names=MemberNames(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,
         )
@@ -471,7 +472,7 @@ class LeaderCoordinator:
         if len(self._seats) + len(self._ready) < self._least:
             return
         who = ", ".join(self._name(member) for member in sorted(self._ready)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP, joins=True)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP, kind="node-joined")
         self._act(self._regroup(f"{who} joined"))
 
     def _wait_for_plain(self) -> None:
@@ -486,7 +487,7 @@ class LeaderCoordinator:
         if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._ability()):
             return
         who = ", ".join(self._name(member) for member in sorted(came)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, joins=True)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, kind="node-joined")
         self._moving = True
         self._act(self._stop_all(f"{who} joined"))
 
@@ -566,7 +567,7 @@ class LeaderCoordinator:
 
     def _tell_roll(self) -> None:
         if self._gathering.elastic:
-            self._own().broadcast(self._own().roll(self._seats.keys()))
+            self._own().broadcast(self._own().peer_list(self._seats.keys()))
 
     def note(self, text: str, *, repeats: bool = False) -> None:
         if self._supervised is not None:
@@ -582,7 +583,7 @@ class LeaderCoordinator:
             self._here, self._called = here, now
             text = text.partition(" (")[0]  # for how long: that is told once, and does not stay true
             self._folder.event(
-                events.RollCall(time=time.time(), expected=expected, here=here, missing=missing, text=text)
+                events.RendezvousProgress(time=time.time(), expected=expected, joined=here, missing=missing, text=text)
             )
 
     def _name(self, member: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ _PLAIN = {
 }
 _NAMED: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(0, 5),
-    "was": st.integers(0, 5),
+    "previous_rank": st.integers(0, 5),
     "world_size": st.integers(0, 9),
     "time": st.one_of(st.floats(0, 200), st.floats(1000, 1010), st.floats(-1e6, 1e10)),
     "state": st.sampled_from(["S", "R", "X", "E", "Z"]),
@@ -31,6 +31,8 @@ def _of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in _PLAIN:
         return _PLAIN[kind]
     inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return st.sampled_from(inner)
     if get_origin(kind) is tuple:
         return st.lists(_of(inner[0]), max_size=4).map(tuple)
     if get_origin(kind) is dict:

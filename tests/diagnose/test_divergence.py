@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, Rank
-from tests.diagnose.scene import (
+from tests.diagnose.made_evidence import (
     C10D,
     GETS,
     HERE,

@@ -94,7 +94,7 @@ def test_strangers_are_turned_away(kind: str) -> None:
             _, seconds = await conversation(led.port, *STRANGERS[kind])
             assert seconds < 3 * FAST.patience
             async with joined(led.port):
-                await led.leader.roll_call(5)
+                await led.leader.wait_for_members(5)
             assert led.ears.gone == []
 
     asyncio.run(meet())
@@ -116,7 +116,7 @@ def test_a_slow_stranger_is_turned_away(words: bytes) -> None:
 def test_a_member_outstays_the_patience_with_strangers() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led, joined(led.port) as (one, ears):
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
             await asyncio.sleep(3 * FAST.patience)
             one.send(NoteMessage(text="x" * 60_000))
             one.send(NoteMessage(text="y" * 60_000))  # more than a stranger may say
@@ -283,5 +283,5 @@ def test_files_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
         connection_gate.make_room(members)
         assert asked == wanted
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    with pytest.raises(JoinError, match="4096 nodes cannot join: this process may have 4096 files open"):
+    with pytest.raises(JoinError, match="4096 nodes cannot join: the limit of open files is 4096"):
         connection_gate.make_room(4096)

@@ -14,11 +14,11 @@ from tests.kit.cli import Terminal
 LEFT = b"\x1b[?1049l"
 
 
-class Glass:
+class VirtualTerminal:
     """
-    glass = Glass(terminal("watch"), 24, 80)
-    glass.until("running")
-    glass.type("f")
+    term = VirtualTerminal(terminal("watch"), 24, 80)
+    term.until("running")
+    term.type("f")
     """
 
     def __init__(self, job: Terminal, rows: int = 24, columns: int = 80) -> None:
@@ -77,6 +77,6 @@ class Glass:
         return text
 
 
-def attributes(glass: Glass) -> list[object]:
+def attributes(term: VirtualTerminal) -> list[object]:
     """Of the terminal, as a shell would find it."""
-    return termios.tcgetattr(glass.job._keys)
+    return termios.tcgetattr(term.job._keys)

@@ -109,14 +109,14 @@ def test_an_event_is_told_at_once_and_many_together() -> None:
         shown = asyncio.create_task(people.show(browser, None))
         await until(lambda: browser.got)
         for number in range(200):
-            feed.queue.put_nowait(events.Note(time=10.0 + number, text=f"{number}"))
+            feed.queue.put_nowait(events.NoteEvent(time=10.0 + number, text=f"{number}"))
             await asyncio.sleep(0.001)
         feed.queue.put_nowait(events.RunEnded(time=400.0, code=0, seconds=39.0))
         await asyncio.gather(following, shown)
         updates = [told for name, told in browser.got if name == "update"]
         took = browser.when[-1] - browser.when[0]
         assert len(updates) <= took / subscribers.EVERY + 3
-        told = [each["text"] for update in updates for each in update.get("told", ())]
+        told = [each["text"] for update in updates for each in update.get("events", ())]
         assert [text for text in told if text.isdigit()] == [str(number) for number in range(200)]
 
     asyncio.run(work())

@@ -1,32 +1,32 @@
-// Numbers and times as people read them.
+// Labels, numbers and times as text.
 
 export const HEALTH = {
-  // what it is called, and its sign: colour alone says nothing
+  // label and symbol: colour alone is not enough
   dead: ["dead", "✕"],
   stuck: ["stuck", "■"],
   silent: ["silent", "○"],
   slow: ["slow", "▾"],
   debugged: ["debugged", "◆"],
   waiting: ["waiting", "◐"],
-  coming: ["coming", "◌"],
-  well: ["well", "●"],
+  starting: ["starting", "◌"],
+  healthy: ["healthy", "●"],
   stopped: ["stopped", "□"],
   done: ["done", "✓"],
 };
 
 export const STATE = {
-  gathering: "nodes gather",
-  starting: "starts",
+  gathering: "waiting for nodes",
+  starting: "starting",
   running: "running",
-  stalled: "stands still",
-  recovering: "recovers",
-  stopping: "stops",
+  stalled: "stalled",
+  recovering: "recovering",
+  stopping: "stopping",
   stopped: "stopped",
   done: "done",
   failed: "failed",
 };
 
-// What was told to end, and did, has not failed: 128 and the number of SIGINT or SIGTERM, as a shell has it.
+// A run that was stopped has not failed: 128 plus the number of SIGINT or SIGTERM.
 export const stateOf = (head) => (head.state === "failed" && (head.code === 130 || head.code === 143) ? "stopped" : head.state);
 
 export const KIND = {
@@ -83,7 +83,7 @@ export function span(seconds) {
 // On the time axis, since the start: 0:07.3
 export function offset(seconds, digits = 0) {
   const sign = seconds < 0 ? "−" : "";
-  // Rounded before it is split, so that no 60th second is shown.
+  // Rounded before it is split: never show 60 seconds.
   const all = Math.round(Math.abs(seconds) * 10 ** digits) / 10 ** digits;
   const rest = (all % 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0");
   const minutes = Math.floor(all / 60);
@@ -95,7 +95,7 @@ export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString("en-GB");
 }
 
-// 0.00084, 20k, 1.5M, 3e-5: as watch/charts/axis.py writes them.
+// 0.00084, 20k, 1.5M, 3e-5: as in watch/charts/axis.py.
 export function short(value, digits = 3) {
   const round = Number(value.toPrecision(digits));
   const size = Math.abs(round);
@@ -106,7 +106,7 @@ export function short(value, digits = 3) {
   return String(round);
 }
 
-// What was measured, as watch/charts/figures.py writes it: 2.301, 0.00084, 15.9k
+// A measured value, as in watch/charts/formatting.py: 2.301, 0.00084, 15.9k
 export function measure(value) {
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(Number(value.toPrecision(4)));
@@ -126,7 +126,7 @@ export function ranges(ranks) {
   return parts.join(", ");
 }
 
-// The other way round: "0-3,8" -> [0, 1, 2, 3, 8]; empty or all: null; nonsense: undefined
+// The reverse: "0-3,8" -> [0, 1, 2, 3, 8]; empty or "all": null; invalid: undefined
 export function ranksOf(text, most) {
   const trimmed = text.trim();
   if (!trimmed || trimmed === "all") return null;

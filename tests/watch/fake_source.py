@@ -12,7 +12,7 @@ from aiohttp import web
 from phalanx.bench.browser import Browser, Page
 from phalanx.contract.events import AnyEvent
 from phalanx.watch.model import simulation
-from phalanx.watch.page import place, server
+from phalanx.watch.page import address, server
 from phalanx.watch.page.keys import PageKeys
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
@@ -84,12 +84,12 @@ async def begun(ranks: int = 4, **options: str) -> Made:
 @contextlib.asynccontextmanager
 async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterator[str]:
     """Gives the address without the key."""
-    where = place.parse(f"127.0.0.1:{port}")
-    sock = place.listen(where)
+    where = address.parse(f"127.0.0.1:{port}")
+    sock = address.listen(where)
     page = server.PageServer(source, where, PageKeys(key, sock.getsockname()[1]))
-    runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=0.1)
+    runner = web.ServerRunner(page.gate, handle_signals=False, shutdown_timeout=0.1)
     await runner.setup()
-    following = asyncio.create_task(page.crowd.follow())
+    following = asyncio.create_task(page.subscribers.follow())
     try:
         await web.SockSite(runner, sock).start()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}/"

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, times and sizes as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.watch.charts import axis
 
 
 def seconds(value: float) -> str:
-    """`0.3 s`, `42 s`, `12m05`, `3h07`."""
+    """Return a text such as `0.3 s`, `42 s`, `12m05`, `3h07`."""
     if value < 10:
         return f"{value:.1f} s" if value else "0 s"
     if value < 60:
@@ -21,23 +21,24 @@ def seconds(value: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}"
 
 
-def count(how_many: int, what: str) -> str:
-    return f"{how_many} {what}{'' if how_many == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    """Return a text such as `1 rank`, `3 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """`0-7, 12`"""
-    told: list[list[int]] = []
+    """Return ranks as `0-7, 12`."""
+    spans: list[list[int]] = []
     for rank in sorted(ranks):
-        if told and told[-1][1] == rank - 1:
-            told[-1][1] = rank
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
         else:
-            told.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in told)
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def number(value: float | None) -> str:
-    """`2.301`, `0.00084`, `15.9k`: what was measured, the same wherever it is shown."""
+    """Return a measured value as `2.301`, `0.00084`, `15.9k`."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -47,6 +48,7 @@ def number(value: float | None) -> str:
 
 
 def size(amount: float) -> str:
+    """Return a number of bytes as `1.5 GiB`."""
     if amount <= 0:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -57,12 +59,15 @@ def size(amount: float) -> str:
 
 
 def speed(rate: float) -> str:
+    """Return bytes per second as `11.6 GB/s`."""
     return f"{rate / 1e9:.3g} GB/s"
 
 
 def moment(when: float) -> str:
+    """Return date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(when))
 
 
 def clock(when: float) -> str:
+    """Return the time of day in UTC."""
     return time.strftime("%H:%M:%S", time.gmtime(when))

@@ -1,7 +1,7 @@
-"""A made-up run on a real terminal: `python simulated.py RANKS SECONDS [FOLDER]`, for tests of the screen.
+"""A made-up run on a real terminal: `python simulated_screen.py RANKS SECONDS [FOLDER]`, for tests of the screen.
 
 It makes a second of the run every twentieth of one, and then goes on living until FOLDER/over exists. What is done by
-hand is written to FOLDER/hands.
+hand is written to FOLDER/actions.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Simulated:
         return WhyAnswer(report="nothing is wrong", stacks=stacks)
 
 
-class Hands:
+class Actions:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def _done(self, what: str) -> None:
-        with open(self.folder / "hands", "a") as file:
+        with open(self.folder / "actions", "a") as file:
             file.write(f"{what}\n")
 
     def debugger(self, rank: int) -> Sequence[str]:
@@ -78,4 +78,4 @@ class Hands:
 if __name__ == "__main__":
     ranks, seconds, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     source = Simulated(ranks, seconds, folder)
-    sys.exit(screen.show(source, hands=Hands(folder), environ=dict(os.environ), held="held" in sys.argv))
+    sys.exit(screen.show(source, actions=Actions(folder), environ=dict(os.environ), owned_by_run="held" in sys.argv))

@@ -21,7 +21,7 @@ from phalanx.forkserver import linux
 from phalanx.launch.runs import history, run_folder, summary
 from phalanx.watch.model import simulation
 from tests.kit.cli import phalanx
-from tests.watch.remains import START, home, left, record_at, wrote
+from tests.watch.finished_run import START, home, left, record_at, wrote
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "falls.py")
 
@@ -57,12 +57,12 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
 def test_of_long_files_only_the_end_is_read() -> None:
     record = left("long", [])
     fault = events.FaultEvent(time=START, rank=1, reason="killed", recovery="regroup")
-    sight = events.ClusterSample(
+    sample = events.ClusterSample(
         time=START, seconds=1.0, ranks=tuple(events.RankSample(rank=rank) for rank in range(512))
     )
     loss = events.MetricsMeasured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
     (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
-    (Path(record.folder) / "samples.jsonl").write_bytes(events.encode(sight) * 500 + events.encode(loss))
+    (Path(record.folder) / "samples.jsonl").write_bytes(events.encode(sample) * 500 + events.encode(loss))
     before = io_read()
     told = summary.of(record)
     assert io_read() - before < 2_000_000

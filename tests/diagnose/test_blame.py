@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Gpu, Rank, ThreadStack
-from tests.diagnose.scene import (
+from tests.diagnose.made_evidence import (
     C10D,
     GETS,
     HERE,

@@ -1,15 +1,15 @@
-// What happened, the newest first; and the verdicts that stand.
+// The list of events, newest first, and the current verdicts.
 
 import { $, el } from "./dom.js";
-import { clock, KIND, offset, ranges } from "./words.js";
+import { clock, KIND, offset, ranges } from "./format.js";
 
 const MOST = 200; // lines
 
-export class Story {
+export class Events {
   #model;
   #choose;
   #stacks;
-  #last = null; // the newest that is shown
+  #last = null; // the newest event shown
 
   constructor(model, choose, stacks) {
     this.#model = model;
@@ -19,18 +19,18 @@ export class Story {
 
   update(changes) {
     if (changes.verdicts) this.#verdicts();
-    if (changes.told) this.#told(changes.whole);
+    if (changes.events) this.#list(changes.whole);
   }
 
-  #told(whole) {
-    const { told } = this.#model;
-    const list = $("told");
-    const from = whole ? 0 : told.lastIndexOf(this.#last) + 1;
+  #list(whole) {
+    const { events } = this.#model;
+    const list = $("event-list");
+    const from = whole ? 0 : events.lastIndexOf(this.#last) + 1;
     if (whole || !from) list.replaceChildren();
-    for (const one of told.slice(Math.max(from, told.length - MOST))) list.prepend(this.#line(one));
+    for (const one of events.slice(Math.max(from, events.length - MOST))) list.prepend(this.#line(one));
     while (list.children.length > MOST) list.lastElementChild.remove();
-    this.#last = told.at(-1) ?? null;
-    if (!told.length) list.append(el("li", { class: "nothing", text: "nothing yet: that is good" }));
+    this.#last = events.at(-1) ?? null;
+    if (!events.length) list.append(el("li", { class: "nothing", text: "no events yet" }));
     else list.querySelector(".nothing")?.remove();
   }
 
