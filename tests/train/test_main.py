@@ -66,7 +66,7 @@ def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str])
             phalanx.main(train, **options)  # type: ignore[arg-type]
         assert caught.value.code == 2
         assert words in capsys.readouterr().err
-    assert "main takes the function itself" in report.read_text()  # the first stays
+    assert "main() takes a function" in report.read_text()  # the first stays
 
 
 def test_any_other_exception_goes_on_and_is_told_at_once(report: Path) -> None:

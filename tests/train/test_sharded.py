@@ -59,16 +59,17 @@ class Measuring:
         self.costs: list[float] = []
         self.durations: list[float] = []
         self.said: list[str] = []
-        self.run = SimpleNamespace(steps=0, is_main=True, training=id(self), gather=lambda mine, **_: [mine])
-        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.steps = 0
+        self.group: Any = SimpleNamespace(is_main=True, gather=lambda mine, **_: [mine])
+        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now, training=id(self))  # type: ignore[arg-type]
 
     def saved(self, steps: int) -> list[int]:
         found = []
         for _ in range(steps):
             self.now += 0.1
-            self.run.steps += 1
-            if self.cadence.passed(self.run):  # type: ignore[arg-type]
-                found.append(self.run.steps)
+            self.steps += 1
+            if self.cadence.passed(self.steps, self.group):
+                found.append(self.steps)
                 self.now += self.cost
                 self.held += self.cost
                 self.costs.append(self.cost)

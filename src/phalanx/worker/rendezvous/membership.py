@@ -54,21 +54,25 @@ class Membership:
 
 
 def form(
-    backend: str | None,
+    backend: str | None = None,
     *,
-    method: str | None,
-    rank: int | None,
-    world_size: int | None,
-    store: Any,
-    timeout: float | timedelta,
-    device: str | torch.device | None,
-    world: Assignment | None = None,
-    word: str = "",
+    method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Any = None,
+    timeout: float | timedelta = 300.0,
+    device: str | torch.device | None = None,
+    assignment: Assignment | None = None,
+    offer: str = "",
     met: Callable[[Membership], None] | None = None,
 ) -> Membership:
-    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all.
+    """Wait until all ranks are here, form the process group, and return this rank's membership in it.
 
-    `met` is called when all are here, and the group is about to form.
+    assignment  the rank and world size of this process now, if they are not those that it was started with
+    offer       what all other ranks learn from this one when they meet
+    met         called when all ranks are here, before the group forms
+
+    The other arguments are those of `phalanx.init`.
     """
     import torch.distributed as dist
 
@@ -86,18 +90,18 @@ def form(
         _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
         return _adopt(device, timeout)
     environ = os.environ
-    if world is not None:
-        environ.update(place_of(world))
-        if world.devices is not None:  # a spare has touched no device yet
-            environ["CUDA_VISIBLE_DEVICES"] = world.devices
+    if assignment is not None:
+        environ.update(place_of(assignment))
+        if assignment.devices is not None:  # a spare has not used any device yet
+            environ["CUDA_VISIBLE_DEVICES"] = assignment.devices
     told = methods.parse(method)
     identity = identify(
         environ,
         rank=told.rank if rank is None else rank,
         world_size=told.world_size if world_size is None else world_size,
     )
-    if world is not None:
-        identity = replace(identity, generation=world.generation)
+    if assignment is not None:
+        identity = replace(identity, generation=assignment.generation)
     if identity.nobody and (told.place is not None or store is not None):
         raise UsageError(
             "nobody says which rank this is, or of how many",
@@ -109,7 +113,7 @@ def form(
     place = methods.choose(identity, told, environ, given=store is not None)
     keeper = place.kind == "tcp" and _keeps(identity, place)
     bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout, word=word, kind=kind(device))
+    where, people = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend,
@@ -195,7 +199,7 @@ def _meet(
     environ: Mapping[str, str],
     timeout: float,
     *,
-    word: str = "",
+    offer: str = "",
     kind: str = "",
 ) -> tuple[Any, tuple[Participant, ...]]:
     """The roll call, and the store under a prefix of this formation's own."""
@@ -210,7 +214,7 @@ def _meet(
         which = f"generation {identity.generation}.{_generations[identity.generation]}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
     devices = environ.get("CUDA_VISIBLE_DEVICES")
-    me = roll_call.here(identity, address=_address(place), devices=devices, word=word, kind=kind)
+    me = roll_call.here(identity, address=_address(place), devices=devices, offer=offer, kind=kind)
     words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
     return store, roll_call.call(store, me, timeout, place=words, say=tcp_store.notice)
 

@@ -33,7 +33,7 @@ class Participant(msgspec.Struct, frozen=True, array_like=True):
     node: int | None = None
     local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
-    word: str = ""  # what it wants all others to know before they begin
+    offer: str = ""  # the state that it holds, for a handover
     kind: str = ""  # of device that it computes on: "cpu", "cuda"
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ _person: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Particip
 
 
 def here(
-    identity: Identity, *, address: str = "", devices: str | None = None, word: str = "", kind: str = ""
+    identity: Identity, *, address: str = "", devices: str | None = None, offer: str = "", kind: str = ""
 ) -> Participant:
     return Participant(
         rank=identity.rank,
@@ -58,7 +58,7 @@ def here(
         node=identity.node_rank,
         local_rank=identity.local_rank,
         devices=devices,
-        word=word,
+        offer=offer,
         kind=kind,
     )
 
