@@ -292,15 +292,15 @@ def test_progress_counts_updates_to_the_very_end(run: phalanx.Run) -> None:
     training = Training(run, accumulate=3)
     data = run.loader(numbers(), batch_size=1)
     assert [len(x) for x, _ in run.batches(run.loader(numbers(), batch_size=5))] == [5, 5]  # before it all begins
-    sights = []
+    views = []
     for _ in run.epochs(3):
         for x, y in run.batches(data):
             if training.step(x, y):
                 assert run._reporter.bar is not None
-                sights.append(run._reporter.bar.sight())
-    assert [sight.step for sight in sights] == list(range(1, 13))
-    assert {sight.total for sight in sights} == {12}
-    assert [sight.title for sight in sights[::4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+                views.append(run._reporter.bar.view())
+    assert [sight.step for sight in views] == list(range(1, 13))
+    assert {sight.total for sight in views} == {12}
+    assert [sight.title for sight in views[::4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
 
 
 def test_metrics_of_a_loop_of_ones_own(run: phalanx.Run, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
 def test_other_data_is_refused(tmp_path: Path) -> None:
     for count, refusal in (
         (10, contextlib.nullcontext()),
-        (12, pytest.raises(UsageError, match="the data is not what")),
+        (12, pytest.raises(UsageError, match="the data has changed")),
     ):
         with alone(tmp_path) as run:
             training = Training(run)

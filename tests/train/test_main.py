@@ -61,7 +61,7 @@ def test_what_phalanx_refuses_is_told_in_words(
 
 
 def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for train, options, words in ((None, {}, "not None"), (len, {"timeout": -1}, "timeout=-1 leaves no time")):
+    for train, options, words in ((None, {}, "not None"), (len, {"timeout": -1}, "timeout=-1 is not a valid timeout")):
         with pytest.raises(SystemExit) as caught:
             phalanx.main(train, **options)  # type: ignore[arg-type]
         assert caught.value.code == 2

@@ -183,7 +183,7 @@ def test_arguments_win(
 
 def test_a_contradiction_is_named() -> None:
     (note,) = identify(TORCHRUN, rank=0, world_size=2).notes
-    assert note == "rank 0 of 2 was given, and is followed; torchrun says rank 3 of 4"
+    assert note == "rank 0 of 2 was given, and is used; torchrun says rank 3 of 4"
     assert identify(TORCHRUN, rank=3, world_size=4).notes == ()
 
 
