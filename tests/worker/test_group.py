@@ -119,7 +119,7 @@ def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert group.store.get("a") == b"1"
         assert group.store.add("n", 2) == 2
         assert (group.store.delete("a"), group.store.check("a")) == (True, False)
-        with pytest.raises(Exception, match=r"nobody has set 'b' in the store in 0\.05 s"):
+        with pytest.raises(Exception, match=r"'b' was not set in the store in 0\.05 s"):
             group.store.get("b", timeout=0.05)
         with pytest.raises(UsageError, match="not a tensor of shape"):
             group.mean(group.generator.get_state())

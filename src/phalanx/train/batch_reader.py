@@ -12,7 +12,7 @@ from phalanx.errors import UsageError
 from phalanx.train.data import rng
 from phalanx.train.data.loader import Loader
 from phalanx.train.data.order import count_steps
-from phalanx.train.kept import KeptObjects, StepCounter
+from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.stepping import Stepper
 from phalanx.worker.rendezvous.membership import Membership
@@ -39,7 +39,7 @@ class BatchReader:
         generator: torch.Generator,
         *,
         kept: KeptObjects,
-        counter: StepCounter,
+        counter: TrainingProgress,
         stepper: Stepper,
         warnings: ScriptWarnings,
     ) -> None:

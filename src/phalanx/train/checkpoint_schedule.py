@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.train.interval import Interval
-from phalanx.train.kept import KeptObjects, StepCounter
+from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.reporting.metrics import held, read
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that has a folder for checkpoints
@@ -25,7 +25,7 @@ EVERY = "10m"
 class CheckpointSchedule:
     """The checkpoints of one run. Without a folder there are none, and most calls do nothing."""
 
-    def __init__(self, kept: KeptObjects, counter: StepCounter, flush: Callable[[], None]) -> None:
+    def __init__(self, kept: KeptObjects, counter: TrainingProgress, flush: Callable[[], None]) -> None:
         self.checkpoints: Checkpoints | None = None
         self._kept = kept
         self._counter = counter

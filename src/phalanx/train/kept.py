@@ -13,7 +13,7 @@ from phalanx.train.stepping import Stepper
 
 
 @dataclass(slots=True, eq=False)
-class StepCounter:
+class TrainingProgress:
     """How far a training is."""
 
     steps: int = 0  # committed, since the very first start of the training

@@ -19,7 +19,7 @@ from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.data.loader import Loader
 from phalanx.train.elastic.halting import Halted
 from phalanx.train.elastic.recovery_state import RecoveryState
-from phalanx.train.kept import KeptObjects, StepCounter
+from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.model.wrap import wrap
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.reporting.metrics import held
@@ -69,7 +69,7 @@ class Run(WorkerProcessGroup):
         super().__init__(membership, seed=seed)
         self._recovery = recovery if recovery is not None else RecoveryState()
         self._warnings = ScriptWarnings()
-        self._counter = StepCounter()
+        self._counter = TrainingProgress()
         self._stepper = Stepper(self.world_size)
         self._kept = KeptObjects(self._stepper)
         self._reader = BatchReader(

@@ -10,7 +10,7 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import LaunchError
 from phalanx.train.interval import Interval
-from phalanx.train.kept import KeptObjects, StepCounter
+from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.stepping import Stepper
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
@@ -28,7 +28,7 @@ EVERY = "30s"  # the copy of a state of 1 GB takes a tenth of a second
 class SnapshotSchedule:
     """The snapshots of one run. Without an agent that holds memory for them there are none, and calls do nothing."""
 
-    def __init__(self, kept: KeptObjects, counter: StepCounter, stepper: Stepper) -> None:
+    def __init__(self, kept: KeptObjects, counter: TrainingProgress, stepper: Stepper) -> None:
         self.snapshots: Snapshots | None = None
         self.layouts: list[list[list[int]]] = []  # of DDP's buckets, as they are from the second step on
         self._kept = kept

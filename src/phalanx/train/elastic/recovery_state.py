@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.train.kept import KeptObjects, StepCounter
+from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.settings import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RecoveryState:
         membership: Membership,
         *,
         kept: KeptObjects,
-        counter: StepCounter,
+        counter: TrainingProgress,
         stepper: Stepper,
         checkpoints: CheckpointSchedule,
         snapshots: SnapshotSchedule,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.train.kept import StepCounter
+from phalanx.train.kept import TrainingProgress
 from phalanx.train.reporting.measuring import Measuring
 from phalanx.train.reporting.metrics import Metrics
 from phalanx.train.reporting.progress import ProgressBar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RunReporter:
     """Reports committed steps. Only rank 0 calls `begin` and `committed`."""
 
-    def __init__(self, counter: StepCounter, measured: Callable[[MeasuredStep], None] | None) -> None:
+    def __init__(self, counter: TrainingProgress, measured: Callable[[MeasuredStep], None] | None) -> None:
         self.bar: ProgressBar | None = None
         self._counter = counter
         self._measured = measured  # sends values to the agent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,8 @@ from phalanx.contract.variables import (
 )
 from phalanx.worker.rendezvous import device
 from phalanx.worker.spawn import linux
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = "127.0.0.1"
 SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second
@@ -300,8 +303,10 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(type(error), error, trace)),
         "time": now,
     }
-    with contextlib.suppress(Exception):  # many exceptions cannot be pickled, and may raise anything
+    try:
         answer["exception"] = pickle.dumps(error)
+    except Exception:  # many exceptions cannot be pickled; the traceback has the text
+        logger.debug("an exception cannot be pickled", exc_info=True)
     return answer
 
 
