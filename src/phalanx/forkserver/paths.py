@@ -11,7 +11,7 @@ import os
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 # Folders below ROOT.
-USER_CODE = ("demo/", "bench/scripts/")  # ours, but written as users write: shown in stacks
+USER_CODE = ("demo/",)  # ours, but written as users write: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, say nothing
 ENTRY = ("worker/", "train/")  # what stands between the command and the user's function
 PROBE = ("forkserver/probe/", "forkserver/collective_check/", "forkserver/debug/")  # their threads are no evidence
