@@ -43,8 +43,8 @@ def join(generation: int, offer: StateOffer | None, *, number: int = 0) -> Run:
     if offer is not None:
         handover = Handover(membership, offer)
         handover.prepare()
-    described = Generation(number=number, training=0, offer=offer, handover=handover)
-    run = Run(membership, recovery=RecoveryState(described))
+    described = Generation(number=number, training=0, handover=handover)
+    run = Run(membership, recovery=RecoveryState(described, offer))
     run.seed_everything()
     return run
 

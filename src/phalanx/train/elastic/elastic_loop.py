@@ -125,10 +125,12 @@ class ElasticLoop:
                 offer=self._last.offer.encoded if self._last.offer is not None else "",
                 met=self._met if assignment.generation else None,
             )
-            recovery = RecoveryState(self._generation(assignment, membership))
+            recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
             run = Run(membership, seed=seed, recovery=recovery)
         self._recovery = recovery
         self._run = run
+        self._handover = None
+        self._last = replace(self._last, offer=None)
         run.seed_everything()
         self._once.enter()
         if self._channel.has_moved(assignment):  # it was cut before there was a group to cut
@@ -150,19 +152,15 @@ class ElasticLoop:
             measured=self._channel.send_nowait,
             check_group=lambda: self._check_group(membership, assignment),
         )
-        generation = Generation(
+        return Generation(
             number=number,
             training=self._training,
             once=self._once,
-            offer=self._last.offer,
             handover=handover,
             waited=self._last.waited,
             halt=assignment.halt,
             hooks=hooks,
         )
-        self._handover = None
-        self._last = replace(self._last, offer=None)
-        return generation
 
     def _check_group(self, membership: Membership, assignment: messages.Assignment) -> None:
         """Raise before gradients are used that an aborted NCCL operation has left incomplete: NCCL raises nothing."""

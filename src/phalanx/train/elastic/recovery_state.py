@@ -48,7 +48,6 @@ class Generation:
     number: int = 0
     training: int = field(default_factory=lambda: next(trainings))  # which training of this process
     once: Once | None = None  # for `run.once`, in a process that can regroup
-    offer: StateOffer | None = None  # what this process held when the last group was lost
     handover: Handover | None = None
     waited: float = 0.0  # seconds since a checkpoint was due, in the group before
     halt: bool = False  # end as soon as the state is restored and saved
@@ -63,9 +62,11 @@ class Generation:
 class RecoveryState:
     """Where the state of a run comes from, and what this rank could hand over."""
 
-    def __init__(self, generation: Generation | None = None) -> None:
+    def __init__(self, generation: Generation | None = None, offer: StateOffer | None = None) -> None:
         self.generation = generation if generation is not None else Generation()
-        self.offer = self.generation.offer  # until the state is restored
+        # What this process held when the last group was lost, until the state is restored. It must not be kept longer:
+        # through it, each run would hold all runs before.
+        self.offer = offer
         self.waited = self.generation.waited
         self.before = 0  # the newest step that was committed before the last group was lost
         self.from_peers = False  # the state was handed over by living ranks
