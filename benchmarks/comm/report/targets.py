@@ -98,7 +98,7 @@ def _of_memory(what: str, results: CommResults, measurement: Measurement) -> lis
     ):
         if one is not None:
             share = one.seconds / least
-            evidence = f"{one.seconds * 1e3:.2f} ms by {least * 1e3:.2f} ms = {share:.2f}"
+            evidence = f"{one.seconds * 1e3:.2f} ms / {least * 1e3:.2f} ms = {share:.2f}"
             found.append(Target(what + where, evidence, share <= OF_MEMORY))
     return found
 
@@ -118,7 +118,7 @@ def _trained(results: CommResults, ranks: int) -> list[Target]:
             found.append(Target(what, why, None))
             continue
         times = statistics.median(theirs / ours for ours, theirs in zip(own.rounds, gloo.rounds, strict=False))
-        evidence = f"{1 / own.seconds:.1f} by {1 / gloo.seconds:.1f} steps/s, {times:.2f}x"
+        evidence = f"{1 / own.seconds:.1f} and {1 / gloo.seconds:.1f} steps/s, {times:.2f}x"
         found.append(Target(what, evidence, times >= DDP))
     return found
 
