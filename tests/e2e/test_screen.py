@@ -69,7 +69,7 @@ def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None
         assert glass.aside
         assert attributes(glass) != before
         os.kill(screen_of(job.pid), signal.SIGKILL)
-        job.wait_for("the screen has ended")
+        job.wait_for("the screen ended")
         assert not glass.aside
         assert glass.cursor
         assert attributes(glass) == before
