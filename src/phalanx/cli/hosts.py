@@ -200,7 +200,7 @@ class Hosts:
             make = ssh.near if self._near[node] else ssh.ssh
             link = make(node, self._hosts[node].name, environ=self._environ, cwd=cwd)
             links.append(link)
-            link.tell(self.orders[node])
+            link.send(self.orders[node])
 
 
 def _cwd(environ: Mapping[str, str]) -> str:
@@ -233,10 +233,10 @@ class LocalHost:
         from phalanx.launch.remote.ssh import SshStarter
 
         go = _go(sockets)
-        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), patience=self._patience * 0.95)
+        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), timeout=self._patience * 0.95)
         self._hosts.start(range(1, len(self._hosts.orders)), self._links)
         for link in self._links:
-            link.tell(go)
+            link.send(go)
 
     def begin(self, agent: NodeAgent) -> None:
         self._agent = agent
@@ -270,7 +270,7 @@ class LocalHost:
 
         if self._agent is None:
             return
-        error = ssh.combined({link.host: ssh.last_words(link, code)})
+        error = ssh.combined({link.host: ssh.explain_end(link, code)})
         if not self._agent.together:
             self._agent.fail(error)
         elif code:
@@ -296,7 +296,7 @@ class RemoteHost:
 
         self._done = asyncio.Event()
         patience = self._options.join_timeout * 0.95
-        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), patience=patience)
+        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), timeout=patience)
         together, linger = False, 0.0
         try:
             self._hosts.start(range(len(self._hosts.orders)), self._links)
@@ -341,7 +341,7 @@ class RemoteHost:
     def _pass_on(self, number: signal.Signals) -> None:
         """For the workers; it ends nothing."""
         if self._links[0].answer is not None:
-            self._links[0].tell(Signal(number=number))
+            self._links[0].send(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
         self._signals += 1
@@ -351,14 +351,14 @@ class RemoteHost:
         elif self._links[0].answer is None or self._interrupts >= _AT_ONCE:
             self._conclude(128 + number)
         else:
-            self._links[0].tell(Signal(number=number))
+            self._links[0].send(Signal(number=number))
 
     # -- what comes from the hosts
 
     def ready(self, link: SshLink) -> None:
         if link.node == 0 and isinstance(link.answer, Ready):
             for other in self._links[1:]:
-                other.tell(Go(addresses=link.answer.addresses, port=link.answer.port))
+                other.send(Go(addresses=link.answer.addresses, port=link.answer.port))
 
     def failed(self, error: JoinError) -> None:
         self._conclude(error)
@@ -368,9 +368,9 @@ class RemoteHost:
 
         if link.node:
             if code:
-                trouble = ssh.last_words(link, code)
+                trouble = ssh.explain_end(link, code)
                 fail = Fail(host=link.host, what=trouble.what, details=trouble.details, fix=trouble.fix)
-                self._links[0].tell(fail)
+                self._links[0].send(fail)
             return
         if code == ssh.SSH_FAILED:
             why = "the connection was cut, or that is how node 0 ended"
