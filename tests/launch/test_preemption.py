@@ -17,7 +17,7 @@ from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, Si
 from phalanx.launch.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy
 
-ENDING = SimpleNamespace(checkpoint_grace=60.0, failure_grace=1.0, signals=(signal.SIGTERM,))
+SHUTDOWN = SimpleNamespace(checkpoint_timeout=60.0, failure_timeout=1.0, signals=(signal.SIGTERM,))
 FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
 DEAD = AttemptReport(
     0, [ProcessFailure(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block"
@@ -42,9 +42,9 @@ def among(
 ) -> None:
     async def main() -> None:
         plan = SimpleNamespace(
-            ending=ENDING,
+            shutdown=SHUTDOWN,
             environ={"PHALANX_CHECKPOINTS": "/kept"},
-            budget=RestartPolicy(most),
+            recovery=SimpleNamespace(policy=RestartPolicy(most)),
             placement=SimpleNamespace(world_size=2),
         )
         agent = Supervisor()

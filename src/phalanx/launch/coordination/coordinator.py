@@ -167,7 +167,7 @@ class SingleNodeCoordinator:
         self._folder = folder
         self._listener = listener
         self._supervised: AgentView | None = None
-        self._recoveries = Recoveries(plan.budget, folder)
+        self._recoveries = Recoveries(plan.recovery.policy, folder)
         self._able = False
         self._preemption = Preemption(plan, folder, self)
 
@@ -224,7 +224,7 @@ class SingleNodeCoordinator:
         if self._recoveries.decide(fall, able=self._able) is RecoveryAction.REGROUP:
             self._supervised.regroup(self._anew(fall.reason, halt=self._preemption.begun))
         else:
-            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
+            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.shutdown.failure_timeout)
 
     def _anew(self, why: str, *, halt: bool) -> RegroupPlan:
         return RegroupPlan(self._recoveries.generation, why, self._plan, self._listener, halt)
@@ -256,7 +256,7 @@ class SingleNodeCoordinator:
 
     def stop(self, reason: str) -> None:
         if self._supervised is not None:
-            self._supervised.stop(signal.SIGTERM, reason, self._plan.ending.failure_grace)
+            self._supervised.stop(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def give_up(self, number: signal.Signals, reason: str) -> None:
         if self._supervised is not None:

@@ -137,7 +137,7 @@ class FollowerCoordinator:
             interface=interfaces.owner(member.own_address, interfaces.survey()),
             spare=not place.ranks,
         )
-        prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in seats}
+        prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in seats}
         self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
@@ -149,7 +149,7 @@ class FollowerCoordinator:
                 self.waiting(message.text)
             case messages.Start() | messages.EndMessage():
                 if self._running and isinstance(message, messages.EndMessage) and self._supervised is not None:
-                    grace = self._plan.ending.failure_grace
+                    grace = self._plan.shutdown.failure_timeout
                     self._supervised.stop(signal.SIGTERM, "the run has ended at node 0", grace)
                 if isinstance(message, messages.Start):
                     self._running, self.ordered = True, message.attempt
@@ -212,7 +212,7 @@ class FollowerCoordinator:
         self._lost = why
         self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
         if self._supervised is not None:
-            self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.ending.failure_grace)
+            self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.shutdown.failure_timeout)
 
     @property
     def id(self) -> int:
@@ -277,7 +277,7 @@ class FollowerCoordinator:
         )
         called, ended, _ = self.ability
         if (not called or ended) and self._supervised is not None:  # else the leader may want us to regroup
-            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.ending.failure_grace)
+            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.shutdown.failure_timeout)
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self.ability = (called, ended, ready)

@@ -93,7 +93,7 @@ class LeaderCoordinator:
         self._signal: signal.Signals | None = None
         self._ended = False
         self._running = False  # an attempt, here
-        self._recoveries = Recoveries(plan.budget, folder)
+        self._recoveries = Recoveries(plan.recovery.policy, folder)
         self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
         self._began = 0.0  # this attempt
         self._idle: set[int] = set()  # members without ranks, and not told to prepare
@@ -192,7 +192,7 @@ class LeaderCoordinator:
         self._recoveries.moved(fall, RecoveryAction.REGROUP if called and not ended else RecoveryAction.RESTART)
         if not called or ended:
             self._moving = True
-            self._stop_all(text, self._plan.ending.failure_grace)
+            self._stop_all(text, self._plan.shutdown.failure_timeout)
         elif len(self._seats) + len(self._ready) >= self._least:
             self._regroup(text)
         else:
@@ -284,7 +284,7 @@ class LeaderCoordinator:
         for id_, seating in self._seats.items():
             for rank, local in zip(seating.ranks, seating.local_ranks, strict=True):
                 seat = Seat(rank, seating.node, local, seating.local_world_size, self._plan.seats[0].slot)
-                prefix = self._plan.showing.prefix(seat, members[id_].host)
+                prefix = self._plan.line_prefix(seat, members[id_].host)
                 if prefix is not None:
                     prefixes[rank] = prefix
         self._console.settle(sum(len(seating.ranks) for seating in self._seats.values()), prefixes)
@@ -419,7 +419,7 @@ class LeaderCoordinator:
             waiting.discard(member)
         self._idle.add(member)
         if engaged is not None:  # what its workers were part of is over
-            grace = self._plan.ending.failure_grace
+            grace = self._plan.shutdown.failure_timeout
             self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
 
     def _heard_able(self, member: int, able: messages.RegroupReady) -> None:
@@ -480,7 +480,7 @@ class LeaderCoordinator:
         who = ", ".join(self._name(member) for member in sorted(came)[:room])
         self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, joins=True)
         self._moving = True
-        self._stop_all(f"{who} joined", self._plan.ending.failure_grace)
+        self._stop_all(f"{who} joined", self._plan.shutdown.failure_timeout)
 
     @property
     def _least(self) -> int:
@@ -511,7 +511,7 @@ class LeaderCoordinator:
         if not called:
             self._moving = True
             self.note(text)
-            self._stop_all(text, self._plan.ending.failure_grace)
+            self._stop_all(text, self._plan.shutdown.failure_timeout)
         elif enough:
             self._regroup(text)
         else:
@@ -585,7 +585,7 @@ class LeaderCoordinator:
         if self._trouble is None:
             self._trouble, self._troubled = verdict, time.time()
         self._changed.set()
-        self._stop_all(verdict.text.splitlines()[0], self._plan.ending.failure_grace)
+        self._stop_all(verdict.text.splitlines()[0], self._plan.shutdown.failure_timeout)
 
     def fail(self, text: str) -> None:
         """This node cannot lead."""
@@ -608,7 +608,7 @@ class LeaderCoordinator:
             self._everybody.set()
         elif self._seats and self._own().id not in self._seats and self._supervised is not None:
             # Our own workers stand by for others, who have all ended.
-            self._supervised.stop(signal.SIGTERM, "every rank has ended", self._plan.ending.failure_grace)
+            self._supervised.stop(signal.SIGTERM, "every rank has ended", self._plan.shutdown.failure_timeout)
 
     def _log(self, member: int, log: messages.Log) -> None:
         if member not in self._seats or log.rank not in self._seats[member].ranks:
@@ -667,7 +667,9 @@ class LeaderCoordinator:
             if beside is None:
                 self._supervised.leave()
             else:
-                stop = messages.Stop(signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.ending.failure_grace)
+                stop = messages.Stop(
+                    signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.shutdown.failure_timeout
+                )
                 self._own().send(beside, stop)
             return
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
@@ -675,7 +677,7 @@ class LeaderCoordinator:
         called, ended = self._ability()
         if self._recoveries.decide(fall, able=called and not ended) is not RecoveryAction.REGROUP:
             stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
-            self._stop_all(fall.reason, self._plan.ending.failure_grace, beside=stopped)
+            self._stop_all(fall.reason, self._plan.shutdown.failure_timeout, beside=stopped)
             return
         if self._holding is None:  # else it is replaced when the others come
             self._regroup(fall.reason)
@@ -699,7 +701,7 @@ class LeaderCoordinator:
         number = signal.Signals(told.signal)
         if self._signal is None and not self._preemption.begun:
             self.note(f"{self._name(member)} received {number.name}")
-        return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
+        return (self._signal is None and self.preempt(number)) or number not in self._plan.shutdown.signals
 
     def halt(self, step: int | None) -> None:
         self._own().broadcast(messages.HaltAll(step=step))
@@ -712,7 +714,7 @@ class LeaderCoordinator:
             self._regroup(why, halt=True)
 
     def stop(self, reason: str) -> None:
-        self._stop_all(reason, self._plan.ending.failure_grace)
+        self._stop_all(reason, self._plan.shutdown.failure_timeout)
 
     def give_up(self, number: signal.Signals, reason: str) -> None:
         self.signalled(number)
@@ -730,10 +732,10 @@ class LeaderCoordinator:
             self.note(text, repeats=True)
 
     def signalled(self, number: signal.Signals) -> None:
-        ending = self._plan.ending
+        shutdown = self._plan.shutdown
         self._signal = self._signal or number
         self._changed.set()
-        grace = 0.0 if number == signal.SIGKILL else ending.grace
+        grace = 0.0 if number == signal.SIGKILL else shutdown.stop_timeout
         if self._leader is not None:
             stop = messages.Stop(signal=number, reason=f"{number.name} received at node 0", grace=grace, ends=True)
             self._leader.broadcast(stop)

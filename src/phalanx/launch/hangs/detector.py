@@ -156,7 +156,7 @@ class HangDetector:
             self._watched = None
             return
         if self._watched is None or self._watched.of != (attempt.number, attempt.generation):
-            self._watched = ProgressTracker((attempt.number, attempt.generation), plan.hanging.after)
+            self._watched = ProgressTracker((attempt.number, attempt.generation), plan.hang.stall_timeout)
             self._standing = self._unclear = None
         own = self._own(attempt, self._watched)
         if not self._coordinator.leads:
@@ -174,13 +174,13 @@ class HangDetector:
             elif now - self._watched.began > _SLOW:
                 looks += [ProgressLook(rank=rank, silent=now - self._watched.began) for rank in ranks]
         alarm = self._watched.see(now, looks)
-        if plan.hanging.after is None:
+        if plan.hang.stall_timeout is None:
             return
         if alarm is not None and alarm.what == "resumed":
             self._resumed()
         elif alarm is not None or (self._unclear is not None and now > self._unclear):
             self._unclear = None
-            await self._alarm(attempt, plan.hanging.after)
+            await self._alarm(attempt, plan.hang.stall_timeout)
 
     def _own(self, attempt: WorkerGroup, watched: ProgressTracker) -> NodeHeartbeat:
         """Of this node, the dead too."""
@@ -245,7 +245,7 @@ class HangDetector:
         self._say(f"the run goes on, after {seconds:.0f} s")
 
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
-        then = self._agent.plan.hanging.then
+        then = self._agent.plan.hang.action
         if then != "report" and verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
             wait = LONGER * evidence.limit - evidence.waited
             self._agent.note(f"it may only be slow: --on-hang {then} waits another {wait:.0f} s")
@@ -327,7 +327,7 @@ class HangDetector:
             ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             nodes=tuple(each.node for each in found),
             world_size=plan.placement.world_size,
-            limit=plan.hanging.after or 30.0,
+            limit=plan.hang.stall_timeout or 30.0,
         )
 
     def _ask(self, member: int | None, kind: str, number: int) -> asyncio.Future[bytes]:

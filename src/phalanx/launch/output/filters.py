@@ -19,8 +19,8 @@ class Std(enum.IntFlag):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Streams of every rank, or by local rank."""
+class Streams:
+    """Which streams of each worker: one choice for all, or one per local rank."""
 
     every: Std = Std.NONE
     by_local_rank: Mapping[int, Std] = field(default_factory=dict)

@@ -211,7 +211,7 @@ class StepTimings:
             return ""
         totals = self.totals()
         found = late([total for total in totals if total.steps >= _STEPS])
-        asked = self._agent.plan.showing.paces
+        asked = self._agent.plan.output.timings
         if not totals or not (asked or (found and well)):
             return ""
         sentences = tuple(one.text for one in found)

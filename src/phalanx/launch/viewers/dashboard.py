@@ -104,7 +104,7 @@ class Dashboard:
 
     async def screen(self, note: Callable[[str], None]) -> None:
         """On this terminal, where it was asked for and can be."""
-        if not self._plan.watching.screen:
+        if not self._plan.viewers.screen:
             return
         from phalanx.launch.viewers import terminal
 
@@ -117,21 +117,21 @@ class Dashboard:
 
     @property
     def _wanted(self) -> bool:
-        told = self._plan.watching.page
+        told = self._plan.viewers.page
         if told is not None:
             return told
-        here = self._console.terminal(Std.ERR) and not self._plan.showing.quiet
-        return here and self._plan.gathering is None and not self._plan.watching.screen
+        here = self._console.terminal(Std.ERR) and not self._plan.output.quiet
+        return here and self._plan.rendezvous is None and not self._plan.viewers.screen
 
     def page(self) -> None:
         from phalanx.watch.page import keys, place
 
-        where = place.parse(self._plan.watching.at)
+        where = place.parse(self._plan.viewers.page_at)
         key = keys.new(environment().get(PAGE_KEY, ""))
         try:
             self._listener = place.listen(where)
         except PortError:
-            if self._plan.watching.page is None:  # nobody has asked for it
+            if self._plan.viewers.page is None:  # nobody has asked for it
                 return
             raise
         link = place.link(where, self._listener, key)
@@ -151,7 +151,7 @@ class Dashboard:
             return f"see {link}\n  {where.warning}"
         if not self._plan.environ.get("SSH_CONNECTION"):
             return f"see {link}"
-        gathering = self._plan.gathering
+        gathering = self._plan.rendezvous
         host = gathering.names[0] if gathering is not None and gathering.names else "localhost"
         if replace(where, host=host.rpartition("@")[2]).loopback:
             host = os.uname().nodename
@@ -170,8 +170,8 @@ class Dashboard:
             return
         self._pages += 1
         words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
-        if self._plan.watching.at is not None:
-            words += ["--page-at", self._plan.watching.at]
+        if self._plan.viewers.page_at is not None:
+            words += ["--page-at", self._plan.viewers.page_at]
         try:
             log = os.open(self._path(_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:

@@ -26,7 +26,7 @@ _ENDING = 3.0  # seconds for a screen that was told to end
 
 def here(plan: Plan) -> bool:
     """Where there are several nodes: on the one that leads."""
-    return plan.gathering is None or bool(plan.gathering.leads)
+    return plan.rendezvous is None or bool(plan.rendezvous.leads)
 
 
 def possible(plan: Plan) -> bool:
