@@ -160,7 +160,7 @@ def test_the_run_of_a_agent_whose_list_is_elsewhere(tmp_path: Path) -> None:
     pid = os.getpid()
     record_at(record, pid=pid, pid_started=linux.start_time(pid), ended=None, code=None)
     assert choice.by_pid(pid, record.folder).folder == record.folder
-    with pytest.raises(UsageError, match="supervises no run"):
+    with pytest.raises(UsageError, match="is not the agent of a run"):
         choice.by_pid(pid)
 
 

@@ -1,4 +1,4 @@
-"""`phalanx compare RUN RUN …`: loss and throughput of runs over each other, in the terminal and as a picture."""
+"""`phalanx compare RUN RUN …`: compares loss and throughput of runs, in the terminal and as an image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli import choice, document
+from phalanx.cli import output_file, run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 from phalanx.launch.runs import history
@@ -21,25 +21,26 @@ from phalanx.watch.html import comparison
 from phalanx.watch.html.comparison import ComparisonCell, Course, Track
 
 SIGN = "phalanx compare"
-_COLOURS = (36, 33, 32, 35, 34, 31)  # of a terminal, in the order of the runs
+_COLORS = (36, 33, 32, 35, 34, 31)  # terminal colors, in the order of the runs
 _HIGH = {True: 15, False: 10}  # rows of a chart: of the metric, of a rate
 _MOST = 160  # columns
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx compare`. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="phalanx compare",
-        description="Loss and throughput of runs over each other, and a table. Runs may have ended, or go on.",
+        description="Compare loss and throughput of runs, as charts and a table. Runs may be running or ended.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="as `phalanx ps --all` shows it, or its folder")
-    parser.add_argument("--metric", default="loss", metavar="NAME", help="instead of loss")
-    parser.add_argument("--over", choices=("step", "time"), default="step", help="what the curves go along (step)")
-    parser.add_argument("--log", action="store_true", help="a logarithmic scale for the metric")
-    parser.add_argument("--svg", metavar="FILE", help="also write it as a picture")
-    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is not ours")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="id from `phalanx ps --all`, or a run folder")
+    parser.add_argument("--metric", default="loss", metavar="NAME", help="metric to compare (default: loss)")
+    parser.add_argument("--over", choices=("step", "time"), default="step", help="x axis (default: step)")
+    parser.add_argument("--log", action="store_true", help="use a logarithmic scale for the metric")
+    parser.add_argument("--svg", metavar="FILE", help="also write an image")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that phalanx did not write")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    records = [history.leading(choice.any_run(name, verb="compare")) for name in options.runs]
+    records = [history.leading(run_lookup.find(name, verb="compare")) for name in options.runs]
     names = _names(records)
     courses = []
     for name, record in zip(names, records, strict=True):
@@ -52,18 +53,18 @@ def main(argv: list[str]) -> int:
             comparison.chart(courses, name, over=options.over, log=options.log) for name in comparison.shown(courses)
         ]
         picture = svg.picture(charts, comment=SIGN)
-        where = document.write(options.svg, picture, sign=SIGN, force=options.force, what="picture")
+        where = output_file.write(options.svg, picture, marker=SIGN, force=options.force, what="picture")
     if options.json:
         sys.stdout.write(json.dumps(_object(courses, options.metric)) + "\n")
         return 0
     _show(courses, over=options.over, log=options.log)
     if options.svg:
-        sys.stdout.write(f"\nthe picture: {where}\n")
+        sys.stdout.write(f"\nimage: {where}\n")
     return 0
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Unlike each other, even if a run is compared with itself."""
+    """Return unique names, even if a run is compared with itself."""
     names: list[str] = []
     for record in records:
         name = record.id if record.id not in names else os.path.basename(record.folder)
@@ -89,13 +90,13 @@ def _object(courses: Sequence[Course], metric: str) -> dict[str, Any]:
         told["curves"] = {name: told["curves"][name] for name in comparison.shown([course])}
         for name in ("final", "lowest", "highest"):
             if told[name] is not None and not math.isfinite(told[name]):
-                told[name] = str(told[name])  # JSON has no word for it
+                told[name] = str(told[name])  # not a JSON number
         runs.append(told)
     return {"metric": metric, "runs": runs, "ratios": _ratios(courses)}
 
 
 def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
-    """To the first run."""
+    """Return the ratio of each value to that of the first run."""
     return {
         name: [1.0, *(cell.ratio for cell in cells[1:])]
         for name, cells in comparison.table(courses)
@@ -106,14 +107,14 @@ def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
 def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> None:
     out = sys.stdout
     width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
-    coloured = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
-    # without colours, what is drawn in dots looks the same for all of them
-    ascii_only = "utf" not in (out.encoding or "").lower() or (not coloured and len(courses) > 1)
+    colored = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
+    # without colors, dotted curves look the same for all runs
+    ascii_only = "utf" not in (out.encoding or "").lower() or (not colored and len(courses) > 1)
     letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(courses))]
 
     def paint(text: str, style: int) -> str:
-        colour = _COLOURS[style % len(_COLOURS)] if style >= 0 else 0
-        return f"\x1b[{colour}m{text}\x1b[0m" if coloured and colour and text.strip() else text
+        color = _COLORS[style % len(_COLORS)] if style >= 0 else 0
+        return f"\x1b[{color}m{text}\x1b[0m" if colored and color and text.strip() else text
 
     for index, course in enumerate(courses):
         sign = plot.sign(index, ascii_only=ascii_only)
@@ -127,7 +128,7 @@ def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> Non
     if courses[0].metric not in names:
         out.write(f"\nno {courses[0].metric} was measured in {'either' if len(courses) == 2 else 'any'} of them\n")
     if not names:
-        out.write("and nothing is known of their speed: they made no steps that were seen\n")
+        out.write("their speed is not known either: no steps were recorded\n")
     for name in names:
         chart = comparison.chart(courses, name, over=over, log=log)
         rows = plot.lines(
