@@ -1,4 +1,4 @@
-"""The part in C. All else is in pyproject.toml; without a compiler phalanx is installed without it, and works."""
+"""Builds the C extension. Everything else is in pyproject.toml. Without a compiler, phalanx is installed without it."""
 
 from glob import glob
 
@@ -13,8 +13,8 @@ setup(
             sorted(glob(f"{NATIVE}/*.c")),
             depends=sorted(glob(f"{NATIVE}/*.h")),
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
-            # Products and sums are rounded one by one on every machine: the same bits as torch's. Nobody traps on what
-            # is computed and then not chosen: else less could be vectorised.
+            # No contraction: products and sums are rounded separately everywhere, with the same bits as torch. No
+            # trapping math: otherwise the compiler vectorizes less.
             extra_compile_args=[
                 *("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fwrapv"),
                 *("-pthread", "-fvisibility=hidden"),

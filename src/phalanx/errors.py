@@ -17,7 +17,7 @@ A message has the same three parts everywhere: what was seen, details a line eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class PhalanxError(Exception):
@@ -67,7 +67,18 @@ class LaunchError(PhalanxError):
 
 
 class JoinError(LaunchError):
-    pass
+    """The nodes did not come together. `by_host`: the error of each host, if it is about single hosts."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        details: tuple[str, ...] | list[str] = (),
+        fix: str = "",
+        by_host: Mapping[str, JoinError] | None = None,
+    ) -> None:
+        super().__init__(what, details=details, fix=fix)
+        self.by_host = dict(by_host or {})
 
 
 class RankError(LaunchError):

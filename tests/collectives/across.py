@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives import neighbours
-from phalanx.collectives.engines import hierarchical, sums
-from phalanx.collectives.engines.engine import ANYONE, CallKind, Engine, EngineCall, Op, Reduction
+from phalanx.collectives.engines import hierarchical, leader_reduce
+from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, Engine, EngineCall, Op, Reduction
 from phalanx.collectives.engines.gloo import GlooEngine, reduced
 from tests.collectives.ranks import fork
 
@@ -30,7 +30,7 @@ LIMIT = 60.0
 HOWS = [
     (torch.float32, Reduction()),
     (torch.float32, Reduction(average=True)),
-    (torch.float32, Reduction(before=0.3)),
+    (torch.float32, Reduction(scale=0.3)),
     (torch.bfloat16, Reduction(average=True)),
     (torch.float16, Reduction(Op.MIN)),
     (torch.int64, Reduction(average=True)),
@@ -41,7 +41,7 @@ HOWS = [
 
 def group(places: str, rank: int, path: str) -> hierarchical.HierarchicalEngine:
     store = dist.FileStore(path, len(places))
-    known = neighbours.sort([*places], rank)
+    known = neighbours.by_host([*places], rank)
     try:
         from phalanx.collectives.engines.shm import join
     except ImportError:
@@ -65,8 +65,8 @@ def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def expected(parts: list[torch.Tensor], how: Reduction, places: str) -> torch.Tensor:
     """Machine by machine; of 16 bits in 32."""
     wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
-    machines = neighbours.sort([*places], 0).machines
-    totals = [reduced([parts[rank].to(wide) for rank in ranks], Reduction(how.op, how.before)) for ranks in machines]
+    machines = neighbours.by_host([*places], 0).hosts
+    totals = [reduced([parts[rank].to(wide) for rank in ranks], Reduction(how.op, how.scale)) for ranks in machines]
     total = reduced(totals, Reduction(how.op))
     if how.average:
         total = torch.div(total, len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
@@ -136,7 +136,7 @@ def others(engine: hierarchical.HierarchicalEngine) -> None:
     if rank == 0:
         one, come = torch.empty(1, dtype=torch.int64), []
         for _ in range(size - 1):
-            parcel = engine.recv(one, ANYONE, 7, LIMIT)
+            parcel = engine.recv(one, ANY_SOURCE, 7, LIMIT)
             while not parcel.done():
                 time.sleep(0.001)
             assert one.item() == parcel.source
@@ -152,7 +152,7 @@ def others(engine: hierarchical.HierarchicalEngine) -> None:
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        hierarchical.PIECE, sums.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        hierarchical.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
@@ -205,7 +205,7 @@ def _abort(engine: hierarchical.HierarchicalEngine) -> None:
     if engine.rank != 1:
         threading.Timer(0.3, engine.abort).start()
     if engine.rank == 2:
-        engine.recv(torch.empty(1), ANYONE, 0, LIMIT).wait()
+        engine.recv(torch.empty(1), ANY_SOURCE, 0, LIMIT).wait()
     else:
         _all_reduce(engine)
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from phalanx.collectives import _native
-from phalanx.collectives.engines.engine import ANYONE, CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.engines.shm import ShmEngine, ShmMessage
 from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 
@@ -121,7 +121,7 @@ def _plan(place: Place, seed: int) -> None:
     by_box: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
     for letter in letters:
         if letter[1] == place.rank:
-            by_box.setdefault((letter[0] if letter[2] < 10 else ANYONE, letter[2]), []).append(letter)
+            by_box.setdefault((letter[0] if letter[2] < 10 else ANY_SOURCE, letter[2]), []).append(letter)
     boxes = [box for box, waiting in by_box.items() for _ in waiting]
     own.shuffle(boxes)
     sent: list[ShmMessage] = []
@@ -139,7 +139,7 @@ def _plan(place: Place, seed: int) -> None:
     got: dict[tuple[int, int], list[bytes]] = {}
     data = {id(arriving): arriving.wait() for _, arriving in own.sample(came, len(came))}
     for box, arriving in came:
-        if box[0] != ANYONE:
+        if box[0] != ANY_SOURCE:
             assert arriving.parcel.source == box[0]
         got.setdefault((arriving.parcel.source, box[1]), []).append(data[id(arriving)])
     for parcel in sent:
@@ -292,15 +292,15 @@ def dead_sender(place: Place) -> None:
         raises(PeerLost, "rank 1 has ended", lambda: place.get(8, 1, 9))
         raises(PeerLost, "send: peer lost, rank 1 has ended", lambda: place.send(bytes(LARGE), 1).wait())
     else:
-        assert place.get(10, ANYONE, 3) == b"for anyone"
+        assert place.get(10, ANY_SOURCE, 3) == b"for anyone"
     sent = place.send(content(3, LARGE), other)
     assert place.get(LARGE, other) == content(3, LARGE)
     assert sent.wait()
     if place.rank == 2:
         place.send(b"bye", 0, 4)
         os._exit(0)
-    assert place.get(3, ANYONE, 4) == b"bye"
-    raises(PeerLost, "recv: peer lost, all other ranks have ended", lambda: place.get(3, ANYONE, 4))
+    assert place.get(3, ANY_SOURCE, 4) == b"bye"
+    raises(PeerLost, "recv: peer lost, all other ranks have ended", lambda: place.get(3, ANY_SOURCE, 4))
 
 
 @scene(2)
@@ -346,7 +346,7 @@ def aborted(place: Place) -> None:
         place.engine.abort()
         return
     waiting = place.recv(LARGE, 2, 1) if place.rank else place.send(bytes(LARGE), 2, 1)
-    anyone = place.recv(1, ANYONE, 2)
+    anyone = place.recv(1, ANY_SOURCE, 2)
     place.send(b"!", 2)
     begun = time.monotonic()
     raises(GroupAborted, "the process group was aborted", waiting.wait)
@@ -379,7 +379,7 @@ def too_late(place: Place) -> None:
         raises(
             CollectiveTimeout,
             "recv timed out: it waited 0.1 s for any rank (tag 3)",
-            lambda: place.get(8, ANYONE, 3, 0.1),
+            lambda: place.get(8, ANY_SOURCE, 3, 0.1),
         )
         arriving = place.recv(8, 1, 4)
         assert not arriving.parcel.wait(0.05)  # asks for less than it has

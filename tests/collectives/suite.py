@@ -183,7 +183,7 @@ def _rank(module: Any, name: str, rank: int, store: Path) -> int:
     from phalanx.collectives import neighbours
 
     if places := os.environ.get(_PLACES):
-        neighbours.machine = lambda: places[rank]
+        neighbours.host_id = lambda: places[rank]
     test = _test(module, name, rank, store)
     dist.init_process_group(
         init_method=test.init_method,

@@ -92,8 +92,8 @@ def test_scripts_that_do_not_know_phalanx_have_the_names(tmp_path: Path, debug: 
         "cpu:gloo,cuda:gloo ProcessGroup gloo True",
         "shm EngineProcessGroup shm True",
         "cpu:shm EngineProcessGroup shm True",
-        '"cpu:shm,cuda:nccl": shm is a group of its own, beside which there is no other backend',
-        '  fix: init_process_group("shm") for tensors of the CPU, or "cpu:gloo,cuda:nccl"',
+        '"cpu:shm,cuda:nccl": shm cannot be combined with other backends',
+        '  fix: init_process_group("shm") for CPU tensors, or "cpu:gloo,cuda:nccl"',
     ]
 
 

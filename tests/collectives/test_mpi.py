@@ -27,7 +27,7 @@ def test_everything_under_mpirun_and_then_one_does_not_come() -> None:
     for rank in range(3):
         assert f"rank {rank} of 3: all as it should be, by mpi" in done.stdout, done.stdout + done.stderr
     # It is not waited for any longer than was said; and what MPI had begun cannot be called off, so the job is ended.
-    late = "CollectiveTimeout: all_reduce timed out: it waited 2 s for other ranks, and MPI does not tell for which"
+    late = "CollectiveTimeout: all_reduce timed out: it waited 2 s for other ranks; MPI does not report which"
     assert re.search(rf"rank [02] after \d+\.\d s: {late}", done.stdout), done.stdout + done.stderr
     assert re.search(r"rank [02] after 0\.\d s: GroupAborted", done.stdout), done.stdout + done.stderr
     assert "MPI_ABORT was invoked" in done.stderr
@@ -40,7 +40,7 @@ def test_alone_and_without_mpi4py() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "rank 0 of 1: 3.0",
-        "CallRefused: the backend mpi: MPI has started this process alone, and WORLD_SIZE is 2",
+        "CallRefused: the backend mpi: MPI has started a single process, but WORLD_SIZE is 2",
         "  fix: mpirun -n 2 python …, or another backend: shm, gloo",
         "CallRefused: the backend mpi needs mpi4py, which is not installed",
         "  fix: pip install 'phalanx[mpi]'",

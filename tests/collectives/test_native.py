@@ -102,7 +102,7 @@ WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.u
 def reduced(inputs: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
     out = torch.empty_like(inputs[0])
     addresses = tuple(tensor.data_ptr() for tensor in inputs)
-    how = (DTYPES[out.dtype], reduction.op, reduction.before, reduction.average)
+    how = (DTYPES[out.dtype], reduction.op, reduction.scale, reduction.average)
     _native.reduce(out.data_ptr(), addresses, out.numel(), *how)
     return out
 
@@ -137,7 +137,7 @@ def test_factors_and_averages_of_floats(dtype: torch.dtype) -> None:
     assert torch.equal(reduced(inputs, Reduction(average=True)), average)
     factor = torch.tensor(0.3, dtype=wide[0].dtype)
     scaled = (wide[0] * factor + wide[1] * factor + wide[2] * factor).to(dtype)
-    assert torch.equal(reduced(inputs, Reduction(before=0.3)), scaled)
+    assert torch.equal(reduced(inputs, Reduction(scale=0.3)), scaled)
 
 
 @pytest.mark.parametrize("dtype", WHOLE, ids=str)
@@ -149,7 +149,7 @@ def test_whole_numbers(dtype: torch.dtype) -> None:
     some = [tensor // 4 for tensor in wide]  # their sum is no larger than the type
     small = [tensor.to(dtype) for tensor in some]
     assert torch.equal(reduced(small, Reduction(average=True)), (sum(some) // 3).to(dtype))
-    assert torch.equal(reduced(small, Reduction(before=2.7)), (2 * sum(some)).to(dtype))
+    assert torch.equal(reduced(small, Reduction(scale=2.7)), (2 * sum(some)).to(dtype))
 
 
 def test_averages_of_whole_numbers_go_towards_zero() -> None:
@@ -174,7 +174,7 @@ def test_every_half_and_back() -> None:
     every = torch.arange(0, 1 << 16, dtype=torch.int32).to(torch.uint16)
     for dtype in (torch.float16, torch.bfloat16):
         halves = every.view(dtype)
-        same = reduced([halves, torch.zeros_like(halves)], Reduction(Op.MAX, before=1.0))
+        same = reduced([halves, torch.zeros_like(halves)], Reduction(Op.MAX, scale=1.0))
         expected = torch.maximum(halves.float(), torch.zeros(1)).to(dtype)
         torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -259,7 +259,7 @@ def test_what_differs_is_told() -> None:
             "ranks called different things: ranks 4 (of this group: 0) and 2 all_reduce of 4 float32 (SUM), "
             "rank 5 (of this group: 1) broadcast of 64 bytes from rank 4 (of this group: 0)",
         )
-        assert later == (CollectiveMismatch.__name__, f"barrier: this group has ended before: {first[1]}")
+        assert later == (CollectiveMismatch.__name__, f"barrier: this group has failed before: {first[1]}")
 
 
 def test_sizes_that_differ_between_two_are_told_to_all() -> None:
@@ -332,7 +332,7 @@ def test_who_is_late_is_named() -> None:
     assert waited == (CollectiveTimeout.__name__, "barrier: rank 1 did not come within the timeout of 0.2 s")
     assert came == (
         CollectiveTimeout.__name__,
-        "barrier: this rank came too late, the others' wait for rank 1 timed out",
+        "barrier: this rank arrived too late: the others timed out waiting for rank 1",
     )
 
 
@@ -367,7 +367,7 @@ def test_a_signal_handler_is_refused_what_would_wait_for_ever() -> None:
             )[0]
         signal.signal(signal.SIGUSR1, lambda *_: engine.barrier(LIMIT))
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        with pytest.raises(RuntimeError, match="a signal handler cannot wait for a collective of a group in which"):
+        with pytest.raises(RuntimeError, match="a signal handler cannot run a collective on a group on which"):
             engine.run(EngineCall(CallKind.SCATTER, (), [torch.ones(1)], root=2, timeout=LIMIT))
         return "refused"
 
@@ -403,7 +403,7 @@ def test_a_message_that_was_interrupted_says_so_and_the_group_goes_on() -> None:
             parcel = engine.recv(torch.ones(1), 1, 5, LIMIT)
             with pytest.raises(KeyboardInterrupt):
                 parcel.wait()
-            assert raised(parcel.wait) == (GroupAborted.__name__, "recv was interrupted before")
+            assert raised(parcel.wait) == (GroupAborted.__name__, "recv was interrupted")
         return raised(lambda: engine.barrier(LIMIT))
 
     assert ranks(2, body) == [("", "")] * 2
@@ -420,7 +420,7 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
 
         def close() -> None:
             engine.close()
-            kept.append(len(engine._alive))
+            kept.append(len(engine._running))
 
         closing = threading.Timer(0.2, close)
         closing.start()
@@ -433,7 +433,7 @@ def test_a_wait_in_one_thread_is_ended_by_another() -> None:
     os.close(over)
     os.close(tell)
     assert waited == (GroupAborted.__name__, "barrier: the process group was aborted")
-    assert later == ("ValueError", "this group was left")
+    assert later == ("ValueError", "this process has left the group")
     assert held == [1]  # what the group's thread may still write to
 
 
@@ -495,9 +495,9 @@ def test_what_makes_no_sense_is_refused_before_anybody_waits() -> None:
 
     assert ranks(1, body) == [
         [
-            ("ValueError", "the root is no rank of this group"),
-            ("ValueError", "there is no such reduction of this type"),
-            ("ValueError", "too few or too many tensors are there for the result"),
+            ("ValueError", "the root is not a rank of this group"),
+            ("ValueError", "unsupported reduction of this type"),
+            ("ValueError", "wrong number of output tensors"),
             ("", ""),
         ]
     ]
@@ -550,7 +550,7 @@ def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
 
     missed, refused = ranks(2, body)
     os.close(memory)
-    assert missed == (PeerLost.__name__, "joining: peer lost, a rank of this machine has ended")
+    assert missed == (PeerLost.__name__, "joining: peer lost, a rank of this host has ended")
     assert refused[0] == CallRefused.__name__
     assert "Too many open files" in refused[1]
 
@@ -574,7 +574,7 @@ def forbid(call: int) -> None:
 def test_where_memory_cannot_be_shared_all_ranks_go_another_way(tmp_path: Path, why: str) -> None:
     def child(rank: int) -> int:
         if why == "too many":
-            segment.MOST = 1
+            segment.MAX_RANKS = 1
         elif rank == 1:
             forbid(_PIDFD_OPEN)
         store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -613,5 +613,5 @@ def test_what_is_no_memory_of_ours_is_not_opened(tmp_path: Path) -> None:
 
 def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3)
-    with pytest.raises(CollectiveTimeout, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this machine"):
-        segment.make(store, 0, [0, 1, 2], 0.3)
+    with pytest.raises(CollectiveTimeout, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this host"):
+        segment.create(store, 0, [0, 1, 2], 0.3)

@@ -21,7 +21,7 @@ from tests.kit.cli import run
 
 _native = pytest.importorskip("phalanx.collectives._native")
 
-COUNT = regions.LEAST // 4 + 1001
+COUNT = regions.MIN_BYTES // 4 + 1001
 
 
 def mapped() -> int:
@@ -39,7 +39,7 @@ def staged(rank: int, size: int) -> Any:
     from phalanx.collectives.engines.shm import ShmEngine
 
     store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
-    fd, pids = segment.make(store, rank, range(size), 60)
+    fd, pids = segment.create(store, rank, range(size), 60)
     try:
         return ShmEngine(fd, rank, pids, range(size), 60, direct=False)
     finally:
@@ -47,8 +47,8 @@ def staged(rank: int, size: int) -> Any:
 
 
 def shown(engine: Any, count: int) -> torch.Tensor:
-    region = Region.made(count * 4)
-    assert regions.show(engine, [region], 60)
+    region = Region.create(count * 4)
+    assert regions.share(engine, [region], 60)
     return torch.frombuffer(region, dtype=torch.float32)
 
 
@@ -69,7 +69,7 @@ def reduced() -> tuple[int, int, int]:
         own = shown(engine, 2 * COUNT)
         other = shown(engine, COUNT)
         chance = torch.Generator().manual_seed(rank)
-        for how in (Reduction(), Reduction(average=True), Reduction(Op.MAX), Reduction(before=0.3)):
+        for how in (Reduction(), Reduction(average=True), Reduction(Op.MAX), Reduction(scale=0.3)):
             data = torch.randn(COUNT, generator=chance)
             expected = summed(engine, data.clone(), how)
             # At another place on every rank; with one that is elsewhere; all in another; of another type.
@@ -84,7 +84,7 @@ def reduced() -> tuple[int, int, int]:
         assert opened() == 2  # its own, that mmap.mmap keeps
         del own, other, there, expected
         summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
-        assert not regions.show(engine, [Region.made(regions.LEAST + rank * 4096)], 60)  # not all alike: none
+        assert not regions.share(engine, [Region.create(regions.MIN_BYTES + rank * 4096)], 60)  # not all alike: none
         assert mapped() == before
         engine.run(EngineCall(CallKind.BARRIER, timeout=60))
     return before, between, mapped()
@@ -126,7 +126,7 @@ def test_gradients_of_a_wrapped_model_lie_in_it() -> None:
 
 
 def test_no_rank_reads_what_another_still_writes(tmp_path: Path) -> None:
-    native, program = Path(regions.__file__).parent / "native", tmp_path / "ranks"
+    native, program = Path(regions.__file__).parents[1] / "native", tmp_path / "ranks"
     sources = [Path(__file__).parent / "native" / "regions_test.c", *native.glob("*.c")]
     words = ["cc", "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{native}"]
     words += ["-Wl,--wrap=mmap,--wrap=munmap", *(str(one) for one in sources if one.name != "binding.c")]

@@ -217,7 +217,7 @@ def left(rank: int, ranks: int) -> None:
     assert all(work.is_completed() and work.wait() and work.get_future().wait() for work in works)
     assert never.is_completed()
     for ask in (never.wait, future.wait):
-        with pytest.raises((GroupAborted, PeerLost, RuntimeError), match="ended"):
+        with pytest.raises((GroupAborted, PeerLost, RuntimeError), match=r"ended|closed"):
             ask()
 
 
@@ -276,7 +276,7 @@ def numbers(rank: int, ranks: int) -> None:
 
 def refused(rank: int, ranks: int) -> None:
     """Said before anything is moved: the group goes on."""
-    with pytest.raises(CallRefused, match="BAND of float32: there is no such reduction"):
+    with pytest.raises(CallRefused, match="BAND of float32: unsupported reduction"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     with pytest.raises(CallRefused, match="AVG of bool"):
         dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)

@@ -18,7 +18,7 @@ BELOW = (
     *(start for start, _ in paths.PHASES),
     *paths.PROBE,
     *paths.LIBRARY,
-    *(paths.FORK_SERVER, paths.COLLECTIVES, paths.WORK, paths.THREADED),
+    *(paths.FORK_SERVER, paths.HOOK, paths.COLLECTIVES, paths.WORK, paths.THREADED),
 )
 LOADED = [
     name.replace("_phalanx_forkserver", "phalanx.forkserver") for name in (paths.PROBE_MODULE, paths.CHECKER_MODULE)

@@ -102,7 +102,7 @@ async def leading(
     expected: int = 2, *, timing: Timing | None = None, own: NodeInfo | None = None, **options: Any
 ) -> AsyncIterator[Led]:
     ears = LeaderEars()
-    leader = Leader(TOKEN, own or arrival(0), expected=expected, run="test", ears=ears, timing=timing, **options)
+    leader = Leader(TOKEN, own or arrival(0), expected=expected, run="test", events=ears, timing=timing, **options)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])
@@ -117,7 +117,7 @@ async def joined(
     port: int, member: int | None = 1, *, token: Token = TOKEN, **changes: Any
 ) -> AsyncIterator[tuple[Member, MemberEars]]:
     ears = MemberEars()
-    one = Member(token, arrival(member, **changes), lambda: [Endpoint("127.0.0.1", port)], ears=ears)
+    one = Member(token, arrival(member, **changes), lambda: [Endpoint("127.0.0.1", port)], events=ears)
     try:
         await one.join(10)
         yield one, ears
@@ -134,7 +134,7 @@ class Speaker:
     sealed: Channel | None = None
 
     async def challenged(self) -> None:
-        challenge = messages.door.decode(await self.ws.receive_bytes(timeout=5))
+        challenge = messages.handshake.decode(await self.ws.receive_bytes(timeout=5))
         assert isinstance(challenge, messages.Challenge)
         self.nonce = challenge.nonce
 
@@ -146,7 +146,7 @@ class Speaker:
         return messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof))
 
     async def answered(self) -> messages.Welcome | messages.Refusal:
-        answer = messages.door.decode(await self.ws.receive_bytes(timeout=5))
+        answer = messages.handshake.decode(await self.ws.receive_bytes(timeout=5))
         assert isinstance(answer, JoinAnswer)
         return messages.answer.decode(answer.content)
 
@@ -217,18 +217,18 @@ class _LoudMember(_Loud):
 
 async def _lead(expected: str, node_timeout: str) -> None:
     timing = Timing(ping=0.1, node_timeout=float(node_timeout))
-    leader = Leader(TOKEN, arrival(0), expected=int(expected), run="test", ears=_LoudLeader(), timing=timing)
+    leader = Leader(TOKEN, arrival(0), expected=int(expected), run="test", events=_LoudLeader(), timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])
         print("port", sock.getsockname()[1], "files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        await leader.roll_call(60)
+        await leader.wait_for_members(60)
         print("complete")
         await asyncio.Event().wait()
 
 
 async def _follow(port: str, member: str) -> None:
-    one = Member(TOKEN, arrival(int(member)), lambda: [Endpoint("127.0.0.1", int(port))], ears=_LoudMember())
+    one = Member(TOKEN, arrival(int(member)), lambda: [Endpoint("127.0.0.1", int(port))], events=_LoudMember())
     await one.join(30)
     print("joined")
     await asyncio.Event().wait()

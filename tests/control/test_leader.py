@@ -44,7 +44,7 @@ ANOTHER = (
 def test_they_come_together_and_talk() -> None:
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 1) as (one, ears), joined(led.port, None) as (_, others):
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
             assert set(led.leader.roster.members) == {0, 1, 2}
             assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
             assert one.welcome == Welcome(member=1, run="test", leader="host0", node_timeout=15.0)
@@ -66,7 +66,7 @@ def test_they_come_together_and_talk() -> None:
 def test_one_alone_waits_for_nobody() -> None:
     async def meet() -> None:
         async with leading(1) as led:
-            await led.leader.roll_call(0)
+            await led.leader.wait_for_members(0)
 
     asyncio.run(meet())
 
@@ -84,23 +84,23 @@ def test_who_is_missing_is_said() -> None:
     async def meet() -> None:
         async with leading(4) as led, joined(led.port, 2):
             with pytest.raises(JoinError) as missed:
-                await led.leader.roll_call(0.3)
+                await led.leader.wait_for_members(0.3)
             assert missed.value.what == "nodes 1, 3 of 4 have not joined in 0 s"
-            assert missed.value.details[0] == "here: node 0 (host0), node 2 (host2)"
-            assert "nobody else has knocked" in missed.value.details[2]
+            assert missed.value.details[0] == "joined: node 0 (host0), node 2 (host2)"
+            assert "no connection attempts" in missed.value.details[2]
 
     asyncio.run(meet())
 
 
-def test_who_knocked_in_vain_is_said() -> None:
+def test_who_knocked_is_rejected_is_said() -> None:
     async def meet() -> None:
         async with leading() as led:
             with pytest.raises(JoinError):
                 async with joined(led.port, token=OTHER):
                     pass
             with pytest.raises(JoinError) as missed:
-                await led.leader.roll_call(0.1)
-            assert missed.value.details[2:] == (f"127.0.0.1 knocked in vain: {ANOTHER}",)
+                await led.leader.wait_for_members(0.1)
+            assert missed.value.details[2:] == (f"rejected: 127.0.0.1: {ANOTHER}",)
 
     asyncio.run(meet())
 
@@ -113,7 +113,7 @@ def test_who_knocked_in_vain_is_said() -> None:
         ({"member": 5}, "would not start what", "it has node 5, node 0 has 2 nodes"),
         ({"terms": {"script": "b"}}, "would not start what", "it has script: b, node 0 has script: a"),
         ({"versions": {"torch": "1.0"}}, "has other versions than", "it has torch 1.0, node 0 has torch 2.9"),
-        ({"slots": 4}, "takes 4 workers, and was to take 2 workers", "it takes 4 workers, and was to take 2 workers"),
+        ({"slots": 4}, "takes 4 workers, and was to take 2 workers", "it has 4 workers, but 2 workers were expected"),
         ({"trouble": "there is no GPU"}, "there is no GPU", "there is no GPU"),
         ({"terms": {"x": "y" * 300}}, "does not let this node in", "Expected `str` of length <= 256"),
     ],
@@ -136,7 +136,7 @@ def test_refusals_in_words(changes: dict[str, object], what: str, noted: str) ->
 
 def test_a_leader_that_breaks_its_own_promise() -> None:
     async def meet() -> None:
-        with pytest.raises(JoinError, match="it takes 1 worker, and was to take 4 workers"):
+        with pytest.raises(JoinError, match="it has 1 worker, but 4 workers were expected"):
             async with leading(promised=(4, 4)):
                 pass
 
@@ -147,8 +147,8 @@ def test_who_cannot_take_part_says_so() -> None:
     async def meet() -> None:
         async with leading() as led:
             where = [Endpoint("127.0.0.1", led.port)]
-            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, ears=MemberEars()).excuse()
-            assert led.ears.notes == ["host1 at 127.0.0.1 was not let in: no GPU"]
+            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, events=MemberEars()).excuse()
+            assert led.ears.notes == ["host1 at 127.0.0.1 was rejected: no GPU"]
 
     asyncio.run(meet())
 
@@ -160,9 +160,9 @@ def test_a_member_that_leaves_before_the_start_may_come_again() -> None:
                 async with joined(led.port, 1):
                     assert led.ids == {1}
                 await until(lambda: not led.ids)
-            assert led.ears.notes == ["node 1 (host1) has left before the start"] * 2
+            assert led.ears.notes == ["node 1 (host1) left before the start"] * 2
             async with joined(led.port, 1) as (_, ears), joined(led.port, 2):
-                await led.leader.roll_call(5)
+                await led.leader.wait_for_members(5)
                 led.leader.broadcast(messages.EndMessage(code=7))
                 await led.leader.close()
                 assert ears.told == [messages.EndMessage(code=7)]  # though at some time nobody was here
@@ -177,7 +177,7 @@ def test_who_hears_that_one_leaves_finds_it_gone() -> None:
             seen: list[set[int]] = []
             led.ears.heard = lambda member, message: seen.append(led.ids)  # type: ignore[method-assign]
             async with joined(led.port):
-                await led.leader.roll_call(5)
+                await led.leader.wait_for_members(5)
             await until(lambda: seen)
             assert seen == [set()]
             assert led.ears.gone == []
@@ -208,7 +208,7 @@ def test_another_token() -> None:
             told = "\n".join(refused.value.details)
             assert TOKEN.fingerprint in told
             assert OTHER.fingerprint in told
-            assert led.ears.notes == [f"127.0.0.1 was not let in: {ANOTHER}"]
+            assert led.ears.notes == [f"127.0.0.1 was rejected: {ANOTHER}"]
 
     asyncio.run(meet())
 
@@ -243,7 +243,7 @@ async def impostor(proof: bytes | None) -> AsyncIterator[int]:
         ws = web.WebSocketResponse()
         await ws.prepare(request)
         await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=b"n" * 32)))
-        knock = messages.door.decode(await ws.receive_bytes())
+        knock = messages.handshake.decode(await ws.receive_bytes())
         assert isinstance(knock, JoinRequest)
         content = messages.encode(Welcome(member=1, run="evil", leader="evil", node_timeout=15.0))
         await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=knock.proof if proof is None else proof)))
@@ -296,13 +296,13 @@ def test_a_frame_that_is_not_the_next_ends_the_connection(way: str) -> None:
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 2) as (good, _), speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
             frames = [speaker.seal(messages.encode(NoteMessage(text=str(number)))) for number in range(3)]
             for frame in TAMPERED[way](frames):
                 await speaker.ws.send_bytes(frame)
             await speaker.closed()
             await until(lambda: led.ears.gone)
-            assert led.ears.gone == ["1: it sent what is not a message of phalanx (ForgedFrameError)"]
+            assert led.ears.gone == ["1: it sent an invalid message (ForgedFrameError)"]
             assert led.ears.said == [(1, NoteMessage(text="0"))]
             good.send(NoteMessage(text="undisturbed"))
             await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
@@ -318,7 +318,7 @@ def test_a_frame_that_is_not_the_next_ends_the_connection(way: str) -> None:
         (b"\x82\xa2is\xa4note\xa4text\xa1\xff", "DecodeError"),  # no text
         (b"\x82\xa2is\xa4note\xa4zext" + b"\x81\xa1a" * 50_000, "DecodeError"),  # too deep
         (b"x" * messages.FRAME_LIMIT, "exceeds limit"),
-        ("text", "it sent what is not a message"),
+        ("text", "it sent an invalid message"),
     ],
     ids=["garbage", "the leader's", "no text", "deep", "large", "a frame of text"],
 )
@@ -326,7 +326,7 @@ def test_a_member_that_talks_nonsense_is_lost_alone(frame: bytes | str, why: str
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
             with contextlib.suppress(ConnectionError):
                 if isinstance(frame, str):
                     await speaker.ws.send_str(frame)
@@ -346,7 +346,7 @@ def test_a_member_that_talks_nonsense_is_lost_alone(frame: bytes | str, why: str
 def test_a_fault_of_those_who_listen_is_told() -> None:
     async def meet() -> None:
         async with leading() as led, joined(led.port) as (one, _):
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
 
             def stumble(member: int, message: messages.FromMember) -> None:
                 raise KeyError("seat")
@@ -354,7 +354,7 @@ def test_a_fault_of_those_who_listen_is_told() -> None:
             led.ears.heard = stumble  # type: ignore[method-assign]
             one.send(NoteMessage(text="x"))
             await until(lambda: led.ears.gone)
-            assert led.ears.gone == ["1: what it said could not be followed (KeyError: 'seat')"]
+            assert led.ears.gone == ["1: its message could not be processed (KeyError: 'seat')"]
 
     asyncio.run(meet())
 
@@ -366,7 +366,7 @@ def test_a_member_that_stops_is_quiet_and_then_lost() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led:
             with actor("member", str(led.port), "1") as one:
-                await led.leader.roll_call(20)
+                await led.leader.wait_for_members(20)
                 one.signal(signal.SIGSTOP)
                 began = time.monotonic()
                 await until(lambda: led.ears.notes)
@@ -379,7 +379,7 @@ def test_a_member_that_stops_is_quiet_and_then_lost() -> None:
                 began = time.monotonic()
                 await until(lambda: led.ears.gone)
                 assert 1.3 < time.monotonic() - began < 5
-                assert led.ears.gone == ["1: not a word from it in 2 s (--node-timeout): link or machine is down"]
+                assert led.ears.gone == ["1: no message from it for 2 s (--node-timeout): link or machine is down"]
                 assert not led.ids
                 one.signal(signal.SIGCONT)
                 await asyncio.to_thread(one.wait_for, "lost ")
@@ -391,7 +391,7 @@ def test_a_member_that_is_killed_is_lost_at_once() -> None:
     async def meet() -> None:
         async with leading() as led:
             with actor("member", str(led.port), "1") as one:
-                await led.leader.roll_call(20)
+                await led.leader.wait_for_members(20)
                 began = time.monotonic()
                 one.signal(signal.SIGKILL)
                 await until(lambda: led.ears.gone)
@@ -406,7 +406,7 @@ def test_a_member_that_is_silent_before_the_start_may_come_again() -> None:
         async with leading(3, timing=FAST) as led, speaking(led.port) as speaker:
             await speaker.enter(1)
             await until(lambda: not led.ids)
-            assert led.ears.notes[-1] == "node 1 (host1) has left before the start"
+            assert led.ears.notes[-1] == "node 1 (host1) left before the start"
             assert led.ears.gone == []
             async with joined(led.port, 1):
                 assert led.ids == {1}
@@ -429,7 +429,7 @@ def test_a_leader_that_is_killed_is_missed_at_once(led: Handle) -> None:
 def test_a_leader_that_closes_is_missed_unless_it_said_so() -> None:
     async def meet(last: messages.Message | None) -> list[str]:
         async with leading() as led, joined(led.port) as (one, ears):
-            await led.leader.roll_call(5)
+            await led.leader.wait_for_members(5)
             leaving = None
             if last is not None:
                 led.leader.broadcast(last)
@@ -457,7 +457,7 @@ def test_a_leader_that_stops_is_missed_after_a_while() -> None:
                 await until(lambda: ears.gone)
                 assert 1.3 < time.monotonic() - began < 5
                 assert ears.notes[0].startswith("node 0 has not answered for 1 s")
-                assert ears.gone == ["not a word from it in 2 s (--node-timeout): link or machine is down"]
+                assert ears.gone == ["no message from it for 2 s (--node-timeout): link or machine is down"]
                 began = time.monotonic()
                 await one.leave()
                 assert time.monotonic() - began < 4  # nobody says goodbye to us
@@ -479,7 +479,7 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
                 await asyncio.to_thread(job.wait_for, "heard 1 Note")
                 assert "lost" not in job.out
                 # Silent of its own it is lost as ever.
-                await asyncio.to_thread(job.wait_for, "lost 1 not a word")
+                await asyncio.to_thread(job.wait_for, "lost 1 no message")
 
     asyncio.run(meet())
 
@@ -506,7 +506,7 @@ def test_odd_places_are_obstacles_and_no_tracebacks(host: str) -> None:
 
         async def meet() -> None:
             with pytest.raises(JoinError):
-                await Member(TOKEN, arrival(1), lambda: where, ears=MemberEars()).join(0.1)
+                await Member(TOKEN, arrival(1), lambda: where, events=MemberEars()).join(0.1)
 
         asyncio.run(meet())
 
@@ -515,7 +515,7 @@ def test_a_leader_that_comes_later_is_found() -> None:
     async def meet() -> None:
         where: list[Endpoint] = []
         ears = MemberEars()
-        one = Member(TOKEN, arrival(1), lambda: where, ears=ears)
+        one = Member(TOKEN, arrival(1), lambda: where, events=ears)
         joining = asyncio.create_task(one.join(20))
         await until(lambda: ears.waits)
         async with leading() as led:
@@ -534,14 +534,14 @@ def test_enough_begin_after_the_last_call_and_others_come_later() -> None:
     async def meet() -> None:
         timing = Timing(last_call=0.2)
         async with leading(3, least=2, timing=timing) as led, joined(led.port, None):
-            await led.leader.roll_call(10)
+            await led.leader.wait_for_members(10)
             assert set(led.leader.roster.members) == {0, 1}
-            assert any("that is enough" in text for text in led.ears.waits)
+            assert any("which is enough" in text for text in led.ears.waits)
             async with joined(led.port, None, door=4711) as (late, _):
                 await until(lambda: led.ears.came == [2])
                 assert late.welcome is not None
                 assert late.welcome.member == 2
-                roll = led.leader.roll(working=[0, 1])
+                roll = led.leader.peer_list(working=[0, 1])
                 assert [(peer.member, peer.port, peer.works) for peer in roll.peers] == [(1, 0, True), (2, 4711, False)]
                 assert led.leader.audible == 3
 
@@ -552,10 +552,10 @@ def test_one_whose_place_is_taken_waits_until_it_is_free() -> None:
     async def meet() -> None:
         async with leading(2, least=1, timing=FAST) as led:
             async with joined(led.port, 1) as (first, _):
-                await led.leader.roll_call(10)
+                await led.leader.wait_for_members(10)
                 ears = MemberEars()
                 arrives = arrival(1, door=4711)
-                second = Member(TOKEN, arrives, lambda: [Endpoint("127.0.0.1", led.port)], ears=ears)
+                second = Member(TOKEN, arrives, lambda: [Endpoint("127.0.0.1", led.port)], events=ears)
                 coming = asyncio.create_task(second.join(30))
                 await until(lambda: any("node 1" in text for text in ears.waits))
                 assert first.welcome is not None

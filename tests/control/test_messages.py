@@ -45,7 +45,7 @@ from phalanx.control.messages import (
 )
 
 DECODERS: dict[str, messages.MessageReader[Any]] = {
-    name: getattr(messages, name) for name in ("door", "arrival", "answer", "from_leader", "from_member")
+    name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
 }
 CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
 FULL = NodeInfo(
@@ -63,12 +63,12 @@ PLACE = StartRanks(
 )
 DEATH = FailureReport(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text")
 EXAMPLES: dict[str, list[Message]] = {
-    "door": [
+    "handshake": [
         Challenge(protocol=1, nonce=b"n" * 32),
         JoinRequest(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
         JoinAnswer(content=b"c", proof=b""),
     ],
-    "arrival": [FULL],
+    "node_info": [FULL],
     "answer": [
         Refusal(kind="run", leader="a", member="b"),
         Welcome(member=1, run="r", leader="h", node_timeout=15.0, notes=("n",)),
@@ -184,19 +184,19 @@ def test_bombs(name: str, bomb: bytes) -> None:
 @pytest.mark.parametrize("size", [0, 31, 33, 64])
 def test_a_nonce_has_32_bytes(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
-        messages.door.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
+        messages.handshake.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
     with pytest.raises(msgspec.ValidationError):
-        messages.door.decode(messages.encode(JoinRequest(nonce=b"n" * size, arrival=b"", proof=b"")))
+        messages.handshake.decode(messages.encode(JoinRequest(nonce=b"n" * size, arrival=b"", proof=b"")))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("door", JoinAnswer(content=b"", proof=b"p" * 33)),
-        ("door", JoinRequest(nonce=b"n" * 32, arrival=b"a" * (messages.KNOCK_LIMIT + 1), proof=b"")),
-        ("arrival", msgspec.structs.replace(FULL, slots=-1)),
-        ("arrival", msgspec.structs.replace(FULL, host="h" * 257)),
-        ("arrival", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),
+        ("handshake", JoinAnswer(content=b"", proof=b"p" * 33)),
+        ("handshake", JoinRequest(nonce=b"n" * 32, arrival=b"a" * (messages.JOIN_REQUEST_LIMIT + 1), proof=b"")),
+        ("node_info", msgspec.structs.replace(FULL, slots=-1)),
+        ("node_info", msgspec.structs.replace(FULL, host="h" * 257)),
+        ("node_info", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),
         ("from_member", Signalled(signal=0)),
         ("from_member", Signalled(signal=40)),
         ("from_member", Log(rank=0, stream=3)),
@@ -225,7 +225,7 @@ def test_every_pid_that_there_may_be() -> None:
     # /proc/sys/kernel/pid_max may be as high as this, and is with systemd.
     for pid in (os.getpid(), 1 << 22):
         arrival = msgspec.structs.replace(FULL, pid=pid)
-        assert messages.arrival.decode(messages.encode(arrival)).pid == pid
+        assert messages.node_info.decode(messages.encode(arrival)).pid == pid
 
 
 def test_what_is_no_text_is_told_as_well_as_it_can_be() -> None:
@@ -236,7 +236,7 @@ def test_what_is_no_text_is_told_as_well_as_it_can_be() -> None:
     assert isinstance(told, Over)
     assert told.first == msgspec.structs.replace(DEATH, stderr=("caf?", "fine"), block="caf?")
     arrival = msgspec.structs.replace(FULL, terms={"script": odd})
-    assert messages.arrival.decode(messages.encode(arrival)).terms == {"script": "caf?"}
+    assert messages.node_info.decode(messages.encode(arrival)).terms == {"script": "caf?"}
     assert messages.from_member.decode(messages.encode(Log(rank=0, stream=1, data=b"\xff"))) == Log(
         rank=0, stream=1, data=b"\xff"
     )

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
-from phalanx.forkserver.probe import flight_recorder
+from phalanx.forkserver.probe import recorded_calls
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
 from phalanx.launch.hangs import node_evidence
-from tests.diagnose.scene import C10D, HOME, collective, evidence, rank
+from tests.diagnose.made_evidence import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]
 
@@ -71,9 +71,9 @@ def coalesced(seq: int, *parts: Entry, p2p: int = 0) -> list[Entry]:
 
 def told(entries: Sequence[Entry]) -> dict[str, Any]:
     """What a worker says of them, after it has travelled."""
-    kept = Kept(flight_recorder._named, flight_recorder._dtypes, lambda _, root: root)
+    kept = Kept(recorded_calls.operation_name, recorded_calls.dtype_names, lambda _, root: root)
     kept.add(entries)
-    return json.loads(json.dumps({"threads": [], "calls": [], "history": kept.told()}))
+    return json.loads(json.dumps({"threads": [], "calls": [], "history": kept.to_dict()}))
 
 
 def history(entries: Sequence[Entry]) -> History:

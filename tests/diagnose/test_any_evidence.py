@@ -23,7 +23,7 @@ from phalanx.diagnose.evidence import (
     Signature,
     ThreadStack,
 )
-from tests.diagnose.scene import backward, collective, frame, loading, workers
+from tests.diagnose.made_evidence import backward, collective, frame, loading, workers
 
 OPS = ("all_reduce", "broadcast", "barrier", "all_gather", "send", "recv", "")
 WCHANS = ("", "futex_do_wait", "hrtimer_nanosleep", "nfs_wait", "poll_schedule_timeout")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import Rank, ThreadStack
-from tests.diagnose.scene import (
+from tests.diagnose.made_evidence import (
     GETS,
     HERE,
     ITEM,

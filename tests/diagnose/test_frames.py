@@ -7,7 +7,7 @@ import pytest
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.source import annotate
-from tests.diagnose.scene import C10D, LIB, STD, WORK, backward, collective, frame, process, workers
+from tests.diagnose.made_evidence import C10D, LIB, STD, WORK, backward, collective, frame, process, workers
 
 
 @pytest.mark.parametrize(

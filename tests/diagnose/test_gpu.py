@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, Rank, Xid
-from tests.diagnose.scene import (
+from tests.diagnose.made_evidence import (
     HERE,
     ITEM,
     LIB,

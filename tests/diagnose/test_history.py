@@ -16,8 +16,8 @@ from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe import collective_history as kept
 from phalanx.launch.hangs import node_evidence
+from tests.diagnose.made_evidence import C10D, DDP, HOME
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
-from tests.diagnose.scene import C10D, DDP, HOME
 
 REDUCE = [entry("all_reduce", seq, 10) for seq in range(1, 41)]  # a loop of one collective
 STEP = [
@@ -301,7 +301,7 @@ def test_a_loop_is_small_and_its_frames_are_the_users() -> None:
 def test_what_is_too_large_loses_its_oldest_part() -> None:
     entries = [entry("all_reduce", seq, 10_000_000 + seq, 77, 33, line=seq) for seq in range(1, 2001)]
     found = told(entries)["history"]
-    assert len(json.dumps(found)) <= kept.LARGEST
+    assert len(json.dumps(found)) <= kept.MAX_BYTES
     seqs = found["groups"][0]["seqs"]
     assert 100 < len(seqs) < 2000
     assert seqs == list(range(2001 - len(seqs), 2001))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.evidence import Gpu, NodeFacts, Rank
-from tests.diagnose.scene import (
+from tests.diagnose.made_evidence import (
     HERE,
     Case,
     behind,

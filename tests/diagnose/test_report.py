@@ -8,7 +8,7 @@ from phalanx.diagnose import report
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence, decode
 from phalanx.diagnose.words import numbers, place, quantity
-from tests.diagnose.scene import behind, beside, evidence, frame, loading, process, rank
+from tests.diagnose.made_evidence import behind, beside, evidence, frame, loading, process, rank
 
 ITEM = frame("dataset.py", 41, "__getitem__", source="with self.lock:")
 

@@ -218,7 +218,7 @@ def test_facts_of_this_machine_can_be_sent(tmp_path: Path) -> None:
     import msgspec
 
     facts = machine.read({}, str(tmp_path))
-    assert msgspec.json.decode(msgspec.json.encode(facts), type=machine.Machine) == facts
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=machine.MachineFacts) == facts
     assert facts.versions.python == sys.version.split()[0]
     assert limits.read() == facts.limits
 

@@ -13,7 +13,7 @@ from phalanx.cli.commands import doctor
 from phalanx.cluster import links
 from phalanx.doctor import pairs, report, result
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.pairs import Collective, Pair
+from phalanx.doctor.pairs import Collective, HostPair
 from phalanx.doctor.result import Result
 
 
@@ -29,10 +29,10 @@ def test_every_pair_meets_once_and_nobody_is_in_two_places(count: int) -> None:
         assert all(len(at_once) == 1 for at_once in plan)
 
 
-def mesh(nodes: str, **slow: float) -> list[Pair]:
+def mesh(nodes: str, **slow: float) -> list[HostPair]:
     """All pairs at 1 GB/s, but for those that are named: ab=0.1."""
     return [
-        Pair(one, other, 1e-4, 1e9 * (rate := slow.get(one + other, 1.0)), 1e9 * rate)
+        HostPair(one, other, 1e-4, 1e9 * (rate := slow.get(one + other, 1.0)), 1e9 * rate)
         for one, other in itertools.combinations(nodes, 2)
     ]
 
@@ -45,15 +45,15 @@ def mesh(nodes: str, **slow: float) -> list[Pair]:
         (mesh("abcd", bd=0.2), "yellow", "b – d: 200 MB/s, the others have 1 GB/s"),
         (mesh("abc", ac=0.05, bc=0.05), "yellow", "all links of c are slow: 50 MB/s, the others have 1 GB/s"),
         (mesh("abcd", ad=0.1, bd=0.1, cd=0.1), "yellow", "all links of d are slow: 100 MB/s"),
-        ([Pair("a", "b", 1e-4, 1e9, 1e8)], "yellow", "b to a: 100 MB/s, but 1 GB/s the other way"),
-        ([Pair("a", "b", 1e-4, 1e7, 1e7)], "yellow", "the network carries 10 MB/s"),
-        ([Pair("a", "b", 2e-2, 1e9, 1e9)], "yellow", "a message takes 20 ms"),
-        ([*mesh("abc")[:2], Pair("b", "c", 5e-3, 1e9, 1e9)], "yellow", "b – c: 5 ms, the others have 100 µs"),
-        ([*mesh("abc")[:2], Pair("b", "c", 5e-4, 1e9, 1e9)], "green", "100 µs to 500 µs"),
-        ([Pair("a", "b", 1e-4, 1e7, 1e6, local=True)], "green", "on one machine"),
+        ([HostPair("a", "b", 1e-4, 1e9, 1e8)], "yellow", "b to a: 100 MB/s, but 1 GB/s the other way"),
+        ([HostPair("a", "b", 1e-4, 1e7, 1e7)], "yellow", "the network carries 10 MB/s"),
+        ([HostPair("a", "b", 2e-2, 1e9, 1e9)], "yellow", "a message takes 20 ms"),
+        ([*mesh("abc")[:2], HostPair("b", "c", 5e-3, 1e9, 1e9)], "yellow", "b – c: 5 ms, the others have 100 µs"),
+        ([*mesh("abc")[:2], HostPair("b", "c", 5e-4, 1e9, 1e9)], "green", "100 µs to 500 µs"),
+        ([HostPair("a", "b", 1e-4, 1e7, 1e6, local=True)], "green", "on one machine"),
     ],
 )
-def test_links(links: list[Pair], level: str, words: str) -> None:
+def test_links(links: list[HostPair], level: str, words: str) -> None:
     (finding,) = pairs.judge(links)
     assert (finding.level, words in finding.fact) == (level, True), finding
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.contract import error_report
 from phalanx.doctor import pairs, refusal, report
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.pairs import Pair
-from phalanx.errors import JoinError
+from phalanx.doctor.pairs import HostPair
+from phalanx.errors import JoinError, PhalanxError, UsageError
 from phalanx.launch.remote import ssh
 from phalanx.launch.remote.node_spec import NodeRefused
 
 FAR = NodeRefused(what="ssh does not get there", details=("ssh: No route to host",), fix="ssh c true")
 ODD = NodeRefused(what="it has other versions", details=("torch is 1.13 there", "nccl is missing there"), fix="")
-HOSTS = ("a", "b@x", "c")
 
 
 def red(fact: str, cause: str, fix: str, node: str = "") -> Finding:
@@ -25,21 +25,32 @@ OF_FAR = red("ssh does not get there", "ssh: No route to host", "ssh c true", "c
 OF_ODD = red("it has other versions", "torch is 1.13 there; nccl is missing there", AGAIN, "b@x")
 
 
+def line_of(error: PhalanxError) -> bytes:
+    return error_report.line(error).encode()
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (f"phalanx: {ssh.combined({'c': FAR})}", [OF_FAR]),
-        (f"Welcome\nphalanx: {ssh.combined({'b@x': ODD, 'c': FAR}, 3)}\n", [OF_ODD, OF_FAR]),
-        (f"phalanx: a note\nphalanx: {JoinError('no', fix='yes')}\nsrun: error", [red("no", "", "yes")]),
-        ("phalanx: the end", [red("the end", "", AGAIN)]),
-        ("phalanx: x\n  y\nphalanx: x\n  y", [red("x", "y", AGAIN)]),
-        ("2 of 3\n  nobody said this", []),
-        ("phalanx: 2 of 3 hosts cannot take part\n  who?", [red("2 of 3 hosts cannot take part", "who?", AGAIN)]),
-        ("", []),
+        (line_of(ssh.combined({"c": FAR})), [OF_FAR]),
+        (b"Welcome\nphalanx: prose\n" + line_of(ssh.combined({"b@x": ODD, "c": FAR}, 3)), [OF_ODD, OF_FAR]),
+        (b"phalanx: a note\n" + line_of(JoinError("no", fix="yes")) + b"srun: error", [red("no", "", "yes")]),
+        (b"0: " + line_of(UsageError("x", details=["y"])) * 2, [red("x", "y", AGAIN)]),
+        (line_of(UsageError("a\nb \udcff")), [red("a\nb \\xff", "", AGAIN)]),
+        (b"phalanx: prose\n  fix: is not read\nphalanx-error {broken\n", []),
+        (b"", []),
     ],
 )
-def test_words_of_a_run(text: str, found: list[Finding]) -> None:
-    assert refusal.findings(text, HOSTS) == found
+def test_errors_of_a_run(text: bytes, found: list[Finding]) -> None:
+    assert refusal.findings(error_report.find(text)) == found
+
+
+@pytest.mark.parametrize(("environ", "written"), [({}, False), ({"PHALANX_ERROR_FORMAT": "json"}, True)])
+def test_the_line_is_written_only_if_asked_for(
+    environ: dict[str, str], written: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error_report.write(JoinError("no", fix="yes"), environ)
+    assert [one.fix for one in error_report.find(capsys.readouterr().err.encode())] == ["yes"] * written
 
 
 def test_lines_begin_below_where_the_text_began() -> None:
@@ -50,8 +61,8 @@ def test_lines_begin_below_where_the_text_began() -> None:
 
 
 def test_links_that_are_measured_again_are_those_complained_about() -> None:
-    good = [Pair("a", "b", 1e-4, 1e9, 1e9), Pair("a", "c", 1e-4, 1e9, 1e9), Pair("a", "d", 1e-4, 1e9, 1e9)]
-    slow, late = Pair("b", "c", 1e-4, 1e8, 1e8), Pair("b", "d", 1e-2, 1e9, 1e9)
-    uneven, local = Pair("c", "d", 1e-4, 1e9, 1e8), Pair("d", "e", 1, 1, 1, local=True)
+    good = [HostPair("a", "b", 1e-4, 1e9, 1e9), HostPair("a", "c", 1e-4, 1e9, 1e9), HostPair("a", "d", 1e-4, 1e9, 1e9)]
+    slow, late = HostPair("b", "c", 1e-4, 1e8, 1e8), HostPair("b", "d", 1e-2, 1e9, 1e9)
+    uneven, local = HostPair("c", "d", 1e-4, 1e9, 1e8), HostPair("d", "e", 1, 1, 1, local=True)
     assert pairs.doubtful(good) == []
     assert pairs.doubtful([*good, slow, late, uneven, local]) == [slow, late, uneven]

@@ -43,11 +43,11 @@ def test_nodes_join_a_rank_is_stuck_and_another_dies(env: Env, tmp_path: Path) -
 async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle) -> None:
     async with browser.started() as chromium:
         page = await chromium.page(link)
-        await sees(page, "document.querySelector('#roll .missing')?.textContent.includes('node 1')")
+        await sees(page, "document.querySelector('#rendezvous .missing')?.textContent.includes('node 1')")
         with join() as other:
             await trains(page, one, other, folder)
             (folder / "end").touch()
-            await sees(page, "document.getElementById('notice').textContent.startsWith('The run ended well.')")
+            await sees(page, "document.getElementById('notice').textContent.startsWith('The run succeeded.')")
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
             assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
             assert [error for error in page.errors if "net::" not in error] == []  # who served it has gone
@@ -55,10 +55,10 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle)
 
 async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     # The second node has joined: all ranks are there, and train.
-    await sees(page, "document.getElementById('roll').hidden")
+    await sees(page, "document.getElementById('rendezvous').hidden")
     await sees(page, "document.querySelectorAll('.row.rank:not([hidden])').length === 3")
     healths = "[...document.querySelectorAll('.row.rank:not([hidden])')].map(one => one.dataset.health)"
-    await sees(page, f"{healths}.every(health => !['coming', 'dead', 'stuck'].includes(health))")
+    await sees(page, f"{healths}.every(health => !['starting', 'dead', 'stuck'].includes(health))")
     await sees(page, "Number(document.querySelector('#rank-2 .step').textContent.replace(/\\D/g, '')) > 5")
     await sees(page, "document.querySelector('#charts [data-curve=loss]')")
     # One is stuck: it is named, with all stacks; and goes on.
@@ -68,13 +68,13 @@ async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     await sees(page, "document.querySelector('#stacks-list .named')?.textContent.includes('wait_for_data')")
     (folder / "stuck").unlink()
     await sees(page, "document.getElementById('verdicts').hidden")
-    await sees(page, "document.querySelector('#told [data-kind=resumed]')")
+    await sees(page, "document.querySelector('#event-list [data-kind=resumed]')")
     # Another is killed: it is red for a while, and another takes its place.
     await page.evaluate(REDS)
     (folder / "die").touch()
     await sees(page, "reds.has('2 ✕ dead')")
-    await sees(page, "document.querySelector('#told [data-kind=fault]')?.textContent.includes('rank 2')")
-    await sees(page, "document.querySelector('#told [data-kind=recovered]')")
+    await sees(page, "document.querySelector('#event-list [data-kind=fault]')?.textContent.includes('rank 2')")
+    await sees(page, "document.querySelector('#event-list [data-kind=recovered]')")
     await sees(page, f"{healths}.length === 3 && !{healths}.includes('dead')")
     # What it has written.
     await page.press("g")

@@ -138,9 +138,9 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
     assert f"{len(faults) - 1 + len(replaced(done.err))} faults survived" in done.err
     # Whom SIGCONT would wake is gone before another takes its place.
     lives = [
-        (event.pid, isinstance(event, events.WorkerBorn))
+        (event.pid, isinstance(event, events.WorkerStarted))
         for event in told(done.err)
-        if isinstance(event, events.WorkerBorn | events.WorkerExited) and event.rank == 1
+        if isinstance(event, events.WorkerStarted | events.WorkerExited) and event.rank == 1
     ]
     stopped = lives.index((victim(tmp_path, faults.index([15, 1, "stop"])), False))
     assert lives[stopped + 1][1]
@@ -350,7 +350,9 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
 
         def measured() -> dict[int, Size]:
             (fork_server,) = children(job.pid)
-            ranks = [event.pid for event in told(job.err) if isinstance(event, events.WorkerBorn) and event.rank == 0]
+            ranks = [
+                event.pid for event in told(job.err) if isinstance(event, events.WorkerStarted) and event.rank == 0
+            ]
             return {pid: size(pid) for pid in (job.pid, fork_server, ranks[-1])}
 
         job.wait_for("chaos: fault 4,", timeout=3600)

@@ -64,6 +64,16 @@ def test_what_is_printed_before_a_fresh_start_is_printed_once(tmp_path: Path) ->
     assert len(re.findall(r"^(?:\[\d\] )?err$", result.err, re.MULTILINE)) == 2, result.err
 
 
+def test_a_fresh_start_keeps_the_probe_and_the_environment(tmp_path: Path) -> None:
+    shown = "print('shown', '_phalanx_forkserver.probe.probe' in sys.modules, [n for n in os.environ if n in OURS])\n"
+    write(tmp_path, "import looped\n")
+    with open(tmp_path / "train.py", "a") as script:
+        script.write(f"import os, sys\nOURS = ('PHALANX_PROBE', 'PHALANX_PYTHONPATH', 'PYTHONPATH')\n{shown}")
+    result = phalanx("run", "-g", "1", "--cpu", "train.py", cwd=str(tmp_path))
+    assert "starting it again as a fresh interpreter" in result.err
+    assert "shown True []" in result.out
+
+
 def test_values_that_differ_between_ranks_get_an_interpreter_each(tmp_path: Path) -> None:
     write(tmp_path, "import os\nos.environ['OMP_NUM_THREADS'] = str(2 + int(os.environ['RANK']))\n")
     for told in ("starting it again as a fresh interpreter", "one interpreter per rank"):

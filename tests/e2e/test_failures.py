@@ -120,7 +120,7 @@ def test_everything_is_in_the_run_folder() -> None:
     told = [events.decode(line) for line in (run_folder / "events.jsonl").read_bytes().splitlines()]
     kinds = [type(event).__name__ for event in told]
     assert kinds[:3] == ["RunStarted", "ForkServerReady", "AttemptStarted"]
-    assert kinds.count("WorkerBorn") == kinds.count("WorkerExited") == 2
+    assert kinds.count("WorkerStarted") == kinds.count("WorkerExited") == 2
     assert kinds[-2:] == ["WorkerFailed", "RunEnded"]
     failed = next(event for event in told if isinstance(event, events.WorkerFailed))
     assert (failed.rank, failed.code) == (1, 1)

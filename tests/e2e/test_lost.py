@@ -80,9 +80,9 @@ def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     # The other side of the cut ends its workers in the same time, though nobody can tell it to.
     until(lambda: not workers(lab[1]), LOST_AFTER + 4 - (time.monotonic() - down), "the worker beyond the cut to end")
     assert jobs[1].wait(10) == 1
-    said = r"node 1 \(node2\) is lost: not a word from it in [4-6] s \(--node-timeout\): link or machine is down"
+    said = r"node 1 \(node2\) is lost: no message from it for [4-6] s \(--node-timeout\): link or machine is down"
     assert re.search(said, jobs[0].err), texts(jobs)
-    assert re.search(r"node 0 is lost: not a word from it in [4-6] s \(--node-timeout\)", jobs[1].err), texts(jobs)
+    assert re.search(r"node 0 is lost: no message from it for [4-6] s \(--node-timeout\)", jobs[1].err), texts(jobs)
     all_gone(lab)
 
 
@@ -90,7 +90,7 @@ def test_a_member_that_was_stopped_for_too_long_ends_when_it_goes_on(lab: Lab) -
     jobs = sleepers(lab, *SHORT)
     jobs[1].signal(signal.SIGSTOP)
     assert jobs[0].wait(LOST_AFTER + 5) == 1
-    assert "node 1 (node2) is lost: not a word from it" in jobs[0].err
+    assert "node 1 (node2) is lost: no message from it" in jobs[0].err
     assert workers(lab[1])  # nobody there to end them yet
     jobs[1].signal(signal.SIGCONT)
     assert jobs[1].wait(8) == 1
@@ -106,7 +106,7 @@ def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab)
     assert workers(lab[0])
     jobs[0].signal(signal.SIGCONT)
     assert codes(jobs, 12) == [1, 1], texts(jobs)
-    assert re.search(r"node 0 is lost: not a word from it in [4-6] s", jobs[1].err), texts(jobs)
+    assert re.search(r"node 0 is lost: no message from it for [4-6] s", jobs[1].err), texts(jobs)
     assert "node 1 (node2)" in jobs[0].err, texts(jobs)
     all_gone(lab)
 

@@ -130,12 +130,12 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         told = phalanx("run", "--cpu", "--fresh", "--page-at", f"127.0.0.1:{port}", SCRIPT, str(tmp_path / "never"))
         assert told.code == 2
-        assert f"the page cannot listen on 127.0.0.1 port {port}: somebody else does" in told.err
+        assert f"the page cannot listen on 127.0.0.1 port {port}: the port is in use" in told.err
         assert "--page-at 127.0.0.1 takes the next free one" in told.err
     told = phalanx("run", "--page-at", "here:there", SCRIPT)
     assert (told.code, '--page-at is "here:there": "there" is no port' in told.err) == (2, True)
     told = phalanx("run", "--cpu", "--fresh", "--page", SCRIPT, str(tmp_path), env={"PHALANX_PAGE_KEY": "1234"})
-    assert (told.code, "PHALANX_PAGE_KEY is no key" in told.err) == (2, True)
+    assert (told.code, "PHALANX_PAGE_KEY is not a valid key" in told.err) == (2, True)
     told = phalanx("watch", "--page", "nobody")
     assert (told.code, "no run called nobody is known here" in told.err) == (2, True)
 
@@ -159,7 +159,7 @@ def test_from_another_node(tmp_path: Path) -> None:
             source, found = views.of(record), []
             async for event in source.events():
                 found.append(event)
-                if isinstance(event, events.WorkerBorn):
+                if isinstance(event, events.WorkerStarted):
                     for rank in (0, 1):  # each says it in its own time
                         while f"ready {rank}" not in (await source.log(rank, "stdout")).text:
                             await asyncio.sleep(0.02)

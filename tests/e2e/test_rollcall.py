@@ -37,14 +37,14 @@ def call(
 
 
 def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
-    """The member ends with its reason at once; node 0 tells why it was not let in, and waits on, until Ctrl-C."""
+    """The member ends with its reason at once; node 0 tells why it was rejected, and waits on, until Ctrl-C."""
     assert member.wait(10) == 1
-    leader.wait_for("was not let in: ", timeout=5)
+    leader.wait_for("was rejected: ", timeout=5)
     leader.signal(signal.SIGINT)
     assert leader.wait(5) == 130
     jobs = texts([leader, member])
     assert re.search(told, member.err), jobs
-    assert re.search(r"was not let in: .*" + heard, leader.err), jobs
+    assert re.search(r"was rejected: .*" + heard, leader.err), jobs
     assert "  fix: " in member.err, jobs
     assert not HELLO.search(leader.both + member.both), jobs
 
@@ -113,9 +113,9 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
     assert leader.wait(10) == 1
     assert re.search(
         r"node 1 of 2 has not joined in 3 s\n"
-        r"  here: node 0 \(node1\)\n"
+        r"  joined: node 0 \(node1\)\n"
         r"  listening on 10\.77\.0\.1:7003\n"
-        r"  nobody else has knocked: .*firewall.*\n"
+        r"  no connection attempts: .*firewall.*\n"
         r"  fix: start the same command with -i 1 there; --join-timeout waits longer",
         leader.err,
     ), leader.err
@@ -248,7 +248,7 @@ def test_a_number_that_is_taken(lab: Lab) -> None:
         r"node 1 of this run is already there: node2, pid \d+\n(.*\n)*  fix: give every node a --node-rank of its own"
     )
     refused(leader, second, told=told, heard=r"node 1 is taken by node2, pid \d+")
-    assert "node3 at 10.77.0.3 was not let in" in leader.err
+    assert "node3 at 10.77.0.3 was rejected" in leader.err
     assert first.wait() == 130  # by the Ctrl-C at node 0
 
 
@@ -286,7 +286,7 @@ def test_a_member_that_dies_before_the_start_may_come_again(lab: Lab) -> None:
     leader, member = call(lab[0], 0, nodes=3), call(lab[1], 1, nodes=3)
     member.wait_for("as node 1")
     member.signal(signal.SIGKILL)
-    leader.wait_for("node 1 (node2) has left before the start", timeout=5)
+    leader.wait_for("node 1 (node2) left before the start", timeout=5)
     jobs = [leader, call(lab[1], 1, nodes=3), call(lab[2], 2, nodes=3)]
     assert codes(jobs) == [0, 0, 0], texts(jobs)
 
@@ -294,23 +294,23 @@ def test_a_member_that_dies_before_the_start_may_come_again(lab: Lab) -> None:
 def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
     words = ("-n", "3", "-g", "1", "--master", "node1", "--join-timeout", "4", script("hello.py"))
     leader = lab[0].terminal("run", *PLAIN, "-i", "0", *words, size=(24, 200))
-    leader.wait_for("1 of 3 nodes are here, waiting for nodes 1, 2 (0 s)")
+    leader.wait_for("1 of 3 nodes joined, waiting for nodes 1, 2 (0 s)")
     member = lab[1].terminal("run", *PLAIN, "-i", "1", *words)
-    leader.wait_for("2 of 3 nodes are here, waiting for node 2 (")
+    leader.wait_for("2 of 3 nodes joined, waiting for node 2 (")
     assert leader.wait() == 1
     assert member.wait() == 1
     waiting, told = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 4 s\r\n")
-    assert waiting.count("nodes are here") >= 3
+    assert waiting.count("nodes joined") >= 3
     assert waiting.count("\n") == 1, waiting  # that of the announcement: nothing was left standing
-    assert re.search(r"nodes are here, waiting for nodes 1, 2 \(0 s\)\r\x1b\[J", waiting), waiting
-    assert "here: node 0 (node1), node 1 (node2)" in told
+    assert re.search(r"nodes joined, waiting for nodes 1, 2 \(0 s\)\r\x1b\[J", waiting), waiting
+    assert "joined: node 0 (node1), node 1 (node2)" in told
     # Who came hears why it ends, too.
     assert "node 2 of 3 has not joined in 4 s" in member.out
 
 
 def test_waiting_without_a_terminal_is_a_line_after_some_seconds(lab: Lab) -> None:
     leader = call(lab[0], 0)
-    leader.wait_for(re.compile(r"1 of 2 nodes are here, waiting for node 1 \([345] s\)\n"), timeout=8)
-    assert leader.err.count("nodes are here") == 1
+    leader.wait_for(re.compile(r"1 of 2 nodes joined, waiting for node 1 \([345] s\)\n"), timeout=8)
+    assert leader.err.count("nodes joined") == 1
     member = call(lab[1], 1)
     assert codes([leader, member]) == [0, 0]

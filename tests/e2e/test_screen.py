@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.cli import PHALANX, alive, descendants, stage, start, terminal, until
 from tests.kit.proc import command
-from tests.watch.glass import Glass, attributes
+from tests.watch.virtual_terminal import VirtualTerminal, attributes
 
 pytestmark = pytest.mark.xdist_group("screen")  # they share a warm fork server
 places: dict[str, str | None] = {}
@@ -56,62 +56,62 @@ def screen_of(pid: int) -> int:
     return found[0]
 
 
-def here(glass: Glass) -> None:
+def here(term: VirtualTerminal) -> None:
     """Ranks have begun, and their output is in the tail."""
-    glass.until(r"rank 0 is here; input '', a terminal: False")
+    term.until(r"rank 0 is here; input '', a terminal: False")
 
 
 def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "-", env=places) as job:
-        glass = Glass(job)
-        before = attributes(glass)
-        here(glass)
-        assert glass.aside
-        assert attributes(glass) != before
+        term = VirtualTerminal(job)
+        before = attributes(term)
+        here(term)
+        assert term.aside
+        assert attributes(term) != before
         os.kill(screen_of(job.pid), signal.SIGKILL)
         job.wait_for("the screen has ended")
-        assert not glass.aside
-        assert glass.cursor
-        assert attributes(glass) == before
+        assert not term.aside
+        assert term.cursor
+        assert attributes(term) == before
         (tmp_path / "go").touch()
         job.wait_for("rank 1 goes on")
         (tmp_path / "end").touch()
         assert job.wait() == 0
-        assert "is here" not in glass.afterwards  # that was before, and is in the logs
+        assert "is here" not in term.afterwards  # that was before, and is in the logs
 
 
 def test_a_breakpoint_and_last_words(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "break", env=places) as job:
-        glass = Glass(job)
-        before = attributes(glass)
-        here(glass)
+        term = VirtualTerminal(job)
+        before = attributes(term)
+        here(term)
         (tmp_path / "go").touch()
-        glass.until("rank 1 waits at a breakpoint")
-        assert glass.aside
-        glass.type("1d")
+        term.until("rank 1 waits at a breakpoint")
+        assert term.aside
+        term.type("1d")
         job.wait_for("(Pdb)")
-        assert not glass.aside
-        glass.type("\x03p 6 * 7\r")  # the interrupt is not for the run
+        assert not term.aside
+        term.type("\x03p 6 * 7\r")  # the interrupt is not for the run
         job.wait_for("\n42")
-        glass.type("c\r")
+        term.type("c\r")
         assert job.wait() == 1
-        assert "ValueError: no good" in glass.afterwards
-        assert attributes(glass) == before
-        assert glass.cursor
-        assert not glass.aside
+        assert "ValueError: no good" in term.afterwards
+        assert attributes(term) == before
+        assert term.cursor
+        assert not term.aside
 
 
 def test_who_leaves_and_who_stops_it_from_elsewhere(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "-", env=places) as job:
-        glass = Glass(job)
-        before = attributes(glass)
-        here(glass)
-        glass.type("q")
-        until(lambda: not glass.aside, 30)
+        term = VirtualTerminal(job)
+        before = attributes(term)
+        here(term)
+        term.type("q")
+        until(lambda: not term.aside, 30)
         with terminal("watch", env=places) as other, start("watch", env=places) as lines:
-            there = Glass(other)
+            there = VirtualTerminal(other)
             here(there)
-            assert attributes(glass) == before
+            assert attributes(term) == before
             (tmp_path / "go").touch()
             job.wait_for("rank 1 goes on")
             there.until("rank 0 goes on")
@@ -131,29 +131,29 @@ def test_who_leaves_and_who_stops_it_from_elsewhere(words: tuple[str, ...], tmp_
 def test_ctrl_z_and_a_run_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
     env = {**places, "PS1": "$ "}
     with terminal(words=("bash", "--norc", "--noprofile", "-i"), env=env) as job:
-        glass = Glass(job)
-        glass.until(r"\$")
-        glass.type(f"{' '.join(PHALANX)} {' '.join(words)} -\r")
-        here(glass)
+        term = VirtualTerminal(job)
+        term.until(r"\$")
+        term.type(f"{' '.join(PHALANX)} {' '.join(words)} -\r")
+        here(term)
         run = next(pid for pid in descendants(job.pid) if "--screen" in command(pid))
         drawing = screen_of(run)
-        glass.type("\x1a")
+        term.type("\x1a")
         job.wait_for("Stopped")
-        assert not glass.aside
-        glass.type("fg\r")
-        until(lambda: glass.aside, 30)
-        here(glass)
+        assert not term.aside
+        term.type("fg\r")
+        until(lambda: term.aside, 30)
+        here(term)
         os.kill(run, signal.SIGSTOP)  # the screen goes on, but does not draw over the shell
         job.wait_for("Stopped", count=2)
-        until(lambda: not glass.aside, 30)
-        glass.type("fg\r")
-        until(lambda: glass.aside, 30)
+        until(lambda: not term.aside, 30)
+        term.type("fg\r")
+        until(lambda: term.aside, 30)
         os.kill(run, signal.SIGKILL)
         job.wait_for("Killed")
         until(lambda: not alive(drawing), 30)
-        until(lambda: not glass.aside, 30)
-        assert glass.cursor
-        glass.type("stty -a; exit\r")
+        until(lambda: not term.aside, 30)
+        assert term.cursor
+        term.type("stty -a; exit\r")
         job.wait_for(" icanon")
         job.wait()
 
@@ -167,11 +167,11 @@ def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
         assert "[1] rank 1 goes on" in job.out
     with terminal("watch", env={**places, "TERM": "dumb"}) as job:
         assert job.wait() == 0
-        assert "ended well" in job.out
+        assert "succeeded" in job.out
         assert "\x1b" not in job.out
     with terminal("watch", env=places) as job:
-        glass = Glass(job)
-        glass.until("the run has ended, exit code 0; q leaves")
-        glass.until("rank 0 goes on")
-        glass.type("q")
+        term = VirtualTerminal(job)
+        term.until("the run has ended, exit code 0; q leaves")
+        term.until("rank 0 goes on")
+        term.type("q")
         assert job.wait() == 0

@@ -40,7 +40,7 @@ def test_a_member_that_goes_before_the_start_may_come_again(lab: Lab) -> None:
     member.wait_for("joined node1")
     member.signal(signal.SIGINT)
     assert member.wait(5) == 130
-    leader.wait_for("node 1 (node2) has left before the start")
+    leader.wait_for("node 1 (node2) left before the start")
     others = [lab[place].start("run", "-i", str(place), *words) for place in (1, 2)]
     assert codes([leader, *others], 20) == [0, 0, 0], texts([leader, *others])
 

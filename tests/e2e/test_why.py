@@ -43,7 +43,7 @@ def test_of_a_run_that_failed(tmp_path: Path) -> None:
     assert "outsider.py:14 in fail" in told.out
     facts = json.loads(phalanx("why", "--json", env=env).out)
     assert facts["first"] == "rank 1 failed: ValueError: no such sample"
-    assert {event["event"] for event in facts["events"]} >= {"worker-born", "worker-exited", "worker-failed"}
+    assert {event["event"] for event in facts["events"]} >= {"worker-started", "worker-exited", "worker-failed"}
 
 
 def test_nothing_to_ask_about(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Lane:
         for path in glob.glob(f"{self._logs}/*/events.jsonl"):
             with open(path) as lines:
                 events = [json.loads(line) for line in lines]
-        used = next((event["way"] for event in events if event["event"] == "fork-server-ready"), None)
+        used = next((event["mode"] for event in events if event["event"] == "fork-server-ready"), None)
         if used is None:
             return f"no worker: {err.strip().rpartition(chr(10))[2]}"
         return "" if used == way else f"was {used}, not {way}"

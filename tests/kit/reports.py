@@ -219,7 +219,7 @@ def _unwitnessed(report: Report) -> Report:
 
     Those that torch's import leaves open lie there too.
     """
-    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - preload.ROOM
+    high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - preload.RESERVED
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
     if fds == report["other fds"]:
         return report

@@ -70,7 +70,7 @@ class Node:
         self.folder.close()
 
     def note(self, text: str) -> None:
-        self.folder.event(events.Note(time=time.time(), text=text))
+        self.folder.event(events.NoteEvent(time=time.time(), text=text))
 
     def sight(self, size: int = 0) -> None:
         glances = (events.RankSample(rank=0, place="x" * size),)
@@ -117,7 +117,11 @@ async def heard(source: Any, *, until: str = "") -> list[str]:
     found: list[str] = []
     async for event in source.events():
         found.append(
-            event.text if isinstance(event, events.Note) else "S" if isinstance(event, events.ClusterSample) else "end"
+            event.text
+            if isinstance(event, events.NoteEvent)
+            else "S"
+            if isinstance(event, events.ClusterSample)
+            else "end"
         )
         if until and found[-1] == until:
             break
@@ -156,7 +160,7 @@ def test_the_past_then_what_happens_each_once(tmp_path: Path) -> None:
 def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, monkeypatch: Any) -> None:
     folder = RunFolder(str(tmp_path))
     for number in range(50):
-        folder.event(events.Note(time=float(number), text=f"{number}"))
+        folder.event(events.NoteEvent(time=float(number), text=f"{number}"))
         folder.sight(events.ClusterSample(time=number + 0.5, seconds=1.0))
     folder.close()
     with open(tmp_path / "events.jsonl", "ab") as file:
@@ -180,7 +184,7 @@ def test_how_it_began_is_told_first(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.sight(events.ClusterSample(time=7.0, seconds=1.0))
     folder.event(events.RunStarted(time=7.4, run="r", command=("train.py",), world_size=1, pid=1))
-    folder.event(events.Note(time=8.5, text="later"))
+    folder.event(events.NoteEvent(time=8.5, text="later"))
     folder.sight(events.ClusterSample(time=8.0, seconds=1.0))
     folder.close()
     lines, _ = event_cursor.part(str(tmp_path), event_cursor.begin(str(tmp_path)))
@@ -188,7 +192,7 @@ def test_how_it_began_is_told_first(tmp_path: Path) -> None:
 
 
 def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
-    note = events.encode(events.Note(time=2.0, text="ä"))
+    note = events.encode(events.NoteEvent(time=2.0, text="ä"))
     cut = note[: note.index("ä".encode()) + 1]
     (tmp_path / "events.jsonl").write_bytes(b"\0" * (event_cursor._READ + 100) + b"\n" + cut + note + note)
     cursor: event_cursor.EventCursor | None = event_cursor.begin(str(tmp_path))
@@ -201,7 +205,7 @@ def test_what_a_broken_disk_has_left_is_passed_over(tmp_path: Path) -> None:
     for line in lines.splitlines():
         with contextlib.suppress(msgspec.MsgspecError):
             found.append(events.decode(line))
-    assert found == [events.Note(time=2.0, text="ä")]
+    assert found == [events.NoteEvent(time=2.0, text="ä")]
 
 
 def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path: Path) -> None:
@@ -463,14 +467,14 @@ def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Pat
 
 def test_a_run_whose_agent_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
-    folder.event(events.Note(time=1.0, text="one"))
+    folder.event(events.NoteEvent(time=1.0, text="one"))
     folder.sight(events.ClusterSample(time=2.0, seconds=1.0))
     folder.event(events.RunEnded(time=3.0, code=1, seconds=2.0))
     (tmp_path / "node_1").mkdir()
     other = RunFolder(str(tmp_path / "node_1"))  # that has led since
-    other.event(events.Note(time=2.5, text="its own, from when it followed"))
+    other.event(events.NoteEvent(time=2.5, text="its own, from when it followed"))
     other.sight(events.ClusterSample(time=4.0, seconds=1.0))
-    other.event(events.Note(time=5.0, text="led"))
+    other.event(events.NoteEvent(time=5.0, text="led"))
     for run, rank in ((folder, 0), (other, 1)):
         for name in (f"{rank}", f"{rank}.1"):  # another has taken its place
             place = Path(run.rank_folder(2, name))
@@ -519,10 +523,10 @@ def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monke
         host="elsewhere",
     )
     folder.record(record)
-    line = events.encode(events.Note(time=2.0, text="in two pieces"))
+    line = events.encode(events.NoteEvent(time=2.0, text="in two pieces"))
 
     async def work() -> None:
-        folder.event(events.Note(time=1.0, text="one"))
+        folder.event(events.NoteEvent(time=1.0, text="one"))
         source = views.of(record)
         hearing = asyncio.create_task(heard(source))
         with open(tmp_path / "events.jsonl", "ab", buffering=0) as file:
@@ -606,9 +610,9 @@ def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
     for name in ("0", "1", "spare.2"):
         (Path(folder.rank_folder(0, name)) / "stdout.log").write_text(name)
     for number, (rank, spare) in enumerate(((0, False), (1, False), (1, True))):
-        folder.event(events.WorkerBorn(time=1.0, rank=rank, pid=10 + number, spare=spare))
+        folder.event(events.WorkerStarted(time=1.0, rank=rank, pid=10 + number, spare=spare))
     assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "1"}
     os.utime(tmp_path / "attempt_0" / "spare.2" / "stdout.log", (time.time(), time.time() + 9))
-    folder.event(events.WorkerSeated(time=2.0, rank=1, pid=12, was=1))
+    folder.event(events.RankChanged(time=2.0, rank=1, pid=12, previous_rank=1))
     assert {rank: Path(path).name for rank, path in log_reader.folders(str(tmp_path)).items()} == {0: "0", 1: "spare.2"}
     folder.close()

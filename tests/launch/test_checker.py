@@ -25,7 +25,7 @@ class Node:
         self.slots = {rank: RANKS - rank for rank in range(RANKS)}  # not in the order of ranks
         for rank, slot in self.slots.items():
             ledger.clear(self.memory, slot)
-            ledger.seat(self.memory, slot, rank)
+            ledger.set_rank(self.memory, slot, rank)
         self.ledgers = {rank: CallLedger(self.memory, slot) for rank, slot in self.slots.items()}
 
     def way(self, rank: int, mark: int = MARK) -> SharedMemoryExchange:
@@ -74,8 +74,8 @@ def test_all_ranks_see_the_same_two_sides(node: Node) -> None:
         Side((0, 2), "call5(float32 [10])", "train.py", 5, "f(x)"),
     ]
     assert found == [expected] * RANKS
-    assert mismatch.loud(found[0]) == 1
-    assert mismatch.told(found[0], 1, "all ranks").splitlines() == [
+    assert mismatch.reporter(found[0]) == 1
+    assert mismatch.message(found[0], 1, "all ranks").splitlines() == [
         "rank 1 called call6 where ranks 0, 2 called call5 (collective 1 of all ranks)",
         "  rank 1: call6(float32 [10]) at train.py:6",
         "      f(x)",
@@ -120,9 +120,9 @@ def test_nobody_waits_for_the_dead(node: Node, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(exchange, "WAIT", 3600.0)
     way = node.way(0)
     for rank in (1, 2):
-        ledger.seat(node.memory, node.slots[rank], None)
+        ledger.set_rank(node.memory, node.slots[rank], None)
     assert node.call(way, 1, 5) == []
-    assert node.ledgers[0].seats() == {0: node.slots[0]}
+    assert node.ledgers[0].slots_by_rank() == {0: node.slots[0]}
 
 
 def test_records_of_a_group_before_are_not_of_this_one(node: Node) -> None:

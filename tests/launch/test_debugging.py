@@ -170,11 +170,11 @@ def test_letters_that_never_end_or_are_too_long_cost_little_and_are_not_read() -
     carrier: Any = SimpleNamespace(leads=True)
     post, read = NodeRpc(carrier), []
     post.reads("k", lambda who, number, content: read.append((who, number, content)))
-    part = bytes(messages.LETTER_LIMIT)
+    part = bytes(messages.RPC_FRAME_LIMIT)
     for number in range(300):
         post.heard(1, RpcFrame(kind="k", number=number, content=part, more=True))
     assert sum(len(begun.content) for begun in post._begun.values()) == len(part)
-    for _ in range(messages.LETTERS_LIMIT // len(part) + 3):
+    for _ in range(messages.RPC_LIMIT // len(part) + 3):
         post.heard(1, RpcFrame(kind="k", number=5, content=part, more=True))
     post.heard(2, RpcFrame(kind="k", number=5, content=b"a", more=True))
     post.heard(1, RpcFrame(kind="k", number=5, content=b"its end"))
@@ -270,14 +270,14 @@ def test_a_thread_that_was_stepped_through_to_its_end_is_through() -> None:
     said: list[str] = []
     ours, theirs = socket.socketpair()
     try:
-        terminal.reach(lambda message, _: said.append(message["is"]))
-        assert terminal.take_turn()
+        terminal.connect(lambda message, _: said.append(message["is"]))
+        assert terminal.acquire_turn()
         thread = threading.Thread(target=lambda: terminal.begin(None, TerminalStream(ours), waits=True))
         thread.start()
         thread.join()
-        terminal.tidy()
+        terminal.end_stale_session()
         assert said == ["released"]
-        assert terminal.take_turn(0)
+        assert terminal.acquire_turn(0)
     finally:
-        terminal.reach(None)
+        terminal.connect(None)
         theirs.close()

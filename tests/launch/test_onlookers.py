@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.launch.options import ViewerOptions
 from phalanx.launch.viewers.dashboard import Dashboard
-from phalanx.watch.page.place import PageAddress
+from phalanx.watch.page.address import PageAddress
 
 SEVERAL = SimpleNamespace(names=("gpu7", "gpu8"))
 LINK = "http://127.0.0.1:29580/#KEY"

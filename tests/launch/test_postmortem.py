@@ -18,7 +18,7 @@ def record(folder: Path, *happened: events.Event, node: int = 0) -> RunRecord:
 
 
 def started(attempt: int, time: float) -> list[events.Event]:
-    born = [events.WorkerBorn(time=time, rank=rank, pid=attempt * 10 + rank, attempt=attempt) for rank in range(2)]
+    born = [events.WorkerStarted(time=time, rank=rank, pid=attempt * 10 + rank, attempt=attempt) for rank in range(2)]
     return [events.AttemptStarted(time=time, attempt=attempt), *born]
 
 
@@ -42,7 +42,7 @@ def test_of_the_second_attempt(tmp_path: Path) -> None:
 
 
 def test_of_one_that_was_replaced_before(tmp_path: Path) -> None:
-    again = events.WorkerBorn(time=3.0, rank=1, pid=20)
+    again = events.WorkerStarted(time=3.0, rank=1, pid=20)
     remains = postmortem.read(record(tmp_path, *started(0, 1.0), exited(1, -9, 0, 2.0), again, exited(0, 3, 0, 9.0)))
     assert postmortem.first(remains) == "rank 0 failed: exit code 3"
 

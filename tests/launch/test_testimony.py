@@ -206,7 +206,7 @@ def test_what_a_rank_tells_is_read() -> None:
     frame = ["train.py", 7, "step"]
     told = node_evidence.read(
         {
-            "is": "told",
+            "is": "answer",
             "threads": [{"name": "MainThread", "main": True, "frames": [frame]}],
             "groups": [{"name": "0", "backend": "gloo", "ranks": [0, 1], "enqueued": 4, "completed": 3}],
             "calls": [{"group": "0", "seq": 4, "op": "all_reduce", "shapes": [[4]], "site": [frame]}],
@@ -231,7 +231,7 @@ def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_message_in_pieces_waits_for_nobody() -> None:
-    messages = [{"is": "told", "text": "x" * 1000}, {"is": "heard"}]
+    messages = [{"is": "answer", "text": "x" * 1000}, {"is": "heard"}]
     left, right = socket.socketpair()
     with left, right:
         for message in messages:
@@ -240,7 +240,7 @@ def test_a_message_in_pieces_waits_for_nobody() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        parcel = wire.Parcel()
+        parcel = wire.MessageReader()
         found = []
         for byte in whole:
             theirs.send(bytes([byte]))

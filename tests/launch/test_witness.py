@@ -20,7 +20,7 @@ import pytest
 
 from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, ThreadStack
 from phalanx.forkserver import linux
-from phalanx.forkserver.probe import flight_recorder, phases, probe, sampler, status_slot
+from phalanx.forkserver.probe import group_progress, phases, probe, recorders, report, sampler, status_slot
 from phalanx.forkserver.probe.steps import StepCounter
 from phalanx.launch.agent import probes
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
@@ -73,7 +73,7 @@ def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) ->
     assert places == {name: ("phases.py", functions.get(name, "<module>")) for name in PHASES}
     assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
     assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the probe
-    assert seen["size"] < flight_recorder.LARGEST
+    assert seen["size"] < report.MAX_BYTES
 
 
 @pytest.mark.xdist_group("probe")
@@ -164,7 +164,7 @@ async def _ask_around(folder: Path) -> None:
     process = _hooked(shown, "witnessed.py", folder, "-X", "dev", "-W", "error", stderr=subprocess.PIPE)
     try:
         await _until(lambda: (folder / "at told").exists() and shown.page.text.get("places", 0) > 0)
-        told = await shown.ask("tell", timeout=WAIT)
+        told = await shown.ask("report", timeout=WAIT)
         assert told is not None
         main, other = told["threads"]
         assert (main["main"], main["frames"][-1][2]) == (True, "<module>")
@@ -229,15 +229,15 @@ async def _look_on(folder: Path) -> None:
         go_on()
         await _until((folder / "often").exists)
         assert shown.page.looks > before + 4
-        assert not shown.page.text.get("deaf")
+        assert not shown.page.text.get("signal_taken")
         go_on()
-        await _until(lambda: bool(shown.page.text.get("deaf")))
+        await _until(lambda: bool(shown.page.text.get("signal_taken")))
         # Another program has no probe, and is not silent.
         assert shown.page.looked
         go_on()
         await _until((folder / "other").exists)
         await _until(lambda: not shown.page.looked)
-        assert await shown.ask("tell", timeout=WAIT) is None
+        assert await shown.ask("report", timeout=WAIT) is None
         go_on()
         assert await asyncio.to_thread(process.wait, WAIT) == 0
         shown.close()
@@ -303,12 +303,12 @@ def test_names_of_groups_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) 
         status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
         return {"pg_status": {str(number): status for number in range(len(asked), len(asked) + 20)}, "entries": []}
 
-    monkeypatch.setattr(flight_recorder, "_ask", ask)
-    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(flight_recorder, "_known", {})
-    monkeypatch.setattr(flight_recorder, "_rests", 0.0)
+    monkeypatch.setattr(recorders, "read", ask)
+    monkeypatch.setattr(recorders, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_progress, "names", {})
+    monkeypatch.setattr(group_progress, "_next_search", 0.0)
     for _ in range(50):
-        assert len(flight_recorder.groups()) == 20 * len(flight_recorder._RECORDERS)
+        assert len(group_progress.progress()) == 20 * len(recorders.RECORDERS)
     assert len(asked) < 5
 
 
@@ -335,13 +335,13 @@ def test_a_group_that_forms_anew_has_the_name_of_the_lost_one(monkeypatch: pytes
     def ask(which: str, *, collectives: bool) -> dict[str, Any]:
         return {"pg_status": status, "entries": entries if collectives else []} if which == "fr" else {}
 
-    monkeypatch.setattr(flight_recorder, "_ask", ask)
-    monkeypatch.setattr(flight_recorder, "_entries", lambda which: ask(which, collectives=True))
-    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(flight_recorder, "_known", {})
-    monkeypatch.setattr(flight_recorder, "_rests", 0.0)
-    assert sorted((group["name"], group["enqueued"]) for group in flight_recorder.groups()) == [("0", 309), ("1", 7)]
-    assert sorted((call["group"], call["seq"]) for call in flight_recorder.everything()["calls"]) == [
+    monkeypatch.setattr(recorders, "read", ask)
+    monkeypatch.setattr(recorders, "read_with_sites", lambda which: ask(which, collectives=True))
+    monkeypatch.setattr(recorders, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_progress, "names", {})
+    monkeypatch.setattr(group_progress, "_next_search", 0.0)
+    assert sorted((group["name"], group["enqueued"]) for group in group_progress.progress()) == [("0", 309), ("1", 7)]
+    assert sorted((call["group"], call["seq"]) for call in report.full()["calls"]) == [
         ("0", 309),
         ("1", 7),
     ]
@@ -365,11 +365,11 @@ def test_a_kernel_that_has_not_started_is_known_where_torch_times_them(monkeypat
 
     def started(*entries: dict[str, Any]) -> list[bool | None]:
         answer = {"pg_status": {}, "entries": list(entries)}
-        monkeypatch.setattr(flight_recorder, "_entries", lambda which: answer if which == "nccl" else {})
-        return [call["started"] for call in flight_recorder.everything()["calls"]]
+        monkeypatch.setattr(recorders, "read_with_sites", lambda which: answer if which == "nccl" else {})
+        return [call["started"] for call in report.full()["calls"]]
 
-    monkeypatch.setattr(flight_recorder, "_begun", lambda: True)
-    monkeypatch.setattr(flight_recorder, "_known", {})
+    monkeypatch.setattr(recorders, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_progress, "names", {})
     assert started(entry(1, 5, 9), entry(2, 7, None), entry(3, None, None)) == [True, True, False]
     assert started(entry(1, None, 9), entry(2, None, None)) == [None, None]
     assert started(entry(1, 9, 9), entry(2, None, None)) == [None, None]
@@ -381,7 +381,7 @@ def test_who_looks_for_the_compiler_while_calls_are_named_finds_it(monkeypatch: 
     torch = types.ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch._inductor", types.SimpleNamespace(config="of the compiler"))
-    with flight_recorder._no_compiler():
+    with recorders.without_compiler():
         standin = torch.__dict__["_inductor"]
         assert standin.codecache.PyCodeCache.stack_frames_for_code("x") is None
         with ThreadPoolExecutor(1) as another:

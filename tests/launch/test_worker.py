@@ -1,24 +1,39 @@
-"""Which device a replacement opens a CUDA context on before its script runs."""
+"""The life of a worker, as its agent knows it."""
 
 from __future__ import annotations
 
 import pytest
 
-from phalanx.contract.worker_messages import Hello
-from phalanx.launch.agent.worker import cuda_device
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+from phalanx.launch.agent.worker import Worker, WorkerState
 
-GIVEN = {"CUDA_VISIBLE_DEVICES": "1", "RANK": "0"}
+STARTING, RUNNING, CONNECTED, FINISHED, STOPPING, EXITED = WorkerState
+
+
+def after(*states: WorkerState) -> Worker:
+    worker = Worker(Seat(0, 0, 0, 1, Slot()), "")
+    for state in states:
+        worker.enter(state)
+    return worker
 
 
 @pytest.mark.parametrize(
-    ("before", "device"),
+    ("states", "state", "connected", "finished", "stopped"),
     [
-        (None, None),  # the first of its place: its script may set anything
-        (Hello(), None),  # it used no GPU
-        (Hello(cuda=0, variables={"CUDA_VISIBLE_DEVICES": "1"}), 0),
-        (Hello(cuda=0, variables={"CUDA_VISIBLE_DEVICES": "3"}), None),  # the script has chosen another one
-        (Hello(cuda=0, variables={"CUDA_VISIBLE_DEVICES": "1", "CUDA_LAUNCH_BLOCKING": "1"}), None),
+        ((), STARTING, False, False, False),
+        ((RUNNING, EXITED), EXITED, False, False, False),
+        ((RUNNING, CONNECTED, FINISHED, EXITED), EXITED, True, True, False),
+        ((RUNNING, CONNECTED, STOPPING, EXITED), EXITED, True, False, True),
+        ((STOPPING, RUNNING, CONNECTED), STOPPING, False, False, True),  # what it does then changes nothing
+        ((RUNNING, FINISHED), RUNNING, False, False, False),  # only one that can regroup says so
+        ((EXITED, STOPPING), EXITED, False, False, False),  # it had ended by itself
     ],
 )
-def test_only_where_the_script_has_not_changed_what_cuda_reads(before: Hello | None, device: int | None) -> None:
-    assert cuda_device(before, GIVEN) == device
+def test_what_follows_what(
+    states: tuple[WorkerState, ...], state: WorkerState, connected: bool, finished: bool, stopped: bool
+) -> None:
+    worker = after(*states)
+    assert worker.state is state
+    assert (worker.connected, worker.finished, worker.stopped) == (connected, finished, stopped)
+    assert not after(EXITED).enter(RUNNING)

@@ -1,4 +1,4 @@
-"""Recovery as a table: no process, no clock."""
+"""RecoveryDecision as a table: no process, no clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phalanx.recover.decision import (
     OUTSIDE,
     REPEATS,
     Fault,
-    Recovery,
     RecoveryAction,
+    RecoveryDecision,
     RestartPolicy,
     decide,
     kills,
@@ -49,8 +49,12 @@ def test_budget(most: int | None, able: bool, past: int, way: RecoveryAction, us
 def test_healthy_window_fills_the_budget_again() -> None:
     past = faults(0.0, 10.0, 20.0)
     assert decide(past, *faults(19.0 + HOUR), RestartPolicy(3), able=False).way is RecoveryAction.STOP
-    assert decide(past, *faults(20.0 + HOUR), RestartPolicy(3), able=False) == Recovery(RecoveryAction.RESTART, 1)
-    assert decide(past, *faults(81.0), RestartPolicy(3, window=60.0), able=False) == Recovery(RecoveryAction.RESTART, 1)
+    assert decide(past, *faults(20.0 + HOUR), RestartPolicy(3), able=False) == RecoveryDecision(
+        RecoveryAction.RESTART, 1
+    )
+    assert decide(past, *faults(81.0), RestartPolicy(3, window=60.0), able=False) == RecoveryDecision(
+        RecoveryAction.RESTART, 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,12 @@ def test_crash_that_only_repeats_ends_the_run(what: dict[str, object], way: Reco
 def test_ranks_that_fail_together_are_one_fault() -> None:
     crash = Fault("ValueError train.py:3", 0.0, 1.0, 5)
     others = [replace(crash, together=True)] * 3
-    assert decide([crash, *others[1:]], others[0], RestartPolicy(1), able=True) == Recovery(RecoveryAction.REGROUP, 1)
-    assert decide([crash, *others], crash, RestartPolicy(None), able=True) == Recovery(RecoveryAction.REGROUP, 2)
+    assert decide([crash, *others[1:]], others[0], RestartPolicy(1), able=True) == RecoveryDecision(
+        RecoveryAction.REGROUP, 1
+    )
+    assert decide([crash, *others], crash, RestartPolicy(None), able=True) == RecoveryDecision(
+        RecoveryAction.REGROUP, 2
+    )
     assert decide([crash, *others] * (REPEATS - 1), crash, RestartPolicy(None), able=True).way is RecoveryAction.STOP
 
 

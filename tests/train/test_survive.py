@@ -139,8 +139,8 @@ def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     assert ended(tmp_path, 2)[0] == undisturbed(2)
     (folder,) = re.findall(r"output in (\S+)", done.err)
     told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
-    spares = [event.pid for event in told if isinstance(event, events.WorkerBorn) and event.spare]
-    seated = [(event.pid, event.rank, event.was) for event in told if isinstance(event, events.WorkerSeated)]
+    spares = [event.pid for event in told if isinstance(event, events.WorkerStarted) and event.spare]
+    seated = [(event.pid, event.rank, event.previous_rank) for event in told if isinstance(event, events.RankChanged)]
     assert seated[0] == (spares[0], 1, 2)
 
 

@@ -1,6 +1,6 @@
 """What is seen of a run on a GPU, as a plain script for a machine that has one: python tests/watch/gpu_watch.py
 
-One NCCL rank trains for some seconds; its sights, the page's metrics and the report have to show the GPU at work.
+One NCCL rank trains for some seconds; its samples, the page's metrics and the report have to show the GPU at work.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ def main() -> int:
         metrics = answer.read().decode()
     _, rest = run.communicate(timeout=120)
     (folder,) = (work / "home" / "runs").iterdir()
-    sights = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    glances = [event["ranks"][0] for event in sights if event["event"] == "sight"]
-    measured = [event for event in sights if event["event"] == "measured"]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = [event["ranks"][0] for event in samples if event["event"] == "sample"]
+    measured = [event for event in samples if event["event"] == "metrics"]
     report = subprocess.run([*phalanx, "report", "-o", str(work / "run.html")], cwd=work, env=env, capture_output=True)
     facts = {
         "it ended well": run.returncode == 0,
-        "GPU use was seen": max(glance[8] for glance in glances) > 0.2,
-        "GPU memory was seen": max(glance[9] for glance in glances) > 1 << 30,
-        "samples a second were told": max(glance[10] for glance in glances) > 0,
+        "GPU use was seen": max(sample[8] for sample in samples) > 0.2,
+        "GPU memory was seen": max(sample[9] for sample in samples) > 1 << 30,
+        "samples a second were told": max(sample[10] for sample in samples) > 0,
         "the loss was told": len(measured) > 3 and measured[-1]["values"]["loss"] is not None,
         "metrics have the GPU": any(line.startswith("phalanx_rank_gpu") for line in metrics.splitlines()),
-        "phases were seen": "b" in "".join(glance[2] for glance in glances).lower(),
+        "phases were seen": "b" in "".join(sample[2] for sample in samples).lower(),
         "there is a report": report.returncode == 0,
     }
     for fact, holds in facts.items():
         print("ok  " if holds else "FAIL", fact)
-    print("last glance:", glances[-3], "last measured:", measured[-1] if measured else None)
+    print("last sample:", samples[-3], "last measured:", measured[-1] if measured else None)
     if not all(facts.values()):
         print(rest[-3000:], [line for line in metrics.splitlines() if "gpu" in line][:10], report.stderr[-2000:])
     return 0 if all(facts.values()) else 1

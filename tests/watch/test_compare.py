@@ -12,9 +12,9 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
-from phalanx.watch.html.comparison import Track
+from phalanx.watch.html.comparison import ComparedRunBuilder
 from phalanx.watch.model import simulation
-from tests.watch.remains import START, home, left
+from tests.watch.finished_run import START, home, left
 
 
 def compared(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -84,7 +84,7 @@ def test_what_another_version_wrote_is_left_out(capsys: pytest.CaptureFixture[st
     for name in ("events", "samples"):
         path = Path(newer.folder) / f"{name}.jsonl"
         strange = b'{"event":"teleported","time":1,"x":[]}\nnot even JSON\n'
-        path.write_bytes(strange + path.read_bytes() + b'{"event":"sight","time":')  # and it was cut off
+        path.write_bytes(strange + path.read_bytes() + b'{"event":"sample","time":')  # and it was cut off
     table = rows(compared(capsys, known.folder, newer.folder))
     assert table["steps"] == ["59", "59 (1.00x)"]
 
@@ -119,10 +119,10 @@ def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_steps_that_are_made_again_are_there_once() -> None:
-    track = Track("again")
+    track = ComparedRunBuilder("again")
     for step in [*range(1, 11), *range(6, 16)]:
-        track.see(events.MetricsMeasured(time=START + step, step=step, values={"loss": 1 / step}))
-    assert [step for step, _, _ in track.course().curves["loss"]] == list(range(1, 16))
+        track.apply(events.MetricsMeasured(time=START + step, step=step, values={"loss": 1 / step}))
+    assert [step for step, _, _ in track.build().curves["loss"]] == list(range(1, 16))
 
 
 def test_a_picture_is_written_whole_and_over_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,18 +26,18 @@ from phalanx.watch.source import LogPart, Source, Stream
 NOW = 1.7e9
 
 
-def scene_of(ranks: int, seconds: int) -> RunModel:
-    scene = RunModel()
+def model_of(ranks: int, seconds: int) -> RunModel:
+    model = RunModel()
     for event in simulation.begin(ranks, now=NOW):
-        scene.see(event)
+        model.apply(event)
     for number in range(seconds):
         for event in simulation.second(number, ranks, now=NOW + 2 + number):
-            scene.see(event)
-    return scene
+            model.apply(event)
+    return model
 
 
-def drawn(scene: RunModel, view: View, columns: int = 80, rows: int = 24, signs: Signs = UNICODE) -> list[str]:
-    lines = frame.draw(scene, view, Canvas(columns, rows, signs), scene.now)
+def drawn(model: RunModel, view: View, columns: int = 80, rows: int = 24, signs: Signs = UNICODE) -> list[str]:
+    lines = frame.draw(model, view, Canvas(columns, rows, signs), model.now)
     assert len(lines) == rows
     assert all(text.length(line) <= columns for line in lines)
     return ["".join(piece for piece, _ in line) for line in lines]
@@ -45,20 +45,20 @@ def drawn(scene: RunModel, view: View, columns: int = 80, rows: int = 24, signs:
 
 @pytest.mark.parametrize("ranks", [0, 1, 8, 512])
 def test_every_size(ranks: int) -> None:
-    scene = scene_of(ranks, 45) if ranks else RunModel(run="a run")
+    model = model_of(ranks, 45) if ranks else RunModel(run="a run")
     for keys in ("", "f", "g", "?", "x"):
         view = View(able=True)
-        view.tail.turn(0, "stdout")
+        view.tail.switch(0, "stdout")
         view.tail.take(LogPart(start=0, end=9, text="日本語 wide\n" * 50))
         for key in keys:
-            view.press(key, scene)
+            view.press(key, model)
         for columns, rows in ((1, 1), (5, 2), (20, 5), (40, 10), (80, 24), (100, 30), (120, 40), (300, 80), (80, 60)):
-            drawn(scene, view, columns, rows)
-            drawn(scene, view, columns, rows, ASCII)
+            drawn(model, view, columns, rows)
+            drawn(model, view, columns, rows, ASCII)
 
 
 def test_what_matters_is_seen_on_a_small_screen() -> None:
-    shown = drawn(scene_of(8, 45), View())
+    shown = drawn(model_of(8, 45), View())
     assert "stalled" in shown[0]
     assert "goodput" in shown[0]
     assert "/1000" in shown[1]
@@ -68,20 +68,20 @@ def test_what_matters_is_seen_on_a_small_screen() -> None:
 
 
 def test_a_node_that_is_missing() -> None:
-    scene = RunModel()
+    model = RunModel()
     for event in simulation.begin(16, now=NOW)[:2]:
-        scene.see(event)
-    shown = "\n".join(drawn(scene, View()))
-    assert "gathering: 1 of 2 here" in shown
+        model.apply(event)
+    shown = "\n".join(drawn(model, View()))
+    assert "waiting for nodes: 1 of 2 joined" in shown
     assert "missing: node1" in shown
 
 
 def test_why_it_has_failed_stays() -> None:
-    scene = scene_of(2, 5)
-    scene.see(events.WorkerFailed(time=NOW + 9, rank=1, summary="ValueError: no good", code=1))
-    scene.see(events.RunEnded(time=NOW + 9, code=1, seconds=9))
+    model = model_of(2, 5)
+    model.apply(events.WorkerFailed(time=NOW + 9, rank=1, summary="ValueError: no good", code=1))
+    model.apply(events.RunEnded(time=NOW + 9, code=1, seconds=9))
     view = View(over=True)
-    shown = drawn(scene, view)
+    shown = drawn(model, view)
     assert "failed (exit code 1)" in shown[0]
     assert any("ValueError: no good" in line for line in shown)
     assert "the run has ended, exit code 1; q leaves" in shown[-1]
@@ -89,25 +89,25 @@ def test_why_it_has_failed_stays() -> None:
 
 def test_a_frame_costs_little() -> None:
     for ranks in (8, 512):
-        scene, view, painter = scene_of(ranks, 30), View(), Painter(colour=True, ascii_only=False)
+        model, view, painter = model_of(ranks, 30), View(), Painter(colour=True, ascii_only=False)
         took = []
         for _ in range(20):
             start = time.perf_counter()
             painter.forget()
-            painter.frame(frame.draw(scene, view, Canvas(80, 24, UNICODE), NOW), 80, 24)
+            painter.frame(frame.draw(model, view, Canvas(80, 24, UNICODE), NOW), 80, 24)
             took.append(time.perf_counter() - start)
         assert min(took) < 0.01
 
 
 def test_only_what_has_changed_is_written() -> None:
-    scene, view, painter = scene_of(8, 30), View(), Painter(colour=True, ascii_only=False)
+    model, view, painter = model_of(8, 30), View(), Painter(colour=True, ascii_only=False)
 
     def frame_of() -> bytes:
-        return painter.frame(frame.draw(scene, view, Canvas(80, 24, UNICODE), scene.now), 80, 24)
+        return painter.frame(frame.draw(model, view, Canvas(80, 24, UNICODE), model.now), 80, 24)
 
     assert len(frame_of()) > 1000
     assert frame_of() == b""
-    view.press("j", scene)
+    view.press("j", model)
     changed = frame_of()
     assert changed.count(b"H") < 8
     assert b"\x1b[2J" not in changed
@@ -152,10 +152,10 @@ def test_the_end_of_what_is_pasted_comes_late() -> None:
 
 @given(st.binary(max_size=200))
 def test_whatever_is_typed(data: bytes) -> None:
-    keys, scene, view = Keys(), scene_of(3, 2), View(able=True, held=True)
+    keys, model, view = Keys(), model_of(3, 2), View(able=True, owned_by_run=True)
     for key in [*keys.feed(data), *keys.lapse()]:
-        view.press(key, scene)
-    assert view.rank in scene.ranks
+        view.press(key, model)
+    assert view.rank in model.ranks
 
 
 @given(st.text(max_size=60), st.integers(0, 40))
@@ -194,10 +194,10 @@ def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
 
 def test_nothing_that_is_obeyed_is_painted() -> None:
     """Of a run of somebody else, by its folder: there may be anything in it."""
-    scene, view = scene_of(2, 3), View(follows=True)
-    scene.ranks[0].strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
+    model, view = model_of(2, 3), View(follows=True)
+    model.ranks[0].strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
     painted = Painter(colour=False, ascii_only=False).frame(
-        frame.draw(scene, view, Canvas(80, 24, UNICODE), NOW), 80, 24
+        frame.draw(model, view, Canvas(80, 24, UNICODE), NOW), 80, 24
     )
     assert b"]0;" not in painted
     assert painted.count(b"\x1b[2J") == 1  # our own
@@ -213,14 +213,14 @@ def feed(tail: Tail, *parts: str) -> Sequence[str]:
 
 def test_the_tail_of_a_log() -> None:
     tail = Tail()
-    tail.turn(0, "stdout")
+    tail.switch(0, "stdout")
     assert feed(tail, "one\ntw", "o\r\n 10%|\r 20%|\r", " 30%|") == ["one", "two", " 30%|"]
     assert tail.take(LogPart(start=0, end=3, text="new"))  # the file is another one
     assert tail.shown == []
     tail.take(LogPart(start=0, end=3, text="new"))
     assert tail.shown == ["new"]
     other = Tail()
-    other.turn(1, "stderr")
+    other.switch(1, "stderr")
     other.take(LogPart(start=100, end=120, text="half a line\nwhole\n"))
     assert other.shown == ["whole"]
 
@@ -240,7 +240,7 @@ class Growing:
 def test_the_tail_of_a_log_that_grows_fast() -> None:
     async def read() -> list[list[str]]:
         log, tail, seen = Growing(), Tail(), []
-        tail.turn(0, "stdout")
+        tail.switch(0, "stdout")
         for number in range(1, 6):
             await tail.read(cast("Source", log), whole=number == 4)
             seen.append(tail.shown)
@@ -262,7 +262,7 @@ def test_signs_by_locale() -> None:
 
 
 def test_a_picture_for_docs() -> None:
-    drawn = picture.svg(scene_of(8, 45))
+    drawn = picture.svg(model_of(8, 45))
     assert drawn.startswith("<svg")
     assert "train-simulated" in drawn
     assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "").replace("https://www.textualize.io", "")

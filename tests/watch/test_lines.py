@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.screen import lines
-from tests.watch.simulated import Simulated
+from tests.watch.simulated_screen import Simulated
 
 
 class Past(Simulated):
@@ -25,7 +25,7 @@ def test_a_run_that_has_ended() -> None:
     out = io.StringIO()
     assert lines.show(Past(4, 60, start=1.7e9, code=3), out=out) == 3
     told = out.getvalue().splitlines()
-    assert any("rank 1: killed by SIGKILL" in line for line in told)
+    assert any("fault: rank 1 failed: SIGKILL" in line for line in told)
     assert any("recovered in 0.31 s" in line for line in told)
     assert any("verdict: rank 2 is in data loading" in line for line in told)
     assert told[-1].startswith("train-simulated: failed with exit code 3 after 1:02")
@@ -39,7 +39,7 @@ def test_how_far_it_is_now_and_then() -> None:
     assert len(told) == 3
     assert "steps/s, 244 samples/s, loss" in told[-1]
     assert "/1000" in told[-1]
-    assert "ended well" in out.getvalue().splitlines()[-1]
+    assert "succeeded" in out.getvalue().splitlines()[-1]
 
 
 def test_a_run_whose_end_nobody_has_seen() -> None:
@@ -51,4 +51,4 @@ def test_a_run_whose_end_nobody_has_seen() -> None:
 
     out = io.StringIO()
     assert lines.show(Killed(4, 5, start=1.7e9), out=out) == 1
-    assert "its end was not seen" in out.getvalue().splitlines()[-1]
+    assert "the end was not recorded" in out.getvalue().splitlines()[-1]

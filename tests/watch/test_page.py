@@ -19,10 +19,11 @@ from phalanx.bench.browser import Browser, Page
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.page import assets, place
+from phalanx.watch.page import address as page_address
+from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.source import WhyAnswer
-from tests.watch.stand import KEY, Made, begun, looked_at, opened, served
+from tests.watch.fake_source import KEY, Made, begun, looked_at, opened, served
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),
@@ -71,9 +72,9 @@ def test_without_the_key_nothing_is_shown(stage: Stage) -> None:
         async with served(await begun()) as address:
             for key in ("", "#wrong"):
                 async with opened(stage.chromium, address + key) as page:
-                    await page.wait_for("!document.getElementById('door').hidden")
+                    await page.wait_for("!document.getElementById('denied').hidden")
                     assert (await page.evaluate("document.body.innerText")).strip() == (
-                        "open the link that phalanx run has printed"
+                        "open the link that phalanx run printed"
                     )
                     assert "simulated" not in await page.evaluate("document.documentElement.outerHTML")
                     assert await page.evaluate("document.title") == "phalanx"
@@ -106,7 +107,7 @@ def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> Non
     async def act() -> None:
         runner = web.ServerRunner(web.Server(other))
         await runner.setup()
-        listener = place.listen(place.PageAddress(port=0))
+        listener = page_address.listen(page_address.PageAddress(port=0))
         await web.SockSite(runner, listener).start()
         try:
             async with served(await begun()) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
@@ -133,18 +134,18 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
         await made.tell(started, rest[0])
         async with served(made) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
             # The second node is missing, and comes.
-            await page.wait_for("!document.getElementById('roll').hidden")
-            await is_(page, "document.querySelector('#roll .missing').textContent", "◌ node1 is missing")
-            await is_(page, "document.querySelector('#roll .here').textContent", "✓ node0")
+            await page.wait_for("!document.getElementById('rendezvous').hidden")
+            await is_(page, "document.querySelector('#rendezvous .missing').textContent", "◌ node1 is missing")
+            await is_(page, "document.querySelector('#rendezvous .joined').textContent", "✓ node0")
             await made.tell(*rest[1:])
-            await page.wait_for("document.getElementById('roll').hidden")
+            await page.wait_for("document.getElementById('rendezvous').hidden")
             await page.wait_for("document.querySelectorAll('.row.rank:not([hidden])').length === 16")
             await is_(page, row(9, "where"), "node1 · gpu 1")
-            assert "node1" in await page.evaluate("document.getElementById('told').innerText")
+            assert "node1" in await page.evaluate("document.getElementById('event-list').innerText")
             # It trains.
             await made.seconds(17, 19)
             await is_(page, row(3, "step"), "19")
-            await is_(page, row(3, "health"), "● well")
+            await is_(page, row(3, "health"), "● healthy")
             await is_(page, "document.querySelector('#figures .value').textContent", "19")
             await is_(page, "document.getElementById('progress').getAttribute('aria-valuenow')", "2")
             # A rank is killed, which is red and has a sign; and comes back.
@@ -153,14 +154,14 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
             reds = "getComputedStyle(document.querySelector('#rank-1 > .health')).color"
             assert await page.evaluate(reds) == "rgb(179, 33, 27)"
             await is_(page, "document.querySelector('#healths [data-health=dead]').textContent", "✕ 1 dead")
-            await page.wait_for("document.querySelector('#told [data-kind=fault]')")
+            await page.wait_for("document.querySelector('#event-list [data-kind=fault]')")
             await made.seconds(21)
-            await page.wait_for("document.querySelector('#told [data-kind=recovered]')")
-            await is_(page, row(1, "health"), "● well")
+            await page.wait_for("document.querySelector('#event-list [data-kind=recovered]')")
+            await is_(page, row(1, "health"), "● healthy")
             # It ends, and the page says so and keeps what it shows.
             await made.tell(events.RunEnded(time=time.time(), code=0, seconds=30.0))
             await is_(
-                page, "document.getElementById('notice').textContent", "The run ended well. This is its last state."
+                page, "document.getElementById('notice').textContent", "The run succeeded. This is its last state."
             )
             await is_(page, "document.getElementById('state').textContent", "done")
             await page.wait_for("phalanx.status === 'ended'")
@@ -214,7 +215,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         told = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))
         await made.tell(
             events.MetricsMeasured(time=time.time(), step=1, values={evil: 1.0}),
-            events.Note(time=time.time(), text=evil),
+            events.NoteEvent(time=time.time(), text=evil),
             told,
         )
         async with looked_at(stage.chromium, made) as page:
@@ -283,7 +284,7 @@ def test_links_and_the_slow_one(stage: Stage) -> None:
             assert (await page.evaluate(slow))[0] == "▾ slow node0 ↔ node3: 1.1 GB/s there, 11.5 GB/s back, 21 µs"
             assert len(await page.evaluate(slow)) == 3
             assert await page.evaluate("document.querySelectorAll('.ring line.slow').length") == 3
-            assert await page.evaluate("document.querySelectorAll('#nodes .seat').length") == 32
+            assert await page.evaluate("document.querySelectorAll('#nodes .rank-cell').length") == 32
 
     stage.play(act())
 
@@ -338,16 +339,16 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.evaluate("document.getElementById('search-text').value = 'a warn'")
             await page.press("/")
             await page.press("Enter")
-            await is_(page, "document.querySelector('#found li').textContent", 'nobody has written "a warn"')
+            await is_(page, "document.querySelector('#found li').textContent", 'no matches for "a warn"')
             assert "search a warn [0, 1, 3]" in made.asked
             await page.press("Escape")
             await page.press("?")
             await page.wait_for("document.getElementById('keys').open")
-            assert "the next rank" in await page.evaluate("document.getElementById('keys').innerText")
+            assert "next rank" in await page.evaluate("document.getElementById('keys').innerText")
             await page.press("Escape")
             await page.wait_for("!document.getElementById('keys').open")
             # Only those that are well, by the button that says how many they are.
-            await page.click("#healths [data-health=well]")
+            await page.click("#healths [data-health=healthy]")
             await is_(page, "document.querySelector('#healths button').getAttribute('aria-pressed')", "true")
 
     stage.play(act())
@@ -472,7 +473,7 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             await is_(page, row(0, "step"), "3")
             await first.aclose()
             await page.wait_for("!document.getElementById('notice').hidden")
-            assert "connection is lost" in await page.evaluate("document.getElementById('notice').textContent")
+            assert "Connection lost" in await page.evaluate("document.getElementById('notice').textContent")
             assert await page.evaluate(row(0, "step")) == "3"  # the last that was heard stays
             await made.seconds(4, 5)
             port = int(address.rstrip("/").rpartition(":")[2])
@@ -484,7 +485,7 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             await second.aclose()
             await stack.enter_async_context(served(Made(), port, key="another"))
             await page.wait_for("phalanx.status === 'denied'")
-            assert "Nothing more is heard" in await page.evaluate("document.getElementById('notice').textContent")
+            assert "No more updates" in await page.evaluate("document.getElementById('notice').textContent")
             assert await page.evaluate(row(0, "step")) == "5"
 
     stage.play(act())
@@ -494,10 +495,10 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
 
 
 def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> None:
-    scene = RunModel()
+    model = RunModel()
     for event in simulation.run(4, 60):
-        scene.see(event)
-    whole = msgspec.to_builtins(Updates(scene, seconds=600).whole(), str_keys=True)
+        model.apply(event)
+    whole = msgspec.to_builtins(Updates(model, seconds=600).whole(), str_keys=True)
     because = {"report": "</script><b>report</b>", "stacks": {}}
     logs = {"0": {"stdout": "first\nsecond </script> line\n", "stderr": ""}}
     file = tmp_path / "report.html"
@@ -505,7 +506,7 @@ def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> No
 
     async def act() -> None:
         async with opened(stage.chromium, file.as_uri()) as page:
-            await is_(page, "document.getElementById('notice').textContent", "This run ended well.")
+            await is_(page, "document.getElementById('notice').textContent", "This run succeeded.")
             await is_(page, row(3, "step"), "59")
             await page.press("l")
             await is_(page, "document.getElementById('log').textContent", "first\nsecond </script> line\n")

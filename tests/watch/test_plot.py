@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.watch.charts import axis, figures, plot
+from phalanx.watch.charts import axis, formatting, plot
 from phalanx.watch.charts.axis import Axis, spanning
 from phalanx.watch.charts.plot import AXIS, Series
 
@@ -139,5 +139,5 @@ def test_numbers_are_written_the_same_everywhere() -> None:
         1.23e16: "1.23e16",
         float("nan"): "nan",
     }
-    assert {value: figures.number(value) for value in wanted} == wanted
-    assert figures.number(None) == "–"
+    assert {value: formatting.number(value) for value in wanted} == wanted
+    assert formatting.number(None) == "–"

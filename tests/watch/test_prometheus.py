@@ -1,4 +1,4 @@
-"""A scene in the text format of Prometheus, read by a strict reader; and the dashboard that goes with it."""
+"""A model in the text format of Prometheus, read by a strict reader; and the dashboard that goes with it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from phalanx.watch import prometheus
 from phalanx.watch.model import simulation
 from phalanx.watch.model.rank import HEALTH
 from phalanx.watch.model.run_model import RunModel
+from tests.watch.any_events import EVENTS
 from tests.watch.exposition import Family, read
-from tests.watch.made import EVENTS
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
 def seen(ranks: int, seconds: int) -> RunModel:
-    scene = RunModel()
+    model = RunModel()
     for event in list(simulation.run(ranks, seconds))[:-1]:  # it goes on
-        scene.see(event)
-    return scene
+        model.apply(event)
+    return model
 
 
 def value(families: dict[str, Family], name: str, /, **labels: str) -> float:
@@ -32,8 +32,8 @@ def value(families: dict[str, Family], name: str, /, **labels: str) -> float:
 
 
 def test_what_a_run_says() -> None:
-    scene = seen(4, 60)
-    families = read(prometheus.text(scene))
+    model = seen(4, 60)
+    families = read(prometheus.text(model))
     assert all(name.startswith("phalanx_") for name in families)
     single = {
         "phalanx_up": 1,
@@ -52,25 +52,25 @@ def test_what_a_run_says() -> None:
         "phalanx_verdicts": 0,
     }
     assert {name: value(families, name) for name in single} == pytest.approx(single)
-    assert value(families, "phalanx_goodput_ratio") == pytest.approx(scene.goodput)
+    assert value(families, "phalanx_goodput_ratio") == pytest.approx(model.goodput)
     assert value(families, "phalanx_run_info", command="train.py") == 1
     assert value(families, "phalanx_state", state="running") == 1
-    assert value(families, "phalanx_measured", name="loss") == pytest.approx(scene.curves["loss"].last)
+    assert value(families, "phalanx_measured", name="loss") == pytest.approx(model.curves["loss"].last)
     assert not any("steps/s" in dict(labels).values() for _, labels in families["phalanx_measured"].samples)
     assert value(families, "phalanx_rank_info", rank="3", node="0", host="node0", device="gpu 3") == 1
     assert value(families, "phalanx_rank_memory_bytes", rank="1") == (2 << 30) + (1 << 20)
     assert value(families, "phalanx_rank_gpu_memory_bytes", rank="1") == 60 << 30
-    assert value(families, "phalanx_rank_phase_ratio", rank="0", phase="waiting") == scene.ranks[0].waiting
+    assert value(families, "phalanx_rank_phase_ratio", rank="0", phase="waiting") == model.ranks[0].waiting
     for rank in map(str, range(4)):
         health = {state: value(families, "phalanx_rank_health", rank=rank, state=state) for state in HEALTH}
         assert sorted(health.values()) == [0] * (len(HEALTH) - 1) + [1]
-        assert health[scene.ranks[int(rank)].health] == 1
+        assert health[model.ranks[int(rank)].health] == 1
 
 
 def test_every_step_is_in_the_histograms() -> None:
     """All of the time of all ranks is spent on something."""
-    scene = seen(4, 39)
-    family = read(prometheus.text(scene))["phalanx_step_seconds"]
+    model = seen(4, 39)
+    family = read(prometheus.text(model))["phalanx_step_seconds"]
     counts = {labels: count for (name, labels), count in family.samples.items() if name.endswith("_count")}
     assert len(counts) == 3
     # When the first of each began is not known, nor what rank 1 did when it died.
@@ -80,22 +80,22 @@ def test_every_step_is_in_the_histograms() -> None:
 
 
 def test_a_long_step_takes_as_long_as_it_takes() -> None:
-    scene = RunModel()
+    model = RunModel()
     for second in range(100):
-        glance = events.RankSample(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
-        scene.see(events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,)))
-    assert scene.times["data"].total / scene.times["data"].count == pytest.approx(10, rel=0.05)
-    assert scene.times["waiting"].count == 4
+        sample = events.RankSample(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
+        model.apply(events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(sample,)))
+    assert model.times["data"].total / model.times["data"].count == pytest.approx(10, rel=0.05)
+    assert model.times["waiting"].count == 4
 
 
 def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -> None:
     whole, some = RunModel(), RunModel()
     for second in range(400):
-        glance = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
-        sight = events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(glance,))
-        whole.see(sight)
+        sample = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
+        sample = events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(sample,))
+        whole.apply(sample)
         if second % 8 == 0:
-            some.see(sight)
+            some.apply(sample)
     for phase, histogram in whole.times.items():
         assert some.times[phase].total / some.times[phase].count == pytest.approx(histogram.total / histogram.count)
 
@@ -104,11 +104,11 @@ NASTY = 'a "b" \\ c\nd, e="f" } #'
 
 
 def test_nothing_that_a_user_writes_breaks_out() -> None:
-    scene = RunModel()
-    scene.see(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
-    scene.see(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
-    scene.see(events.MetricsMeasured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
-    families = read(prometheus.text(scene))
+    model = RunModel()
+    model.apply(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
+    model.apply(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
+    model.apply(events.MetricsMeasured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
+    families = read(prometheus.text(model))
     measured = {dict(labels)["name"]: value for (_, labels), value in families["phalanx_measured"].samples.items()}
     assert measured == {NASTY: 1e-9, "big": 1e300, "negative": -2.5}
     assert {dict(labels)["run"] for family in families.values() for _, labels in family.samples} == {NASTY}
@@ -124,11 +124,11 @@ def test_of_nothing_there_is_little() -> None:
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
 def test_it_can_always_be_read_and_counters_only_grow(happened: list[events.AnyEvent]) -> None:
-    scene = RunModel()
+    model = RunModel()
     before: dict[str, float] = {}
     for event in happened:
-        scene.see(event)
-        families = read(prometheus.text(scene))
+        model.apply(event)
+        families = read(prometheus.text(model))
         counters = {
             name: value
             for family in families.values()

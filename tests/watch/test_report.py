@@ -25,7 +25,7 @@ from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch.html import masking
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents
-from tests.watch.remains import START, left, record_at, wrote
+from tests.watch.finished_run import START, left, record_at, wrote
 
 EVIL = "</script></pre><script>window.evil = 1</script><img src=http://evil.example/x onerror=alert(1)>"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -99,18 +99,18 @@ def failed_run(name: str = "failed") -> RunRecord:
 def test_it_says_what_ran_how_fast_what_failed_and_what_it_cost(tmp_path: Path) -> None:
     outline = Outline(reported(tmp_path, failed_run()))
     headings = outline.texts["h2"]
-    assert headings[:5] == ["What happened", "What ran", "How fast", "What failed, and what it cost", "Timeline"]
-    story = outline.text("p")
-    assert "with 4 ranks on 1 node, each with a GPU" in story
-    assert "It survived 1 fault, which took 0.3 s." in story
-    assert "It stood still 1 time, 10 s in all" in story
-    assert "because rank 2 failed: ValueError: no such key" in story
+    assert headings[:5] == ["Summary", "Setup", "Speed", "Failures", "Timeline"]
+    summary = outline.text("p")
+    assert "with 4 ranks on 1 node, each with a GPU" in summary
+    assert "It survived 1 fault, which cost 0.3 s." in summary
+    assert "It stalled 1 time, 10 s in total" in summary
+    assert "because rank 2 failed: ValueError: no such key" in summary
     cells = outline.text("td")
-    assert "killed by SIGKILL" in cells
-    assert "regrouped: step 21 was the next, no step lost" in cells
+    assert "rank 1 failed: SIGKILL" in cells
+    assert "regrouped: next step 21, no step lost" in cells
     assert "python3 -u train.py --lr 0.1" in outline.text("code")
     pictures = [attrs.get("aria-label") for tag, attrs in outline.tags if tag == "svg"]
-    assert pictures == ["loss", "steps/s", "samples/s", "accuracy", "the time of the run", "phases of each rank"]
+    assert pictures == ["loss", "steps/s", "samples/s", "accuracy", "timeline of the run", "phases of each rank"]
     said = outline.text("code")
     assert "rank 2 reads" in said
     assert "fix: read faster" in said
@@ -190,21 +190,23 @@ def test_it_is_written_whole_and_over_nothing_else(
 
 def test_a_run_that_left_almost_nothing(tmp_path: Path) -> None:
     outline = Outline(reported(tmp_path, left("bare", [], code=None)))
-    assert "its agent was killed" in outline.text("p")
-    assert "Nothing was measured" in outline.text("p")
+    assert "Its agent was killed" in outline.text("p")
+    assert "No steps and no metrics" in outline.text("p")
 
 
 def test_a_run_that_goes_on_is_told_so_far(tmp_path: Path) -> None:
     happened = [event for event in simulation.run(2, 30) if not isinstance(event, events.RunEnded)]
-    started = events.ForkServerReady(time=START, pid=7, way="cold", seconds=2.0, imports={"torch": 1.5, "os": 0.1})
-    slow = events.StepTimingReport(time=START + 30, ranks=(), late=("rank 1 keeps the others waiting",))
+    started = events.ForkServerReady(time=START, pid=7, mode="cold", seconds=2.0, imports={"torch": 1.5, "os": 0.1})
+    slow = events.StepTimingReport(
+        time=START + 30, ranks=(), slow=(events.SlowRank(rank=1, text="rank 1 keeps the others waiting"),)
+    )
     record = left("going", [*happened, started, slow])
     record_at(record, pid=os.getpid(), pid_started=linux.start_time(os.getpid()), ended=None, code=None)
     outline = Outline(reported(tmp_path, record))
-    assert "When this was written it had run for 31 s, and was at step 29." in outline.text("p")
+    assert "At the time of this report it had run for 31 s and was at step 29." in outline.text("p")
     assert "cold: imports took 2.0 s, torch alone 1.5 s" in outline.text("dd")
     assert "rank 1 keeps the others waiting" in outline.text("li")
-    assert not outline.texts.get("h3")  # no first cause
+    assert not outline.texts.get("h3")  # no root cause
 
 
 def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) -> None:
@@ -240,14 +242,14 @@ def test_a_big_run_stays_small_enough_to_send(tmp_path: Path) -> None:
     assert len(text.encode()) < 10_000_000
     assert len(text.encode()) > 2_000_000  # much of it was there
     assert text.count("<tr>") > 512
-    assert "… and 1 more, in the folder of the run." in text
+    assert "… and 1 more, in the run folder." in text
 
 
 def test_the_ledger_says_what_each_fault_cost() -> None:
-    ledger = Incidents()
+    incidents = Incidents()
     for event in (
         events.FaultEvent(
-            time=5.0, rank=0, reason="node b joined", recovery="regroup", joins=True
+            time=5.0, rank=0, reason="node b joined", recovery="regroup", kind="node-joined"
         ),  # nothing has failed
         events.Recovered(time=6.0, generation=1, seconds=1.0, step=3),
         events.FaultEvent(time=10.0, rank=1, reason="killed", recovery="regroup"),
@@ -259,13 +261,13 @@ def test_the_ledger_says_what_each_fault_cost() -> None:
         events.Restarted(time=32.0, seconds=2.0),
         events.FaultEvent(time=40.0, rank=0, reason="broken", recovery="stop"),
     ):
-        ledger.see(event)
-    assert [(entry.text, entry.seconds, entry.outcome) for entry in ledger.entries] == [
-        ("killed", 1.0, "regrouped: step 8 was the next, 2 steps made again"),
-        ("also killed", 0.0, "regrouped: step 8 was the next, no step lost"),
-        ("rank 3 reads", 10.0, "it ended by a fault"),
-        ("hung", 2.0, "all ranks were started again"),
-        ("broken", None, "the run was ended"),
+        incidents.apply(event)
+    assert [(entry.text, entry.seconds, entry.outcome) for entry in incidents.entries] == [
+        ("killed", 1.0, "regrouped: next step 8, 2 steps done again"),
+        ("also killed", 0.0, "regrouped: next step 8, no step lost"),
+        ("rank 3 reads", 10.0, "ended by a fault"),
+        ("hung", 2.0, "restarted all ranks"),
+        ("broken", None, "the run was stopped"),
     ]
 
 
@@ -285,7 +287,7 @@ def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Pat
             await outside.goto(f"file://{tmp_path}/report.html")
             assert "It survived 1 fault" in await outside.evaluate("document.body.innerText")
             assert await outside.evaluate("typeof window.evil") == "undefined"
-            # A frame that is not in sight draws nothing.
+            # A frame that is not in sample draws nothing.
             await outside.evaluate("document.querySelector('iframe').scrollIntoView()")
             # The frame is nobody's, so that it has a process of its own, and is asked by itself.
             targets = (await chromium.call("Target.getTargets"))["targetInfos"]

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import OptionError, PortError, UsageError
-from phalanx.watch.page import keys, place
+from phalanx.watch.page import address, keys
+from phalanx.watch.page.address import PageAddress
 from phalanx.watch.page.keys import PageKeys
-from phalanx.watch.page.place import PageAddress
 from tests.kit.cli import start
 
 pytestmark = pytest.mark.xdist_group("page")  # they share a server
@@ -129,8 +129,8 @@ def test_whoever_has_the_cookie_sees_everything(page: Served) -> None:
         ("/log?rank=0&stream=../../etc", 400, "stream is stdout or stderr"),
         ("/log?rank=0&start=-1", 400, "a whole number was expected"),
         ("/log?rank=3", 503, "node 1 has not answered"),
-        ("/search?text=", 400, "text is what to look for"),
-        ("/stop", 404, "no such thing"),
+        ("/search?text=", 400, "text is missing"),
+        ("/stop", 404, "not found"),
     ],
 )
 def test_what_cannot_be_answered(page: Served, path: str, status: int, said: str) -> None:
@@ -279,28 +279,28 @@ def test_a_thousand_strangers(page: Served) -> None:
     ids=str,
 )
 def test_places(text: str | None, found: PageAddress, loopback: bool) -> None:
-    assert place.parse(text) == found
+    assert address.parse(text) == found
     assert found.loopback is loopback
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b", "²"])
 def test_what_is_no_place(text: str) -> None:
     with pytest.raises(OptionError, match="--page-at is") as told:
-        place.parse(text)
+        address.parse(text)
     assert "--page-at 127.0.0.1:29580" in told.value.fix
 
 
 def test_a_port_that_is_taken() -> None:
-    with place.listen(PageAddress("127.0.0.1", 0)) as taken:
+    with address.listen(PageAddress("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortError, match=f"port {port}: somebody else does") as told:
-            place.listen(PageAddress("127.0.0.1", port))
-        assert told.value.fix == "--page-at 127.0.0.1 takes the next free one"
-    with pytest.raises(PortError, match="no interface of this machine has that address"):
-        place.listen(PageAddress("192.0.2.1", 0))
-    with pytest.raises(PortError, match="no such name"):
-        place.listen(PageAddress("x" * 70, 0))
-    with place.listen(PageAddress()) as one, place.listen(PageAddress()) as other:
+        with pytest.raises(PortError, match=f"port {port}: the port is in use") as told:
+            address.listen(PageAddress("127.0.0.1", port))
+        assert told.value.fix == "--page-at 127.0.0.1 takes the next free port"
+    with pytest.raises(PortError, match="no interface has this address"):
+        address.listen(PageAddress("192.0.2.1", 0))
+    with pytest.raises(PortError, match="unknown host name"):
+        address.listen(PageAddress("x" * 70, 0))
+    with address.listen(PageAddress()) as one, address.listen(PageAddress()) as other:
         assert one.getsockname() != other.getsockname()
 
 
@@ -324,5 +324,5 @@ def test_keys() -> None:
     assert len(one) == 43  # 256 bits
     assert keys.new("ab" * 16) == "ab" * 16
     for wrong in ("short", "x" * 64, "ab" * 16 + "\n"):
-        with pytest.raises(UsageError, match="is no key"):
+        with pytest.raises(UsageError, match="is not a valid key"):
             keys.new(wrong)

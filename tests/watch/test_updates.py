@@ -1,4 +1,4 @@
-"""What the page is told: a whole, and what comes after it, add up to the scene."""
+"""What the page is told: a whole, and what comes after it, add up to the model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, Told
+from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, TimelineEntry
 from phalanx.watch.page.updates import SECONDS, Updates, encode
-from tests.watch.made import EVENTS
+from tests.watch.any_events import EVENTS
 
 _decoder = msgspec.json.Decoder(PageUpdate)
 
@@ -29,10 +29,10 @@ class Client:
     rows: dict[int, RankRow] = field(default_factory=dict)
     strips: dict[int, dict[int, str]] = field(default_factory=dict)  # letter by tenth of a second
     curves: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    events: list[TimelineEntry] = field(default_factory=list)
     links: object = ()
 
-    def hear(self, line: bytes) -> None:
+    def receive(self, line: bytes) -> None:
         update = _decoder.decode(line)
         self.head, self.links = update.head, update.links or self.links
         for rank in update.gone:
@@ -46,7 +46,7 @@ class Client:
             mine |= {first + place: letter for place, letter in enumerate(letters)}
         for name, points in update.curves.items():
             self.curves.setdefault(name, []).extend(points)
-        self.told += update.told
+        self.events += update.events
 
 
 def _tail(strips: dict[int, dict[int, str]]) -> dict[int, list[tuple[int, str]]]:
@@ -54,68 +54,68 @@ def _tail(strips: dict[int, dict[int, str]]) -> dict[int, list[tuple[int, str]]]
 
 
 def test_a_newcomer_sees_what_the_first_one_sees() -> None:
-    scene = RunModel()
-    updates = Updates(scene)
+    model = RunModel()
+    updates = Updates(model)
     first = Client()
-    first.hear(encode(updates.whole()))
+    first.receive(encode(updates.whole()))
     newcomers = []
     for number, event in enumerate(simulation.run(6, 70)):
-        scene.see(event)
+        model.apply(event)
         if number % 17 == 5:  # in between two updates
             newcomer = Client()
-            newcomer.hear(encode(updates.whole()))
+            newcomer.receive(encode(updates.whole()))
             newcomers.append(newcomer)
         if number % 3 == 0:
             update = updates.next()
             assert update is not None
             for client in (first, *newcomers):
-                client.hear(encode(update))
-    scene.see(events.Note(time=scene.now, text="the last word"))
+                client.receive(encode(update))
+    model.apply(events.NoteEvent(time=model.now, text="the last word"))
     last = updates.next()
     assert last is not None
     for client in (first, *newcomers):
-        client.hear(encode(last))
+        client.receive(encode(last))
     assert len(newcomers) > 5
     assert updates.next() is None, "nothing has happened since"
-    assert first.rows.keys() == scene.ranks.keys()
-    assert [one.text for one in first.told] == [one.text for one in scene.happenings]
-    assert first.curves["loss"] == scene.curves["loss"].points
-    view = scene.ranks[2]
+    assert first.rows.keys() == model.ranks.keys()
+    assert [one.text for one in first.events] == [one.text for one in model.timeline_events]
+    assert first.curves["loss"] == model.curves["loss"].points
+    view = model.ranks[2]
     assert "".join(letter for _, letter in sorted(first.strips[2].items())) == view.strip.letters
     for client in newcomers:
         assert (client.head, client.rows, client.links) == (first.head, first.rows, first.links)
-        assert (client.curves, client.told) == (first.curves, first.told)
+        assert (client.curves, client.events) == (first.curves, first.events)
         assert _tail(client.strips) == _tail(first.strips)
 
 
 def test_only_what_has_changed() -> None:
-    scene = RunModel()
+    model = RunModel()
     for event in simulation.run(16, 10):
-        scene.see(event)
-    updates = Updates(scene)
+        model.apply(event)
+    updates = Updates(model)
     whole = updates.whole()
     assert (len(whole.rows), len(whole.links), whole.measured) == (16, 1, 1.7e9 - 3600)
-    scene.see(events.Note(time=scene.now, text="a word"))
+    model.apply(events.NoteEvent(time=model.now, text="a word"))
     update = updates.next()
     assert update is not None
     assert (update.rows, update.strips, update.curves, update.gone, update.links) == ((), {}, {}, (), ())
-    assert [one.text for one in update.told] == ["a word"]
-    scene.see(events.WorkerExited(time=scene.now, rank=2, pid=scene.ranks[2].pid, code=-9))
+    assert [one.text for one in update.events] == ["a word"]
+    model.apply(events.WorkerExited(time=model.now, rank=2, pid=model.ranks[2].pid, code=-9))
     update = updates.next()
     assert update is not None
     assert [(row.rank, row.health) for row in update.rows] == [(2, "dead")]
 
 
 def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
-    scene = RunModel()
-    updates = Updates(scene)
+    model = RunModel()
+    updates = Updates(model)
     for event in (*simulation.begin(4, now=100.0), *simulation.second(1, 4, now=103.0)):
-        scene.see(event)
+        model.apply(event)
     updates.whole()
-    faces = tuple(events.RankInfo(rank=rank, pid=1000 + rank) for rank in range(2))
-    scene.see(events.RankInfos(time=104.0, ranks=faces))
-    scene.see(events.ClusterSample(time=107.0, seconds=1.0))
-    scene.see(events.VerdictEvent(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
+    infos = tuple(events.RankInfo(rank=rank, pid=1000 + rank) for rank in range(2))
+    model.apply(events.RankInfos(time=104.0, ranks=infos))
+    model.apply(events.ClusterSample(time=107.0, seconds=1.0))
+    model.apply(events.VerdictEvent(time=107.0, kind="data", text="rank 1 is stuck", ranks=(1,)))
     update = updates.next()
     assert update is not None
     assert sorted(update.gone) == [2, 3]
@@ -123,20 +123,20 @@ def test_ranks_that_are_gone_and_verdicts_that_stand() -> None:
     for _ in range(2):
         assert update is not None
         assert [one.text for one in update.verdicts] == ["rank 1 is stuck"]
-        scene.see(events.Note(time=108.0, text="a word"))
+        model.apply(events.NoteEvent(time=108.0, text="a word"))
         update = updates.next()
 
 
 def test_a_roll_that_is_called() -> None:
-    scene = RunModel()
-    scene.see(events.RollCall(time=1, expected=2, here=("a",), missing=("b",), text="waiting for b"))
-    roll = Updates(scene).whole().roll
+    model = RunModel()
+    model.apply(events.RendezvousProgress(time=1, expected=2, joined=("a",), missing=("b",), text="waiting for b"))
+    roll = Updates(model).whole().rendezvous
     assert roll is not None
     assert msgspec.json.decode(msgspec.json.encode(roll)) | {"event": "", "time": 1} == {
         "event": "",
         "time": 1,
         "expected": 2,
-        "here": ["a"],
+        "joined": ["a"],
         "missing": ["b"],
         "text": "waiting for b",
     }
@@ -144,44 +144,44 @@ def test_a_roll_that_is_called() -> None:
 
 @pytest.mark.parametrize("seconds", [SECONDS, 200.0])
 def test_a_whole_has_the_last_seconds(seconds: float) -> None:
-    scene = RunModel()
+    model = RunModel()
     for event in simulation.run(2, 90):
-        scene.see(event)
-    start, letters = Updates(scene, seconds=seconds).whole().strips[0]
-    assert len(letters) == min(seconds * 10, len(scene.ranks[0].strip.letters))
-    assert start + len(letters) / 10 == pytest.approx(scene.ranks[0].strip.end)
+        model.apply(event)
+    start, letters = Updates(model, seconds=seconds).whole().strips[0]
+    assert len(letters) == min(seconds * 10, len(model.ranks[0].strip.letters))
+    assert start + len(letters) / 10 == pytest.approx(model.ranks[0].strip.end)
 
 
 @settings(max_examples=40, deadline=None)
 @given(EVENTS, st.randoms(use_true_random=False))
 def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object) -> None:
-    scene = RunModel()
-    updates = Updates(scene)
+    model = RunModel()
+    updates = Updates(model)
     client = Client()
-    client.hear(encode(updates.whole()))
+    client.receive(encode(updates.whole()))
     for event in happened:
-        scene.see(event)
+        model.apply(event)
         if chance.random() < 0.5 and (update := updates.next()) is not None:  # type: ignore[attr-defined]
             client.strips.clear()  # of a clock that is set back and forth they are told again
-            client.hear(encode(update))
+            client.receive(encode(update))
     if (update := updates.next()) is not None:
         client.strips.clear()
-        client.hear(encode(update))
+        client.receive(encode(update))
     newcomer = Client()
-    newcomer.hear(encode(updates.whole()))
+    newcomer.receive(encode(updates.whole()))
     assert (newcomer.rows, newcomer.head) == (client.rows, client.head)
     assert newcomer.curves == client.curves
 
 
 def test_512_ranks_are_told_in_time_and_space() -> None:
-    scene = RunModel()
-    updates = Updates(scene)
+    model = RunModel()
+    updates = Updates(model)
     sizes, took = [], []
     for event in simulation.begin(512, now=100.0):
-        scene.see(event)
+        model.apply(event)
     for second in range(35):
         for event in simulation.second(second, 512, now=102.0 + second):
-            scene.see(event)
+            model.apply(event)
         then = time.process_time()
         update = updates.next()
         assert update is not None

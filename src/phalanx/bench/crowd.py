@@ -72,14 +72,14 @@ async def lead() -> None:
     told = _hear()
     token, members = Token(bytes.fromhex(told["token"]), "bench"), int(told["members"])
     ears = LeaderEars()
-    leader = Leader(token, arrival(0), expected=members + 1, run="bench", ears=ears)
+    leader = Leader(token, arrival(0), expected=members + 1, run="bench", events=ears)
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         before = _memory("VmRSS")
         await leader.open([sock])
         _say(port=sock.getsockname()[1])
         try:
-            await leader.roll_call(TIMEOUT)
+            await leader.wait_for_members(TIMEOUT)
             failure = ""
         except JoinError as error:
             failure = str(error).partition("\n")[0]
@@ -104,7 +104,9 @@ async def follow() -> None:
     told = _hear()
     token, where = Token(bytes.fromhex(told["token"]), "bench"), [Endpoint(HOST, int(told["port"]))]
     ears = [MemberEars() for _ in told["ids"]]
-    members = [Member(token, arrival(id_), lambda: where, ears=ear) for id_, ear in zip(told["ids"], ears, strict=True)]
+    members = [
+        Member(token, arrival(id_), lambda: where, events=ear) for id_, ear in zip(told["ids"], ears, strict=True)
+    ]
     _say(ready=True)
     await _told()
     start = time.monotonic()

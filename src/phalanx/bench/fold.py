@@ -23,7 +23,7 @@ class Fold:
     ranks: int
     publish: float  # seconds: the agent makes lines of them
     read: float  # an onlooker makes events of the lines
-    see: float  # and has them in its scene
+    see: float  # and has them in its model
     update: float  # and makes of it what all pages are told
     whole: float  # or one that has just been opened
     line: int  # bytes
@@ -32,10 +32,10 @@ class Fold:
 
 
 def measure(ranks: int, seconds: int = 30) -> Fold:
-    scene = RunModel()
+    model = RunModel()
     for event in simulation.begin(ranks, now=0.0):
-        scene.see(event)
-    updates = Updates(scene)
+        model.apply(event)
+    updates = Updates(model)
     times: dict[str, list[float]] = {"publish": [], "read": [], "see": [], "update": [], "whole": []}
     line = told = every = 0
     for number in range(_PAST + seconds):
@@ -46,7 +46,7 @@ def measure(ranks: int, seconds: int = 30) -> Fold:
             again = [events.decode(each) for each in lines]
         with _timed(times["see"]):
             for event in again:
-                scene.see(event)
+                model.apply(event)
         with _timed(times["update"]):
             update = updates.next()
             text = encode(update) if update is not None else b""

@@ -171,7 +171,7 @@ def _way(contender: Contender, folder: str) -> str:
     if not runs:
         return "unknown"
     with open(os.path.join(runs[-1].folder, "events.jsonl"), "rb") as file:
-        ways = [event.way for event in map(events.decode, file) if isinstance(event, events.ForkServerReady)]
+        ways = [event.mode for event in map(events.decode, file) if isinstance(event, events.ForkServerReady)]
     return ways[-1] if ways else "unknown"
 
 

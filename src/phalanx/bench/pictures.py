@@ -58,16 +58,16 @@ def take(folder: str, inherited: Mapping[str, str]) -> int:
 
 async def _screen(file: str) -> None:
     ranks, second, start = 16, 46, 1.7e9
-    scene, view = RunModel(), View(able=True, rank=2)
+    model, view = RunModel(), View(able=True, rank=2)
     for event in simulation.begin(ranks, now=start):
-        scene.see(event)
+        model.apply(event)
     for number in range(second):
         for event in simulation.second(number, ranks, now=start + 2 + number):
-            scene.see(event)
-    view.tail.turn(view.rank, view.stream)
+            model.apply(event)
+    view.tail.switch(view.rank, view.stream)
     await view.tail.read(Pretended(ranks, second, live=False))
     with open(file, "w") as output:
-        output.write(picture.svg(scene, view))
+        output.write(picture.svg(model, view))
     _told(file)
 
 

@@ -386,8 +386,9 @@ class RemoteLeader:
 
         if link.node:
             if code:
-                error = ssh.combined({link.host: ssh.last_words(link, code)})
-                self._links[0].tell(Fail(what=error.what, details=error.details, fix=error.fix))
+                trouble = ssh.last_words(link, code)
+                fail = Fail(host=link.host, what=trouble.what, details=trouble.details, fix=trouble.fix)
+                self._links[0].tell(fail)
             return
         if code == ssh.SSH_FAILED:
             why = "the connection was cut, or that is how node 0 ended"

@@ -72,6 +72,7 @@ def _main(args: list[str]) -> int:
         return _dispatch(args)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")
+        _write_report(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader is gone (`| head`). The interpreter must not report that when it flushes.
@@ -79,6 +80,13 @@ def _main(args: list[str]) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
+
+
+def _write_report(error: PhalanxError) -> None:
+    from phalanx.cluster.sources.surroundings import environment
+    from phalanx.contract import error_report
+
+    error_report.write(error, environment())
 
 
 def _fill_standard_descriptors() -> None:

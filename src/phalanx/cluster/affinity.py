@@ -30,9 +30,11 @@ class CpuTopology:
     cache: Mapping[int, int] = field(default_factory=dict)  # core -> those that share its last-level cache
 
     def cores(self, node: int) -> frozenset[int]:
+        """Return the usable cores of a NUMA node."""
         return self.nodes.get(node, frozenset()) & self.allowed
 
     def socket_of(self, node: int) -> int:
+        """Return the socket of a NUMA node."""
         return self.socket.get(min(self.cores(node)), 0)
 
     def physical_cores(self, node: int) -> list[list[int]]:

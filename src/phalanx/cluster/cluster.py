@@ -34,6 +34,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Node:
+    """A node and its slots."""
+
     id: int
     name: str
     slots: tuple[Slot, ...]
@@ -41,9 +43,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
+    """All nodes of a run."""
+
     nodes: tuple[Node, ...]
     here: int = 0  # the id of the node this process runs on
 
     @property
     def node(self) -> Node:
+        """The node that this process runs on."""
         return self.nodes[self.here]

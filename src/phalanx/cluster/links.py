@@ -19,6 +19,8 @@ _LARGEST = 1 << 22  # bytes
 
 
 class Known(msgspec.Struct, frozen=True):
+    """A measured link."""
+
     measured: float  # when
     link: LinkMeasured
 

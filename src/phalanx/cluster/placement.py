@@ -26,6 +26,7 @@ class Placement:
     world_size: int
 
     def on(self, node: int) -> tuple[Seat, ...]:
+        """Return the seats of a node."""
         return tuple(seat for seat in self.seats if seat.node == node)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class XidLine:
+    """A GPU error in the kernel log."""
+
     number: int
     bus: str  # without the function: 0000:3b:00
     age: float  # seconds

@@ -1,1 +1,1 @@
-"""Backends for torch.distributed: shared memory within a machine, shared memory and gloo across machines, MPI."""
+"""Backends for torch.distributed: shared memory on one host, shared memory and gloo across hosts, MPI."""

@@ -1,4 +1,4 @@
-"""Which engine a new group stands on: where its ranks are decides."""
+"""Creates process groups: chooses the engine by where the ranks are."""
 
 from __future__ import annotations
 
@@ -12,67 +12,71 @@ from . import monitored, neighbours
 from .engines.engine import Engine
 from .group import EngineProcessGroup
 
-_NOT_BUILT = "its native part is not built here; with a C compiler: pip install --force-reinstall --no-deps phalanx"
-_REFUSED = "shm/refused"
-_noted = False
+_NOT_BUILT = "its native extension is not built; with a C compiler: pip install --force-reinstall --no-deps phalanx"
+_PROBLEM_KEY = "shm/problem"
+_warned = False
 
 
 def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> EngineProcessGroup:
-    """`ranks`: what they are called in the world; none: as in the group."""
-    monitored.teach(EngineProcessGroup)
+    """Create a group of the backend shm. `ranks`: the global ranks; empty: as in the group."""
+    monitored.install(EngineProcessGroup)
     names = tuple(ranks) or tuple(range(size))
-    refused = _refusal()
-    if refused:
-        store.set(_REFUSED, refused)  # before anybody knows of this rank: all of them see it, or none
+    problem = _shm_problem()
+    if problem:
+        store.set(_PROBLEM_KEY, problem)  # before this rank becomes known: all ranks see it, or none
     known = neighbours.find(store, rank, size, timeout.total_seconds())
-    refused = store.get(_REFUSED).decode() if store.check([_REFUSED]) else ""
-    if len(known.machines) > 1:
+    problem = store.get(_PROBLEM_KEY).decode() if store.check([_PROBLEM_KEY]) else ""
+    if len(known.hosts) > 1:
         from .engines.hierarchical import HierarchicalEngine
 
-        inner = _within(store, rank, known.here, names, timeout, refused=refused)
+        inner = _host_engine(store, rank, known.here, names, timeout, problem=problem)
         engine: Engine = HierarchicalEngine(store, known, inner, timeout.total_seconds(), names)
     else:
-        engine = _within(store, rank, range(size), names, timeout, refused=refused)
+        engine = _host_engine(store, rank, range(size), names, timeout, problem=problem)
     return EngineProcessGroup("shm", engine, store, timeout, names)
 
 
 def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
-    """`ranks`: of the world; none: all of them. None: this rank is not among them."""
+    """Create a group of the backend mpi, or return None if this rank is not in it. `ranks`: of the world; empty:
+    all.
+    """
     from .engines import mpi as engines
 
     engine = engines.create(ranks)
     return EngineProcessGroup("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
 
 
-def _refusal() -> str:
-    """Why this process can share no memory; none: it can."""
+def _shm_problem() -> str:
+    """Return why this process cannot use shared memory; empty: it can."""
     try:
         from .engines import segment
     except ImportError:
         return _NOT_BUILT
-    return segment.refusal()
+    return segment.problem()
 
 
-def _within(
-    store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta, *, refused: str
+def _host_engine(
+    store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta, *, problem: str
 ) -> Engine:
-    """`here`: the ranks of the group on this machine. `refused`: why one or another can share no memory."""
+    """Create the engine for the ranks of the group on this host, `here`. `problem`: why a rank cannot use shared
+    memory.
+    """
     names = [names[one] for one in here]
-    if not refused:
-        from .engines.segment import MOST
+    if not problem:
+        from .engines.segment import MAX_RANKS
         from .engines.shm import join
 
-        if len(here) <= MOST:
+        if len(here) <= MAX_RANKS:
             return join(store, rank, here, names, timeout.total_seconds())
-        refused = f"of one machine it takes {MOST} ranks, and here are {len(here)}"
+        problem = f"it supports {MAX_RANKS} ranks per host, and this host has {len(here)}"
     from .engines.gloo import GlooEngine
 
-    _note(rank, refused)
-    return GlooEngine(dist.PrefixStore(f"machine of {here[0]}", store), here.index(rank), len(here), timeout, names)
+    _warn_fallback(rank, problem)
+    return GlooEngine(dist.PrefixStore(f"host of {here[0]}", store), here.index(rank), len(here), timeout, names)
 
 
-def _note(rank: int, why: str) -> None:
-    global _noted
-    if rank == 0 and not _noted:
-        _noted = True
-        sys.stderr.write(f"phalanx: shm goes through gloo, slower, for {why}\n")
+def _warn_fallback(rank: int, why: str) -> None:
+    global _warned
+    if rank == 0 and not _warned:
+        _warned = True
+        sys.stderr.write(f"phalanx: the backend shm falls back to gloo, which is slower: {why}\n")

@@ -1,4 +1,4 @@
-"""What goes wrong between ranks. Whoever catches torch's errors catches these."""
+"""Errors of collectives. All of them are torch's DistBackendError."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import torch.distributed as dist
 
 
 class PeerLost(dist.DistBackendError):  # type: ignore[misc]
-    """A rank has ended, or left the group, and others wait for it."""
+    """A rank has exited or left the group."""
 
 
 class CollectiveTimeout(dist.DistBackendError):  # type: ignore[misc]
-    """A rank has not come in time."""
+    """A rank did not arrive in time."""
 
 
 class CollectiveMismatch(dist.DistBackendError):  # type: ignore[misc]
-    """Ranks called different things."""
+    """Ranks made different calls."""
 
 
 class GroupAborted(dist.DistBackendError):  # type: ignore[misc]
-    """The group was ended while somebody waited in it."""
+    """The group was aborted or closed during a call."""
 
 
 class CallRefused(dist.DistBackendError):  # type: ignore[misc]
-    """What these groups do not do: said before anything is moved."""
+    """The backend does not support this call. Raised before any data is moved."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(f"{what}\n  fix: {fix}" if fix else what)

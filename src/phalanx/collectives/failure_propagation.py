@@ -1,4 +1,4 @@
-"""Why a group across machines broke: leaders tell each other, and the ranks of their machines, through the store."""
+"""Why a group on several hosts failed: leaders exchange causes through the store, and tell the ranks of their hosts."""
 
 from __future__ import annotations
 
@@ -15,149 +15,154 @@ from .engines.threaded import ENDED
 from .errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 from .neighbours import Neighbours
 
-_PATIENCE = 1.0  # seconds for the leaders of other machines to say what they know
-_LONGER = 3.0  # for the leader of this machine, who waits for those
-_MOMENT = 0.3  # for those who are told
-_FIRST = 0.1  # before anybody is asked: whoever forms a new group takes the store away, which torch would lament
-_LOOK = 0.01
+_LEADER_TIMEOUT = 1.0  # seconds that leaders of other hosts have to report
+_FOLLOWER_TIMEOUT = 3.0  # seconds that a rank waits for its own leader, which waits for the others
+_ACK_TIMEOUT = 0.3  # seconds that a leader waits until its ranks have read the cause
+_DELAY = 0.1  # seconds before the store is read: a new group may replace it, and torch would log errors
+_POLL = 0.01
 _KINDS: dict[str, type[dist.DistBackendError]] = {
     kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch, GroupAborted)
 }
-_GLOO = re.compile(r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE)  # anything else is no wire's
-_PARTS = [kind.name.lower() for kind in CallKind]
+_GLOO = re.compile(r"gloo|connect|socket|timed out|pipe|pair|abort|peer", re.IGNORECASE)  # other errors are not gloo's
+_CALL_NAMES = [kind.name.lower() for kind in CallKind]
 
 
 class FailureMessage(msgspec.Struct, frozen=True):
-    """What a leader has seen; `text` is empty where it knows no more than that a wire ended."""
+    """What a leader has seen. `text` is empty if it only knows that a connection was closed."""
 
     kind: str = ""
     text: str = ""
 
 
 class FailurePropagation:
-    """`over`: whether the group was aborted. Then its store may be gone as well, and is not asked any more."""
+    """Finds the cause of a failure. `aborted` returns whether the group was aborted; then the store may be gone and is
+    not used.
+    """
 
     def __init__(
         self,
         store: dist.Store,
         rank: int,
         neighbours: Neighbours,
-        named: Callable[[Iterable[int]], str],
-        over: Callable[[], bool],
+        format_ranks: Callable[[Iterable[int]], str],
+        aborted: Callable[[], bool],
     ) -> None:
-        self._over = over
+        self._aborted = aborted
         self._rank = rank
-        self._named = named
+        self._format_ranks = format_ranks
         self._store = store
-        self._machines = neighbours.machines
+        self._hosts = neighbours.hosts
         self._mine = neighbours.mine
 
-    def of(self, error: Exception, call: EngineCall, leads: bool) -> Exception:
-        """What to raise instead of it."""
+    def cause(self, error: Exception, call: EngineCall, leads: bool) -> Exception:
+        """Return the exception to raise in place of `error`."""
         try:
             return self._lead(error, call) if leads else self._follow(error, call)
         except (RuntimeError, ValueError):  # the store is gone, too
-            known = _own(error, call)
+            known = _engine_error(error, call)
             if known is None or (isinstance(known, GroupAborted) and not leads):
-                return PeerLost(f"{_name(call)}: peer lost, a rank on another machine, or the store of the group")
+                return PeerLost(f"{_name(call)}: peer lost, a rank on another host, or the store of the group")
             return known
 
-    def heard(self) -> None:
-        """For the leader: until the ranks of this machine know. With it, the store may go."""
-        keys = [f"heard by {rank}" for rank in self._machines[self._mine][1:]]
-        until = time.monotonic() + _MOMENT
+    def wait_for_readers(self) -> None:
+        """Wait, as the leader, until the ranks of this host have read the cause: the store may end with this
+        process.
+        """
+        keys = [f"read by {rank}" for rank in self._hosts[self._mine][1:]]
+        deadline = time.monotonic() + _ACK_TIMEOUT
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < until and not self._over() and not self._store.check(keys):
-                time.sleep(_LOOK)
+            while time.monotonic() < deadline and not self._aborted() and not self._store.check(keys):
+                time.sleep(_POLL)
 
     def _lead(self, error: Exception, call: EngineCall) -> Exception:
-        known = _own(error, call)
-        self._tell("seen by", known)
-        cause = known or self._asked(error, call)
-        self._tell("cause at", cause)
+        known = _engine_error(error, call)
+        self._publish("seen by", known)
+        cause = known or self._ask_leaders(error, call)
+        self._publish("cause at", cause)
         return cause
 
-    def _asked(self, error: Exception, call: EngineCall) -> Exception:
-        """A wire ended, or nothing came: whoever is alive says what it has seen."""
-        others = {number for number in range(len(self._machines)) if number != self._mine}
+    def _ask_leaders(self, error: Exception, call: EngineCall) -> Exception:
+        """Ask the other leaders what they have seen, because a connection was closed or timed out."""
+        others = {number for number in range(len(self._hosts)) if number != self._mine}
         self._pause()
-        until = time.monotonic() + _PATIENCE
-        while others and time.monotonic() < until:
-            if self._over():
+        deadline = time.monotonic() + _LEADER_TIMEOUT
+        while others and time.monotonic() < deadline:
+            if self._aborted():
                 return GroupAborted(ENDED)
             for number in sorted(others):
                 if self._store.check([f"seen by {number}"]):
                     others.remove(number)
-                    word = msgspec.json.decode(self._store.get(f"seen by {number}"), type=FailureMessage)
-                    if word.text:
-                        return _again(word)
-            time.sleep(_LOOK)
-        ranks = [rank for number in others for rank in self._machines[number]]
+                    message = msgspec.json.decode(self._store.get(f"seen by {number}"), type=FailureMessage)
+                    if message.text:
+                        return _rebuild(message)
+            time.sleep(_POLL)
+        ranks = [rank for number in others for rank in self._hosts[number]]
         late = "timed out" in str(error).lower()
         if not ranks:
-            return as_ours(error, _name(call), call.timeout)
-        where = "on another machine" if len(others) == 1 else "on other machines"
+            return translate(error, _name(call), call.timeout)
+        who = self._format_ranks(ranks)
+        where = "on another host" if len(others) == 1 else "on other hosts"
         if late:
             return CollectiveTimeout(
-                f"{_name(call)}: {self._named(ranks)} {where} did not come within the timeout of {call.timeout:g} s"
+                f"{_name(call)}: {who} {where} did not come within the timeout of {call.timeout:g} s"
             )
         have = "have" if len(ranks) > 1 else "has"
-        return PeerLost(
-            f"{_name(call)}: {self._named(ranks)} {where} {have} ended, or cannot be reached: {plainly(error)}"
-        )
+        return PeerLost(f"{_name(call)}: {who} {where} {have} ended, or cannot be reached: {gloo_message(error)}")
 
     def _follow(self, error: Exception, call: EngineCall) -> Exception:
-        known = _own(error, call) or error
-        if isinstance(known, PeerLost):  # it may be the leader of this machine, who then tells nobody
-            self._tell("seen by", known)
+        known = _engine_error(error, call) or error
+        if isinstance(known, PeerLost):  # it may be this host's leader, which then cannot report
+            self._publish("seen by", known)
         if not isinstance(known, GroupAborted | CollectiveTimeout):
             return known
         self._pause()
-        until = time.monotonic() + _LONGER
-        while time.monotonic() < until and not self._over():
+        deadline = time.monotonic() + _FOLLOWER_TIMEOUT
+        while time.monotonic() < deadline and not self._aborted():
             if self._store.check([f"cause at {self._mine}"]):
-                word = msgspec.json.decode(self._store.get(f"cause at {self._mine}"), type=FailureMessage)
-                self._store.set(f"heard by {self._rank}", "")
-                return _again(word)
-            time.sleep(_LOOK)
+                message = msgspec.json.decode(self._store.get(f"cause at {self._mine}"), type=FailureMessage)
+                self._store.set(f"read by {self._rank}", "")
+                return _rebuild(message)
+            time.sleep(_POLL)
         return known
 
     def _pause(self) -> None:
-        until = time.monotonic() + _FIRST
-        while time.monotonic() < until and not self._over():
-            time.sleep(_LOOK)
+        deadline = time.monotonic() + _DELAY
+        while time.monotonic() < deadline and not self._aborted():
+            time.sleep(_POLL)
 
-    def _tell(self, how: str, error: Exception | None) -> None:
-        word = FailureMessage(type(error).__name__, str(error)) if error else FailureMessage()
-        self._store.set(f"{how} {self._mine}", msgspec.json.encode(word))
+    def _publish(self, how: str, error: Exception | None) -> None:
+        message = FailureMessage(type(error).__name__, str(error)) if error else FailureMessage()
+        self._store.set(f"{how} {self._mine}", msgspec.json.encode(message))
 
 
-def _again(word: FailureMessage) -> Exception:
-    error: Exception = _KINDS.get(word.kind, PeerLost)(word.text)
+def _rebuild(message: FailureMessage) -> Exception:
+    error: Exception = _KINDS.get(message.kind, PeerLost)(message.text)
     return error
 
 
-def _own(error: Exception, call: EngineCall) -> Exception | None:
-    """What an engine says itself, and not gloo. The one within speaks of a part of the call, as if it were all."""
+def _engine_error(error: Exception, call: EngineCall) -> Exception | None:
+    """Return an engine's own error, or None if it is gloo's. The inner engine names the step it was running; name the
+    call instead.
+    """
     if not isinstance(error, tuple(_KINDS.values())):
         return None
-    text = re.sub(r" \(of this group: \d+\)", "", str(error))  # its own numbers
+    text = re.sub(r" \(of this group: \d+\)", "", str(error))  # ranks within the host
     text = re.sub(r"timeout of [\d.]+ s", f"timeout of {call.timeout:g} s", text)
-    part = next((name for name in _PARTS if text.startswith((f"{name} ", f"{name}:"))), "")
-    return _again(FailureMessage(type(error).__name__, f"{_name(call)}{text.removeprefix(part)}" if part else text))
+    part = next((name for name in _CALL_NAMES if text.startswith((f"{name} ", f"{name}:"))), "")
+    return _rebuild(FailureMessage(type(error).__name__, f"{_name(call)}{text.removeprefix(part)}" if part else text))
 
 
-def as_ours(error: Exception, what: str, timeout: float) -> Exception:
-    """What gloo says, in our words; what is not gloo's, as it is."""
+def translate(error: Exception, what: str, timeout: float) -> Exception:
+    """Translate an error of gloo; return any other one unchanged."""
     if isinstance(error, tuple(_KINDS.values())) or not _GLOO.search(str(error)):
         return error
     if "timed out" in str(error).lower():
         return CollectiveTimeout(f"{what} timed out after {timeout:g} s")
-    return PeerLost(f"{what}: peer lost, it has ended or cannot be reached: {plainly(error)}")
+    return PeerLost(f"{what}: peer lost, it has ended or cannot be reached: {gloo_message(error)}")
 
 
-def plainly(error: Exception) -> str:
-    """What gloo says, without where in its source, and without its advice."""
+def gloo_message(error: Exception) -> str:
+    """Return gloo's message without source location and advice."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error)).splitlines()[0].partition(". This ")[0]
 
 

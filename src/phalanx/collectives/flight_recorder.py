@@ -1,12 +1,13 @@
-"""What was called in our groups and what is done, as torch's flight recorder keeps it of the groups that it knows.
+"""The flight recorder of phalanx's groups, in the format of torch's own.
 
-The probe of a worker (forkserver/probe) finds this module and asks it from a thread of its own, while others
-write: nothing here takes a lock, and no tensor is kept.
+The probe of a worker (forkserver/probe) finds this module and reads it from its own thread while others write: nothing
+here takes a lock, and no tensor is kept alive.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import time
 import weakref
@@ -19,62 +20,70 @@ import torch
 
 from phalanx.forkserver import paths
 
-_KEPT = 256  # calls of a group
-_TENSORS = 8  # of a call, whose shapes are kept
-_DEEP = 24  # frames of a call that is under way
+logger = logging.getLogger(__name__)
+
+_MAX_CALLS = 256  # calls per group
+_MAX_TENSORS = 8  # tensors per call whose shapes are kept
+_MAX_FRAMES = 24  # frames of a call in progress
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-_SHARED = {"all_gather", "all_gather_into_tensor", "scatter"}  # whose outputs are of the same size on all ranks
+_EQUAL_OUTPUTS = {"all_gather", "all_gather_into_tensor", "scatter"}  # outputs have the same size on all ranks
 
 _numbers = itertools.count()
-_journals: weakref.WeakValueDictionary[int, FlightRecorder] = weakref.WeakValueDictionary()
+_recorders: weakref.WeakValueDictionary[int, FlightRecorder] = weakref.WeakValueDictionary()
 
 _clock = time.time_ns
 _frame = sys._getframe
 
 
 class PendingEntry(Protocol):
-    """`over`, where asking for `done` may take a lock or set something going: what is known without."""
+    """A call in progress. It may have `finished`: what is known without taking a lock or starting anything, unlike
+    `done`.
+    """
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether the call has finished."""
 
 
 class RecordedCall:
-    """One call. Who has made it says when it is over: `done`, or by `pending`, which is asked."""
+    """One call. Its caller sets `done`, or `pending`, which is asked."""
 
     __slots__ = ("_pending", "at", "call", "done", "seq", "site")
 
-    seq: int  # of the collectives of the group, from 1; 0: a message
-    call: tuple[Any, ...]  # as _Call has it
-    site: Sequence[Any]  # code and place in it, in turns, the innermost first
-    at: int  # nanoseconds of the epoch
+    seq: int  # among the collectives of the group, from 1; 0: a message
+    call: tuple[Any, ...]  # the fields of _Call
+    site: Sequence[Any]  # alternating code and instruction offset, innermost frame first
+    at: int  # nanoseconds since the epoch
     done: bool
     _pending: Callable[[], PendingEntry | None] | None
 
     @property
     def pending(self) -> PendingEntry | None:
+        """The call in progress, or None."""
         return self._pending() if self._pending is not None else None
 
     @pending.setter
     def pending(self, pending: PendingEntry) -> None:
-        """It goes on while who has started it may be anywhere: all of its site is kept, and nothing else of it."""
+        """Keep a weak reference, and the whole stack: the caller may be anywhere while the call is in progress."""
         self._pending = weakref.ref(pending)
         if self.site:
             self.site = _site(_frame(2))
 
-    def over(self) -> bool:
+    def finished(self) -> bool:
+        """Return whether the call has finished."""
         if self.done or self._pending is None:
             return self.done
         pending = self._pending()
         try:
-            known = getattr(pending, "over", None)
+            known = getattr(pending, "finished", None)
             self.done = pending is None or bool(pending.done() if known is None else known)
-        except Exception:  # of a group that has ended: nobody waits for it any more
+        except Exception:
+            logger.debug("cannot tell whether a call has finished: its group may be closed", exc_info=True)
             self.done = True
         return self.done
 
 
 class _Call(NamedTuple):
-    """Made when it is asked for: a plain tuple is faster."""
+    """The fields of a recorded call. Built on request: a plain tuple is faster."""
 
     op: str
     dtype: torch.dtype | None
@@ -86,8 +95,8 @@ class _Call(NamedTuple):
     root: int | None
 
 
-class Unseen:
-    """Instead of an entry, where nobody looks."""
+class IgnoredCall:
+    """Takes the place of an entry where no probe is running."""
 
     __slots__ = ()
 
@@ -97,12 +106,13 @@ class Unseen:
     pending = property(None, _ignore)
 
 
-_UNSEEN = Unseen()
+_IGNORED = IgnoredCall()
 
 
 class FlightRecorder:
-    """Of one group. `name`: asked when it is needed, for torch gives it afterwards. `ranks`: global ones, where they
-    are known already."""
+    """The recorder of one group. `name` is called when needed, because torch sets it later. `ranks`: the global ranks,
+    if known.
+    """
 
     def __init__(self, name: Callable[[], str], ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
@@ -110,20 +120,22 @@ class FlightRecorder:
         self.completed = 0
         self._name = name
         self._count = itertools.count(1)
-        self._entries: deque[RecordedCall] = deque(maxlen=_KEPT)
-        self._watched = _current(paths.PROBE_MODULE) is not None
+        self._entries: deque[RecordedCall] = deque(maxlen=_MAX_CALLS)
+        self._enabled = _current(paths.PROBE_MODULE) is not None
         self._checker = _current(paths.CHECKER_MODULE)  # --check-collectives
         self.number = next(_numbers)
-        _journals[self.number] = self
+        _recorders[self.number] = self
 
     @property
     def name(self) -> str:
+        """The name of the group; empty if it has none."""
         try:
             return str(self._name())
-        except Exception:  # it has none yet, or no more
+        except Exception:
+            logger.debug("a group has no name", exc_info=True)
             return ""
 
-    def enter(
+    def record(
         self,
         op: str,
         ins: Sequence[torch.Tensor],
@@ -133,29 +145,31 @@ class FlightRecorder:
         tag: int | None = None,
         reduction: str = "",
         root: int | None = None,
-    ) -> RecordedCall | Unseen:
-        """Before a call. `peer`: of a message, the other rank of the group; -1: any. `root`: a rank of the group."""
+    ) -> RecordedCall | IgnoredCall:
+        """Record a call before it is made. `peer`: for a message, the other rank of the group; -1: any. `root`: a rank
+        of the group.
+        """
         seq = 0
         if peer is None:
             self.enqueued = seq = next(self._count)
-        if not self._watched:
-            return _UNSEEN
+        if not self._enabled:
+            return _IGNORED
         if self._checker is not None and peer is None:
-            self._checker.called(
+            self._checker.check_own(
                 self.name,
                 op,
-                (outs or ins) if op in _SHARED else (ins or outs),
+                (outs or ins) if op in _EQUAL_OUTPUTS else (ins or outs),
                 reduction,
                 root if op in _ROOTED else None,
             )
         entry = RecordedCall()
         first = ins or outs
-        ours = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_TENSORS]])
-        theirs = ours if outs is ins else tuple([each.shape for each in outs[:_TENSORS]])
-        entry.call = (op, first[0].dtype if first else None, ours, theirs, peer, tag, reduction, root)
+        in_shapes = (ins[0].shape,) if len(ins) == 1 else tuple([each.shape for each in ins[:_MAX_TENSORS]])
+        out_shapes = in_shapes if outs is ins else tuple([each.shape for each in outs[:_MAX_TENSORS]])
+        entry.call = (op, first[0].dtype if first else None, in_shapes, out_shapes, peer, tag, reduction, root)
         entry.seq = seq
         a: Any = _frame(1)
-        try:  # the nearest frames, fast: every call comes here
+        try:  # fast, because every call comes here
             a = a.f_back
             b = a.f_back
             c = b.f_back
@@ -164,7 +178,7 @@ class FlightRecorder:
             entry.site = (
                 a.f_code, a.f_lasti, b.f_code, b.f_lasti, c.f_code, c.f_lasti, d.f_code, d.f_lasti, e.f_code, e.f_lasti
             )  # fmt: skip
-        except AttributeError:  # there are not so many
+        except AttributeError:  # the stack is not that deep
             entry.site = _site(a)
         entry.at = _clock()
         entry.done = False
@@ -173,51 +187,53 @@ class FlightRecorder:
         return entry
 
     def entries(self) -> list[RecordedCall]:
-        """The newest, the oldest of them first."""
+        """Return the newest calls, oldest first."""
         while True:
             try:
                 return list(self._entries)
-            except RuntimeError:  # one more just came
+            except RuntimeError:  # a call was added meanwhile
                 continue
 
     def advance(self) -> int:
-        """The newest collective that is over: they are done in the order of their calls."""
+        """Return the newest collective that has finished; they finish in order."""
         for entry in reversed(self.entries()):
-            if entry.seq and entry.over():
+            if entry.seq and entry.finished():
                 self.completed = max(self.completed, entry.seq)
                 break
         return self.completed
 
     def close(self) -> None:
-        """The group is no more: nothing of it is pending."""
-        _journals.pop(self.number, None)
+        """Forget the group: it is closed."""
+        _recorders.pop(self.number, None)
         self._entries.clear()
 
 
 def status() -> dict[str, dict[str, Any]]:
-    """How far each group is: "pg_status" of a flight recorder, and the group's name and ranks. Cheap."""
+    """Return the progress of each group: "pg_status" of a flight recorder, plus name and ranks. Cheap."""
     return {
-        str(journal.number): {
-            "last_enqueued_collective": journal.enqueued,
-            "last_completed_collective": journal.advance(),
-            "name": journal.name,
-            "ranks": list(journal.ranks),
+        str(recorder.number): {
+            "last_enqueued_collective": recorder.enqueued,
+            "last_completed_collective": recorder.advance(),
+            "name": recorder.name,
+            "ranks": list(recorder.ranks),
         }
-        for journal in _all()
+        for recorder in _all()
     }
 
 
 def entries() -> list[dict[str, Any]]:
-    """The newest calls of each group, with their sites: "entries" of a flight recorder, and what it does not know."""
+    """Return the newest calls of each group with their stacks: "entries" of a flight recorder, plus what torch's does
+    not have.
+    """
     found = []
-    for journal in _all():
-        name = journal.name
-        for entry in journal.entries():
+    for recorder in _all():
+        name = recorder.name
+        for entry in recorder.entries():
             call = _Call(*entry.call)
             dtypes = [str(call.dtype).removeprefix("torch.")] if call.dtype is not None else []
             found.append(
                 {
-                    "pg_id": journal.number,
+                    "pg_id": recorder.number,
                     "process_group": [name, ""],
                     "profiling_name": f"phalanx:{call.op}",
                     "is_p2p": not entry.seq,
@@ -225,9 +241,9 @@ def entries() -> list[dict[str, Any]]:
                     "input_dtypes": dtypes,
                     "input_sizes": [list(shape) for shape in call.ins or call.outs],
                     "output_sizes": [list(shape) for shape in call.outs],
-                    "retired": entry.over(),
+                    "retired": entry.finished(),
                     "time_created_ns": entry.at,
-                    "frames": _frames(_whole(entry)),
+                    "frames": _frames(_whole_site(entry)),
                     "peer": call.peer,
                     "tag": call.tag,
                     "reduction": call.reduction,
@@ -238,37 +254,37 @@ def entries() -> list[dict[str, Any]]:
 
 
 def _current(module: str) -> Any:
-    """The probe or checker of a worker that phalanx has started."""
+    """Return the probe or checker of this worker, or None."""
     return getattr(sys.modules.get(module), "current", None)
 
 
 def _all() -> list[FlightRecorder]:
-    """Those that nobody has let go of, as they were made."""
-    found = {number: _journals.get(number) for number in sorted(_journals.keys())}
-    return [journal for journal in found.values() if journal is not None]
+    """Return the recorders of all live groups, in order of creation."""
+    found = {number: _recorders.get(number) for number in sorted(_recorders.keys())}
+    return [recorder for recorder in found.values() if recorder is not None]
 
 
 def _site(frame: Any) -> tuple[Any, ...]:
     found: list[Any] = []
-    while frame is not None and len(found) < 2 * _DEEP:
+    while frame is not None and len(found) < 2 * _MAX_FRAMES:
         found += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return tuple(found)
 
 
-def _whole(entry: RecordedCall) -> Sequence[Any]:
-    """Whoever waits in it is still there, and all of its stack can be seen."""
+def _whole_site(entry: RecordedCall) -> Sequence[Any]:
+    """Return the whole stack of a call: if a thread still waits in it, all of its frames can be read."""
     if entry.done or entry._pending is not None or not entry.site:
         return entry.site
     near = entry.site[:4]
     for thread in sys._current_frames().values():
-        for each in _outwards(thread):
+        for each in _callers(thread):
             if each.f_code is near[0] and each.f_lasti == near[1] and (whole := _site(each))[:4] == near:
                 return whole
     return entry.site
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

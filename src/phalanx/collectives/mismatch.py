@@ -1,6 +1,6 @@
-"""Ranks that called different things tell each other where, so that the error has both lines side by side.
+"""Ranks that made different calls exchange their source lines, so that the error shows them side by side.
 
-An engine knows what each rank has called, not where. The group has ended by then, and its store has not.
+An engine knows what each rank has called, but not where. The group has failed by then, but its store still works.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import linecache
+import logging
 import os
 import re
 import sys
@@ -21,58 +22,70 @@ import torch.distributed as dist
 from phalanx.collectives.errors import CollectiveMismatch
 from phalanx.forkserver import paths
 
-_PATIENCE = 2.0  # seconds for what the others have to say
-_THEIRS = re.compile(
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = 2.0  # seconds to wait for the lines of the others
+_LIBRARIES = re.compile(
     rf"(site|dist)-packages/|/lib(64)?/python3(\.\d+)?/|/src/phalanx/(?!{'|'.join(paths.USER_CODE)})|^<frozen"
 )
 
-_Place = tuple[str, int, str]  # file, line, and its text
+_SourceLine = tuple[str, int, str]  # file, line number, source text
 
 
-def mismatch(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> CollectiveMismatch:
-    """`text`: who called what. `names`: of the ranks that may say where, what they are called in the world."""
-    with contextlib.suppress(Exception):  # to the agent, before anybody ends
-        sys.modules[paths.PROBE_MODULE].current.differs()
-    places: dict[int, _Place] = {}
-    with contextlib.suppress(Exception):  # what the engine has said is enough
-        places = _exchange(_here(), store, rank, list(names))
-    by_place: dict[_Place, list[int]] = {}
+def make_error(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> CollectiveMismatch:
+    """Return the error to raise. `text`: what each rank has called. `names`: rank -> global rank of those that
+    report.
+    """
+    try:
+        probe = sys.modules.get(paths.PROBE_MODULE)
+        if probe is not None and probe.current is not None:
+            probe.current.report_mismatch()  # report to the agent before a rank exits
+    except Exception:
+        logger.debug("cannot report a mismatch to the agent", exc_info=True)
+    places: dict[int, _SourceLine] = {}
+    try:
+        places = _exchange(_user_line(), store, rank, list(names))
+    except Exception:  # the engine's own message is enough
+        logger.debug("cannot exchange source lines", exc_info=True)
+    by_place: dict[_SourceLine, list[int]] = {}
     for each, place in places.items():
         by_place.setdefault(place, []).append(names[each])
     error = CollectiveMismatch(
         "\n".join([text, *(line for place in by_place for line in _lines(place, by_place[place]))])
     )
-    error.in_words = bool(by_place)  # the places that matter are named: the one that it is raised at does not
+    error.in_words = bool(by_place)  # the message names the lines that matter, not the one it is raised at
     return error
 
 
-def _here() -> _Place | None:
-    """The innermost line of the user's own. In a thread of torch's or ours the main thread waits for what that does."""
-    frame = _own(sys._getframe(2)) or _own(sys._current_frames().get(threading.main_thread().ident or 0))
+def _user_line() -> _SourceLine | None:
+    """Return the innermost line of user code. In a thread of torch or phalanx: that of the main thread, which waits for
+    it.
+    """
+    frame = _user_frame(sys._getframe(2)) or _user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         return None
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     return file, line, linecache.getline(file, line, frame.f_globals).strip()[:100]
 
 
-def _own(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _THEIRS.search(frame.f_code.co_filename):
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-def _exchange(own: _Place | None, store: dist.Store, rank: int, ranks: list[int]) -> dict[int, _Place]:
-    with contextlib.suppress(Exception):  # another thread may wait with the first
+def _exchange(own: _SourceLine | None, store: dist.Store, rank: int, ranks: list[int]) -> dict[int, _SourceLine]:
+    with contextlib.suppress(RuntimeError):  # not all stores can be cloned; another thread may be waiting with this one
         store = store.clone()
     keys = {each: f"differs/{each}" for each in ranks}
     store.set(keys[rank], json.dumps(own))
-    with contextlib.suppress(dist.DistError):  # who does not say it may never ask for what it has started
-        store.wait(list(keys.values()), timedelta(seconds=_PATIENCE))
-    told = {each: json.loads(store.get(key)) for each, key in keys.items() if store.check([key])}
-    return {each: (place[0], place[1], place[2]) for each, place in told.items() if place is not None}
+    with contextlib.suppress(dist.DistError):  # a rank that does not wait for the call it started reports nothing
+        store.wait(list(keys.values()), timedelta(seconds=_TIMEOUT))
+    received = {each: json.loads(store.get(key)) for each, key in keys.items() if store.check([key])}
+    return {each: (place[0], place[1], place[2]) for each, place in received.items() if place is not None}
 
 
-def _lines(place: _Place, ranks: list[int]) -> list[str]:
+def _lines(place: _SourceLine, ranks: list[int]) -> list[str]:
     file, line, source = place
     who = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     where = f"  rank{'s' if len(ranks) > 1 else ''} {who}: {file.removeprefix(os.path.join(os.getcwd(), ''))}:{line}"

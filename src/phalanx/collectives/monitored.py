@@ -1,4 +1,4 @@
-"""A barrier that says who has not come: what `dist.monitored_barrier` asks of a group, in gloo's words."""
+"""`dist.monitored_barrier`: a barrier that names the ranks that did not arrive, with gloo's messages."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch.distributed import distributed_c10d as c10d
 
 from .errors import CollectiveTimeout
 
-_taught = False
+_installed = False
 
 
-def hold(store: dist.Store, rank: int, names: Sequence[int], timeout: float, all_of_them: bool) -> None:
-    """`names`: of all ranks. The first waits for the others, and tells them how it went."""
+def barrier(store: dist.Store, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
+    """Wait for all ranks. Rank 0 waits for the others and tells them the outcome. `names`: the global ranks."""
     if rank:
         store.set(str(rank), "here")
-        if not _came(store, "end", timeout) or store.get("end") != b"met":
+        if not _arrived(store, "end", timeout) or store.get("end") != b"done":
             raise CollectiveTimeout(
                 f"Rank {names[rank]} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank {names[0]}: see what that one says, or its timeout was over"
+                f"send/recv from rank {names[0]}: see the error of that rank, or it timed out"
             )
         return
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     missing: list[int] = []
     for other in range(1, len(names)):
-        if not _came(store, str(other), until - time.monotonic()):
+        if not _arrived(store, str(other), deadline - time.monotonic()):
             missing.append(names[other])
-            if not all_of_them:
+            if not wait_all_ranks:
                 break
-    store.set("end", "missed" if missing else "met")
+    store.set("end", "failed" if missing else "done")
     if missing and timeout <= 0:
         raise CollectiveTimeout(f"Rank {names[0]} timed out in monitoredBarrier after {timeout * 1000:.0f} ms")
     if missing:
@@ -40,29 +40,29 @@ def hold(store: dist.Store, rank: int, names: Sequence[int], timeout: float, all
         raise CollectiveTimeout(f"{who} failed to pass monitoredBarrier in {timeout * 1000:.0f} ms (timed out)")
 
 
-def _came(store: dist.Store, key: str, seconds: float) -> bool:
+def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-    except RuntimeError:  # each store has its own
+    except RuntimeError:  # stores raise different subclasses
         return False
     return True
 
 
-def teach(kind: type) -> None:
-    """torch lets gloo alone have this barrier: groups of this kind too."""
-    global _taught
-    if _taught:
+def install(kind: type) -> None:
+    """Make `dist.monitored_barrier` accept groups of this class: torch allows it for gloo only."""
+    global _installed
+    if _installed:
         return
-    _taught = True
-    theirs = c10d.monitored_barrier
+    _installed = True
+    original = c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         chosen = c10d._get_default_group() if group is None else group
         if not isinstance(chosen, kind):
-            theirs(group, timeout, wait_all_ranks)
+            original(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         chosen.monitored_barrier(limit, wait_all_ranks)  # type: ignore[attr-defined]
 
-    monitored_barrier.__doc__ = theirs.__doc__
+    monitored_barrier.__doc__ = original.__doc__
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a machine."""
+"""Which ranks of a group are on the same host."""
 
 from __future__ import annotations
 
@@ -11,59 +11,66 @@ import torch.distributed as dist
 
 from .errors import CollectiveTimeout
 
-_EVER = timedelta(days=365)
+_NO_TIMEOUT = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    machines: tuple[tuple[int, ...], ...]  # ranks of the group by machine, in the order of their lowest
+    """The ranks of a group, per host. `mine` is the index of this rank's host."""
+
+    hosts: tuple[tuple[int, ...], ...]  # ranks of the group per host, ordered by their lowest rank
     mine: int
 
     @property
     def here(self) -> tuple[int, ...]:
-        return self.machines[self.mine]
+        """The ranks on this host."""
+        return self.hosts[self.mine]
 
 
 def find(store: dist.Store, rank: int, size: int, timeout: float) -> Neighbours:
-    """Every rank says through the group's store where it is. Seconds; 0: for ever."""
-    store.set(_key(rank), machine())
+    """Find the hosts of all ranks, through the group's store. `timeout` in seconds; 0: none."""
+    store.set(_key(rank), host_id())
     keys = [_key(other) for other in range(size)]
     try:
-        store.wait(keys, timedelta(seconds=timeout) if timeout else _EVER)
+        store.wait(keys, timedelta(seconds=timeout) if timeout else _NO_TIMEOUT)
     except RuntimeError as error:
         late = [other for other in range(size) if not store.check([_key(other)])]
         if not late:
             raise
-        raise CollectiveTimeout(f"a group of {size} ranks waited {timeout:g} s for {named(late)} to come") from error
-    return sort([place.decode() for place in store.multi_get(keys)], rank)
+        raise CollectiveTimeout(
+            f"a group of {size} ranks waited {timeout:g} s for {format_ranks(late)} to join"
+        ) from error
+    return by_host([one.decode() for one in store.multi_get(keys)], rank)
 
 
-def sort(places: list[str], rank: int) -> Neighbours:
-    """`places`: of each rank."""
-    by_place: dict[str, list[int]] = {}
-    for other, place in enumerate(places):
-        by_place.setdefault(place, []).append(other)
-    machines = tuple(tuple(ranks) for ranks in by_place.values())
-    return Neighbours(machines, [*by_place].index(places[rank]))
+def by_host(host_ids: list[str], rank: int) -> Neighbours:
+    """Group ranks by host. `host_ids`: one per rank."""
+    by_id: dict[str, list[int]] = {}
+    for other, one in enumerate(host_ids):
+        by_id.setdefault(one, []).append(other)
+    hosts = tuple(tuple(ranks) for ranks in by_id.values())
+    return Neighbours(hosts, [*by_id].index(host_ids[rank]))
 
 
-def machine() -> str:
-    """The same for two processes that can see each other and share memory: kernel, namespaces, user."""
+def host_id() -> str:
+    """Return a string that is equal for two processes that can share memory: same kernel, namespaces and user."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
 
 
-def named(ranks: Iterable[int], names: Sequence[int] = ()) -> str:
-    """rank 3; ranks 1 and 3; rank 3 (of this group: 1), where `names` are their numbers in the world"""
+def format_ranks(ranks: Iterable[int], names: Sequence[int] = ()) -> str:
+    """Return "rank 3", "ranks 1 and 3", or "rank 3 (of this group: 1)" if `names` has another global rank for it."""
     words = [
         str(rank) if not names or names[rank] == rank else f"{names[rank]} (of this group: {rank})"
         for rank in sorted(ranks)
     ]
-    if len(words) < 2:
-        return f"rank {''.join(words)}"
+    if not words:
+        return "no rank"
+    if len(words) == 1:
+        return f"rank {words[0]}"
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def _key(rank: int) -> str:
-    return f"machine of {rank}"
+    return f"host of {rank}"

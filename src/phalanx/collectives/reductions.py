@@ -1,4 +1,4 @@
-"""What torch calls a reduction, in the words of an engine."""
+"""Translates torch's reduce operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BITWISE = {
 }
 _TRUTH = {number: one for number, one in (_ARITHMETIC | _BITWISE).items() if not one.average}
 
-# By torch's type and the number of its operation, which is its hash: one look-up for the calls that have to be fast.
+# By dtype and number of the operation, which is its hash: a single lookup, because common calls have to be fast.
 KNOWN: dict[tuple[torch.dtype, int], Reduction] = {
     (dtype, number): reduction
     for dtypes, some in ((_FLOATS, _ARITHMETIC), (_INTEGERS, _ARITHMETIC | _BITWISE), ((torch.bool,), _TRUTH))
@@ -39,18 +39,19 @@ NAMES: dict[int, str] = {int(number): name for name, number in dist.ReduceOp.Red
 
 
 def name(op: Any) -> str:
+    """Return the name of a reduce operation."""
     return NAMES.get(hash(op), str(op))
 
 
 def find(dtype: torch.dtype, op: Any) -> Reduction:
-    """Of real numbers: complex ones are shown as pairs before."""
+    """Return the reduction for real numbers; complex ones are viewed as pairs before."""
     known = KNOWN.get((dtype, hash(op)))
     if known is not None:
         return known
     if hash(op) == _PREMUL_SUM and dtype in (*_FLOATS, *_INTEGERS):
-        return Reduction(Op.SUM, before=_factor(op, dtype))
+        return Reduction(Op.SUM, scale=_factor(op, dtype))
     raise CallRefused(
-        f"{name(op)} of {str(dtype).removeprefix('torch.')}: there is no such reduction",
+        f"{name(op)} of {str(dtype).removeprefix('torch.')}: unsupported reduction",
         "reduce another type, for example tensor.to(torch.float32)",
     )
 
@@ -59,10 +60,8 @@ def _factor(op: Any, dtype: torch.dtype) -> float:
     _, factor = op.__getstate__()
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
-            raise CallRefused(f"PREMUL_SUM with a factor of {factor.numel()} numbers: it has to be one")
+            raise CallRefused(f"PREMUL_SUM with a factor of {factor.numel()} numbers: expected one")
         factor = factor.item()
     if dtype in _INTEGERS and factor != int(factor):
-        raise CallRefused(
-            f"PREMUL_SUM of whole numbers ({str(dtype).removeprefix('torch.')}) with a factor of {factor:g}"
-        )
+        raise CallRefused(f"PREMUL_SUM of integers ({str(dtype).removeprefix('torch.')}) with a factor of {factor:g}")
     return float(factor)

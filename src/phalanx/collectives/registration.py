@@ -1,12 +1,11 @@
-"""The names "shm" and "mpi" for torch.distributed, in every script: torch calls `register` when it is imported.
+"""Registers the backends "shm" and "mpi" with torch.distributed. torch calls `register` when it is imported.
 
-Nothing is imported here but what torch has already; the rest comes with the first group. This file is also loaded by
-its path (_phalanx_backend.py), where it is no part of a package.
+This module imports nothing that torch has not imported already; the rest is imported with the first group. It is also
+loaded by path (_phalanx_backend.py), without its package.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
@@ -16,9 +15,14 @@ _OURS = ("SHM",)
 
 
 def register() -> None:
-    """Once is enough; more do no harm. What goes wrong must not end `import torch`: torch is as it was."""
-    with contextlib.suppress(Exception):  # a torch without torch.distributed, or one that has changed within
+    """Register the backends. Safe to call several times. An error must not break `import torch`."""
+    try:
         _register()
+    except Exception:  # a torch without torch.distributed, or with other internals
+        if "logging" in sys.modules:  # not imported here: a script finds it as Python left it
+            sys.modules["logging"].getLogger("phalanx.collectives.registration").debug(
+                "cannot register the backends shm and mpi", exc_info=True
+            )
 
 
 def _register() -> None:
@@ -30,15 +34,16 @@ def _register() -> None:
     backend.register_backend("shm", _shm, extended_api=True, devices=["cpu"])
     backend._plugins = _Plugins(backend._plugins)
     if not c10d.is_mpi_available():  # a torch that was built with MPI keeps its own
-        # Where a group is made. Who asks `dist.is_mpi_available()` hears what it always did: some then choose mpi
-        # without being told to, under launchers that are not mpirun.
+        # Only where groups are created. `dist.is_mpi_available()` returns what it always did: some scripts choose mpi
+        # if it is available, under launchers other than mpirun.
         c10d.is_mpi_available = _mpi_available
         c10d.ProcessGroupMPI = _Mpi
 
 
 class _Plugins(dict[str, Any]):
-    """Where "cpu:gloo" is asked for, torch looks whether there are any plugins, and then leaves the group without a
-    default backend. Ours are found by their names alone, so that nothing changes for others."""
+    """torch's table of plugins without ours. For "cpu:gloo", torch checks whether there are any plugins, and then
+    creates the group without a default backend. Ours are still found by name.
+    """
 
     def keys(self) -> Any:
         return {name: None for name in self if name not in _OURS}.keys()
@@ -52,25 +57,27 @@ def _shm(options: Any, _: Any) -> Any:
 
 
 def _refuse_others(config: Any) -> None:
-    """torch takes a group in Python for the whole one, and would say nothing of what else was asked for."""
+    """Refuse other backends beside shm: torch uses a Python process group for all devices and would silently ignore the
+    others.
+    """
     asked = dict(getattr(config, "device_backend_map", None) or {})
     if set(asked.values()) - {"shm"}:
         from phalanx.collectives.errors import CallRefused
 
         said = ",".join(f"{device}:{name}" for device, name in asked.items())
         raise CallRefused(
-            f'"{said}": shm is a group of its own, beside which there is no other backend',
-            'init_process_group("shm") for tensors of the CPU, or "cpu:gloo,cuda:nccl"',
+            f'"{said}": shm cannot be combined with other backends',
+            'init_process_group("shm") for CPU tensors, or "cpu:gloo,cuda:nccl"',
         )
 
 
 def _mpi_available() -> bool:
-    """What is missing is said when a group is made, with what to type."""
+    """Return True: what is missing is reported, with a fix, when a group is created."""
     return True
 
 
 class _Mpi:
-    """Stands where torch has its own where it was built with MPI."""
+    """Takes the place of torch's ProcessGroupMPI, which a torch built without MPI does not have."""
 
     @staticmethod
     def create(ranks: Iterable[int]) -> Any:

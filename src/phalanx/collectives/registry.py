@@ -1,36 +1,41 @@
-"""Groups that there are, or that are being made: for whoever has to end them all, as when a rank has died."""
+"""All groups of this process, so that they can be aborted together, as when a rank has died."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def add(group: Any) -> None:
-    """As long as it lives. `group.abort()` ends it."""
+    """Add a group, for as long as it lives."""
     _groups.add(group)
 
 
 def abort() -> None:
-    """From any thread. Whoever waits in one of them, or for others to come to one, raises GroupAborted.
+    """Abort all groups: waiting calls, and joins, raise GroupAborted. Thread-safe.
 
-    Not those in which the kernel's or gloo's connections are waited for: these have to be cut.
+    Calls that wait for connections of the kernel or of gloo are not woken; those connections have to be cut.
     """
     with contextlib.suppress(ImportError):
         from phalanx.collectives import _native
 
         _native.abort_joining()
     for group in [*_groups]:
-        with contextlib.suppress(Exception):
+        try:
             group.abort()
+        except Exception:  # the others have to be aborted all the same
+            logger.debug("cannot abort a group", exc_info=True)
 
 
 def _forked() -> None:
-    """They are those of the process that has made them."""
+    """Forget the groups in a forked child: they belong to the parent."""
     _groups.clear()
 
 

@@ -1,4 +1,4 @@
-"""Sparse tensors: everybody's entries, added up."""
+"""all_reduce of sparse tensors: gathers the entries of all ranks and sums them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import parts, reductions
+from . import arguments, reductions
 from .engines.engine import CallKind, Engine, EngineCall
 from .errors import CallRefused
 
@@ -15,14 +15,16 @@ _SUM = hash(dist.ReduceOp.SUM)
 
 
 def reduce(engine: Engine, name: str, tensor: torch.Tensor, op: Any, timeout: float) -> None:
-    """In the calling thread, also where it may be done later: how much comes is learned first."""
+    """Sum a sparse tensor over all ranks, always in the calling thread: the number of entries has to be exchanged
+    first.
+    """
     if name != "all_reduce" or tensor.layout is not torch.sparse_coo or hash(op) != _SUM:
         raise CallRefused(
             f"{name} ({reductions.name(op)}) of a tensor with layout {tensor.layout}: sparse tensors can be summed by "
             "all_reduce, nothing else",
             "tensor.to_dense()",
         )
-    mine = parts.on_cpu(tensor).detach().coalesce()
+    mine = arguments.check_cpu(tensor).detach().coalesce()
     counts = torch.empty(engine.size, dtype=torch.int64)
     engine.run(EngineCall(CallKind.ALL_GATHER, [torch.tensor([mine._nnz()])], [counts], timeout=timeout))
     entries = [mine.indices().t().contiguous(), mine.values().contiguous()]
@@ -31,4 +33,4 @@ def reduce(engine: Engine, name: str, tensor: torch.Tensor, op: Any, timeout: fl
         engine.run(EngineCall(CallKind.ALL_GATHER, [ours], outs, timeout=timeout))
         entries[at] = torch.cat(outs)
     total = torch.sparse_coo_tensor(entries[0].t(), entries[1], tensor.shape, check_invariants=False).coalesce()
-    parts.copy([(tensor, total)])
+    arguments.copy_results([(tensor, total)])

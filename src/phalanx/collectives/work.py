@@ -1,7 +1,8 @@
-"""What a group gives back for what it has begun: torch's Work."""
+"""torch's Work objects: handles of calls that have started or finished."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from .engines.engine import PendingCall
 from .errors import CollectiveTimeout, GroupAborted
 
-_telling = threading.Lock()  # once each
-_AT_ONCE = timedelta(0)  # what torch's C++ side says for "no limit"
+logger = logging.getLogger(__name__)
+
+_completing = threading.Lock()  # a future is completed once
+_NO_TIMEOUT = timedelta(0)  # torch's C++ code passes this for "no timeout"
 
 
 class StartedWork(dist.Work):  # type: ignore[misc]
-    """Something under way. Its tensors live until it is over, whoever else lets go of them.
+    """A call that has started. It keeps its tensors alive until it has finished.
 
-    `after`: once, when it is over and before anybody learns of it (what came is copied to where it was wanted).
+    `after` runs once, when the call has finished and before a caller sees that: it copies results to where they belong.
     """
 
     def __init__(
@@ -29,7 +32,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
         name: str,
         pendings: Sequence[PendingCall],
         tensors: Sequence[torch.Tensor],
-        watcher: Watcher | DetachedWork,
+        completer: FutureCompleter | FutureThreads,
         *,
         after: Callable[[], None] | None = None,
         keep: object = None,
@@ -38,32 +41,33 @@ class StartedWork(dist.Work):  # type: ignore[misc]
         self._name = name
         self.pendings = pendings
         self.tensors = tensors
-        self._watcher = watcher
+        self._completer = completer
         self._after = after
         self._once = threading.Lock() if after is not None else None
         self._keep = keep
         self._future: Any = None
-        self._settled: Any = None  # the future that was given away
-        self._over = False  # and the engine, which may be gone by then, is not asked any more
+        self._public_future: Any = None  # the future that was handed out
+        self._done = False  # then the engine, which may be closed, is not asked
         self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the call has finished; raise its error, or CollectiveTimeout."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        for pending in () if self._over else self.pendings:
+        for pending in () if self._done else self.pendings:
             if not pending.wait(max(seconds, 0.0)):
-                raise CollectiveTimeout(f"{self._name} was not over after {seconds:g} s (timeout)")
+                raise CollectiveTimeout(f"{self._name} timed out after {seconds:g} s")
         if self._error is not None:
             raise self._error
         self._finish()
         return True
 
-    def end(self) -> None:
-        """Its engine ends, or its group lets go of it: how it went stays known."""
-        if not self._over:
-            ended = GroupAborted(f"{self._name}: the group was ended while it was under way")
-            self._error = self.exception() if self.is_completed() else ended
-            self._over = True
-            self._tell()  # what the engine still waits in may take its time
+    def detach(self) -> None:
+        """Store the outcome, because the engine is being closed or the group drops this call."""
+        if not self._done:
+            aborted = GroupAborted(f"{self._name}: the group was closed during the call")
+            self._error = self.exception() if self.is_completed() else aborted
+            self._done = True
+            self._complete_future()  # without waiting for what the engine still does
 
     def _finish(self) -> None:
         self._keep = None
@@ -71,21 +75,23 @@ class StartedWork(dist.Work):  # type: ignore[misc]
             with self._once:
                 if self._after is not None:
                     self._after()
-                self._after = None  # and not before: others take it for done
+                self._after = None  # last: other threads take this as finished
 
     def is_completed(self) -> bool:
-        if not self._over and not all(pending.done() for pending in self.pendings):
+        """Return whether the call has finished."""
+        if not self._done and not all(pending.done() for pending in self.pendings):
             return False
         if self._after is not None and self.exception() is None:
             self._finish()
         return True
 
     def is_success(self) -> bool:
+        """Return whether the call has finished without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """None too while it is under way."""
-        if self._over:
+        """Return the error of the call, or None. Also None if it has not finished."""
+        if self._done:
             return self._error
         for pending in self.pendings:
             if pending.done():
@@ -96,13 +102,16 @@ class StartedWork(dist.Work):  # type: ignore[misc]
         return None
 
     def result(self) -> Sequence[torch.Tensor]:
+        """Wait, and return the output tensors."""
         self.wait()
         return self.tensors
 
     def synchronize(self) -> None:
+        """Wait until the call has finished."""
         self.wait()
 
     def block_current_stream(self) -> None:
+        """Wait until the call has finished."""
         self.wait()
 
     def _source_rank(self) -> int:
@@ -111,79 +120,86 @@ class StartedWork(dist.Work):  # type: ignore[misc]
     source_rank = _source_rank
 
     def get_future(self) -> torch.futures.Future[Sequence[torch.Tensor]]:
-        """Kept by a thread of the group: the C++ side waits for it where no Python may run."""
-        if self._settled is None:
+        """Return a future, completed by a thread of the group: C++ code waits for it where no Python can run."""
+        if self._public_future is None:
             future: torch.futures.Future[None] = torch.futures.Future()
-            # An exception that Python sets is not one for C++; one that is raised in a callback is.
-            self._settled = future.then(lambda _: self.result())
+            # An exception set from Python is not visible to C++; one that is raised in a callback is.
+            self._public_future = future.then(lambda _: self.result())
             self._future = future
             if self.is_completed():
-                self.settle()
+                self.complete()
             else:
-                self._watcher.watch(self)
-        return self._settled
+                self._completer.watch(self)
+        return self._public_future
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """0: it went well, as torch counts."""
+        """Return a future of the result code: 0, success."""
         return self.get_future().then(lambda future: 0 * len(future.wait()))
 
-    def settle(self) -> None:
-        """Until it is over: then whoever waits for the future goes on."""
-        for pending in () if self._over else self.pendings:
+    def complete(self) -> None:
+        """Wait for the call and complete the future."""
+        for pending in () if self._done else self.pendings:
             try:
                 pending.wait()
-            except Exception:  # it is raised where the result is asked for
+            except Exception:  # raised where the result is requested
+                logger.debug("%s failed", self._name, exc_info=True)
                 break
-        self._tell()
+        self._complete_future()
 
-    def _tell(self) -> None:
-        with _telling:
+    def _complete_future(self) -> None:
+        with _completing:
             future, self._future = self._future, None
         if future is not None:
             future.set_result(None)
 
 
 class DoneWork(dist.Work):  # type: ignore[misc]
-    """What was over before anybody could ask."""
+    """A call that had finished when it returned."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self._tensors = tensors
 
-    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:  # noqa: ARG002
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:  # noqa: ARG002
+        """Return True."""
         return True
 
     def is_completed(self) -> bool:
+        """Return True."""
         return True
 
     is_success = is_completed
 
     def exception(self) -> None:
-        return None
+        """Return None."""
+        return
 
     def result(self) -> Sequence[torch.Tensor]:
+        """Return the output tensors."""
         return self._tensors
 
     def synchronize(self) -> None:
-        pass
+        """Do nothing."""
 
     block_current_stream = synchronize
 
     def get_future(self) -> torch.futures.Future[Sequence[torch.Tensor]]:
+        """Return a completed future of the output tensors."""
         future: torch.futures.Future[Sequence[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
 
-class DetachedWork:
-    """Messages come in any order: a thread for each whose future is asked for."""
+class FutureThreads:
+    """Completes the futures of messages, which finish in any order: one thread per future."""
 
     def watch(self, work: StartedWork) -> None:
-        threading.Thread(target=work.settle, name="phalanx-future", daemon=True).start()
+        """Complete the future of `work` in a new thread."""
+        threading.Thread(target=work.complete, name="phalanx-future", daemon=True).start()
 
 
-class Watcher:
-    """One thread of a group that completes futures, from the first that is asked for."""
+class FutureCompleter:
+    """Completes the futures of collectives: one thread per group, started on first use."""
 
     def __init__(self) -> None:
         self._works: SimpleQueue[StartedWork | None] = SimpleQueue()
@@ -191,6 +207,7 @@ class Watcher:
         self._start = threading.Lock()
 
     def watch(self, work: StartedWork) -> None:
+        """Complete the future of `work` in the group's thread, after those before it."""
         with self._start:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="phalanx-futures", daemon=True)
@@ -198,7 +215,7 @@ class Watcher:
         self._works.put(work)
 
     def close(self) -> None:
-        """After the engine: whatever was under way is over."""
+        """Stop the thread. Call this after the engine was closed: all calls have finished then."""
         with self._start:
             thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -207,4 +224,4 @@ class Watcher:
 
     def _work(self) -> None:
         while (work := self._works.get()) is not None:
-            work.settle()
+            work.complete()

@@ -14,6 +14,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: Any) -> bytes:
+    """Return a message as JSON."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
@@ -21,7 +22,7 @@ def encode(message: Any) -> bytes:
 
 
 def valid(value: Any) -> Any:
-    """The same value; every text in it can be encoded."""
+    """Return the same value with text that can be encoded."""
     if isinstance(value, str):
         try:
             return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,17 +1,25 @@
-"""What happens in a run, as typed events: one stream feeds the log files and everything that watches."""
+"""The events of a run. One stream feeds the run folder and all viewers."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from phalanx.contract import encoding
 
+FaultKind = Literal["worker", "node-lost", "node-joined"]
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
-    time: float
+    """Base of all events."""
+
+    time: float  # seconds since 1970
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
+    """The agent has started. First event of a run."""
+
     run: str
     command: tuple[str, ...]
     world_size: int
@@ -19,71 +27,79 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
 
 
 class ForkServerReady(Event, frozen=True, kw_only=True, tag="fork-server-ready"):
+    """The fork server has imported torch and accepts requests."""
+
     pid: int
-    way: str  # cold, warm or fresh
+    mode: str  # cold, warm or fresh
     seconds: float
     imports: dict[str, float] = {}
 
 
 class ForkServerRefused(Event, frozen=True, kw_only=True, tag="fork-server-refused"):
-    """It is not safe to fork after these imports: fresh interpreters are started instead."""
+    """Forking is not safe after these imports. Workers are started as fresh interpreters instead."""
 
     reason: str
 
 
 class AttemptStarted(Event, frozen=True, kw_only=True, tag="attempt-started"):
+    """All workers are about to be started."""
+
     attempt: int
 
 
-class WorkerBorn(Event, frozen=True, kw_only=True, tag="worker-born"):
+class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
+    """A worker process has started."""
+
     rank: int
     pid: int
     device: str = ""
     attempt: int = 0
-    spare: bool = False  # it has no rank yet
+    spare: bool = False  # a standby worker without a rank
 
 
-class WorkerSeated(Event, frozen=True, kw_only=True, tag="worker-seated"):
-    """A living worker has another rank now."""
+class RankChanged(Event, frozen=True, kw_only=True, tag="rank-changed"):
+    """A running worker has got another rank."""
 
     rank: int
     pid: int
-    was: int
+    previous_rank: int
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
+    """A worker process has ended."""
+
     rank: int
     pid: int
-    code: int = 0  # the exit code, or minus the signal
+    code: int = 0  # exit code, or the negative signal number
     peak_memory: int = 0
     attempt: int = 0
-    hung: bool = False  # it was killed because it was stalled
+    hung: bool = False  # killed because it was stalled
 
 
 class Stopping(Event, frozen=True, kw_only=True, tag="stopping"):
-    """Workers are being ended: by a failure, or by a signal to the agent."""
+    """Workers are being stopped, because of a failure or a signal to the agent."""
 
     reason: str
     signal: str
 
 
 class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
-    """The first cause: the worker that made the run fail."""
+    """The root cause: the first worker that failed."""
 
     rank: int
     summary: str
     code: int
     attempt: int = 0
-    blame: tuple[str, ...] = ()  # of one that timed out: which rank did not come, in lines
+    blame: tuple[str, ...] = ()  # after a timeout: lines that name the rank that did not take part
 
 
 class FaultEvent(Event, frozen=True, kw_only=True, tag="fault"):
-    """A worker has failed, and this is done about it: regroup, restart or stop."""
+    """The group changes because of a failure, or because a node has joined."""
 
     rank: int
-    reason: str
-    recovery: str
-    joins: bool = False  # nobody has failed: a node has come, for which the group forms anew
+    reason: str  # a sentence that names the rank or node
+    recovery: str  # regroup, restart or stop
+    kind: FaultKind = "worker"
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
@@ -92,31 +108,31 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     generation: int
     seconds: float
     step: int
-    redone: int = 0  # steps that had been committed, and were lost
+    redone: int = 0  # committed steps that were lost and are computed again
 
 
 class Restarted(Event, frozen=True, kw_only=True, tag="restarted"):
-    """All ranks were ended after a fault, and are started again."""
+    """All ranks have been stopped after a fault and are started again."""
 
     seconds: float  # since the fault
 
 
 class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
-    """The run ends for now: this step is in a checkpoint."""
+    """The run was preempted. A checkpoint of `step` is on disk."""
 
     step: int
-    seconds: float  # since it was asked for
+    seconds: float  # since the preemption signal
 
 
 class Stalled(Event, frozen=True, kw_only=True, tag="stalled"):
-    """No rank goes on; what is known about it lies in `folder`."""
+    """No rank makes progress. The evidence is in `folder`."""
 
     seconds: float
     folder: str = ""
 
 
 class VerdictEvent(Event, frozen=True, kw_only=True, tag="verdict"):
-    """Why it stands still, and whose fault it is."""
+    """Why the run is stalled, and which ranks are to blame."""
 
     kind: str
     text: str
@@ -124,47 +140,58 @@ class VerdictEvent(Event, frozen=True, kw_only=True, tag="verdict"):
 
 
 class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
-    """It goes on by itself after all."""
+    """A stalled run makes progress again by itself."""
 
-    seconds: float  # that it stood still
+    seconds: float  # how long it was stalled
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds a step; without steps: parts of its time."""
+    """Seconds per step of one rank. If no steps are known: shares of its time."""
 
     rank: int
     steps: int
-    looks: int  # that this is known from
+    samples: int  # number of samples behind these numbers
     data: float
     compute: float
     waiting: float
-    throttled: str = ""  # why its GPU was slowed down
+    throttled: str = ""  # why its GPU was throttled
 
 
-class StepTimingReport(Event, frozen=True, kw_only=True, tag="paces"):
-    """What each rank has spent its time on, and who held the others up."""
+class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A straggler, and a sentence about it."""
+
+    rank: int
+    text: str
+
+
+class StepTimingReport(Event, frozen=True, kw_only=True, tag="step-timings"):
+    """What each rank has spent its time on, and which ranks were slow."""
 
     ranks: tuple[StepTiming, ...]
-    late: tuple[str, ...] = ()  # a sentence each
+    slow: tuple[SlowRank, ...] = ()
 
 
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
+    """The store process has ended unexpectedly."""
+
     code: int
 
 
-class Note(Event, frozen=True, kw_only=True, tag="note"):
-    """A line of the console."""
+class NoteEvent(Event, frozen=True, kw_only=True, tag="note"):
+    """A message on the console."""
 
     text: str
-    repeats: bool = False  # what an event has just told: for the console alone
+    repeats: bool = False  # another event says the same: viewers skip it
 
 
 class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
+    """The run is over. Last event of a run."""
+
     code: int
     seconds: float
 
 
-# -- what is to be seen of a run, all the time
+# -- samples and metrics
 
 LETTERS = {
     "import": "i",
@@ -178,89 +205,94 @@ LETTERS = {
     "compile": "c",
     "idle": "n",
 }
-UNSEEN = "."  # nobody has looked
+UNSEEN = "."  # not sampled
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Who sits where."""
+    """Where a rank runs."""
 
     rank: int
     node: int = 0
     host: str = ""
-    device: str = ""  # empty: a CPU
+    device: str = ""  # empty: CPU
     pid: int = 0
 
 
-class RankInfos(Event, frozen=True, kw_only=True, tag="faces"):
-    """All ranks of all nodes, each time that one of them is another."""
+class RankInfos(Event, frozen=True, kw_only=True, tag="ranks"):
+    """Where all ranks of all nodes run. Sent when one of them changes."""
 
     ranks: tuple[RankInfo, ...]
 
 
 class RankSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """At one rank. Shares and rates are of the time since the sight before."""
+    """One rank at one moment. Shares and rates cover the time since the previous sample."""
 
     rank: int
-    step: int = -1  # committed, as far as it tells; else optimizer steps that were seen; -1: none
-    phases: str = ""  # a letter (LETTERS) for every tenth of a second, the oldest first; a capital: a step has ended
-    data: float = 0.0  # shares of its time
+    step: int = -1  # committed steps if the script reports them, else optimizer steps seen; -1: none
+    phases: str = ""  # one letter (LETTERS) per tenth of a second, oldest first; a capital letter: a step ended
+    data: float = 0.0  # shares of the time
     compute: float = 0.0
     waiting: float = 0.0
     cpu: float = 0.0  # cores
     memory: int = 0  # bytes
-    gpu: float = -1.0  # use, 0 to 1; -1: unknown
+    gpu: float = -1.0  # utilization, 0 to 1; -1: unknown
     gpu_memory: int = 0  # bytes
-    samples: float = -1.0  # of its own, a second; -1: it does not tell
-    state: str = "S"  # as the kernel says it; X: it has died; E: it has ended well
-    silent: float = 0.0  # seconds
+    samples: float = -1.0  # training samples per second of this rank; -1: unknown
+    state: str = "S"  # process state as in /proc; X: failed; E: exited with code 0
+    silent: float = 0.0  # seconds since the last heartbeat
     debugged: bool = False
-    place: str = ""  # of the script: train.py:41 step
+    place: str = ""  # line of the script: train.py:41 step
 
 
-class ClusterSample(Event, frozen=True, kw_only=True, tag="sight"):
-    """All ranks of all nodes, once a second. `time` is when the last letter of every rank ends, in whole tenths; a rank
-    of whom nothing came in time has no letters.
+class ClusterSample(Event, frozen=True, kw_only=True, tag="sample"):
+    """All ranks of all nodes, once per second.
 
-    In samples.jsonl, of a long run, only every 2nd, 4th, 8th … one is kept, each as it was: between them nothing was
-    seen, and how fast steps went is what `step` and `time` of two of them say."""
+    `time` is when the last phase letter of every rank ends, rounded to tenths of a second. A rank whose data did not
+    arrive in time has no letters. For long runs samples.jsonl keeps only every 2nd, 4th, 8th … sample, unchanged:
+    compute the step rate from `step` and `time` of two of them.
+    """
 
-    seconds: float  # that it is about: letters, shares and rates
+    seconds: float  # the time that letters, shares and rates cover
     generation: int = 0
     ranks: tuple[RankSample, ...] = ()
 
 
-class MetricsMeasured(Event, frozen=True, kw_only=True, tag="measured"):
-    """What a training says of a step that it has committed; None: it is not a number. At most five a second, and in
-    samples.jsonl, of a long run, more seldom. Of a plain script: the loss that rank 0 prints."""
+class MetricsMeasured(Event, frozen=True, kw_only=True, tag="metrics"):
+    """What the training reports about a committed step. None: not a finite number.
+
+    At most five per second; samples.jsonl of a long run keeps fewer. For a plain script: the loss that rank 0 prints.
+    """
 
     step: int
     values: dict[str, float | None]
     epoch: int = 0
-    total: int = 0  # steps that it is going to make; 0: it does not tell
-    samples: float = -1.0  # of all ranks, a second
+    total: int = 0  # planned steps; 0: unknown
+    samples: float = -1.0  # training samples per second of all ranks
 
 
-class RollCall(Event, frozen=True, kw_only=True, tag="roll-call"):
-    """Nodes come together."""
+class RendezvousProgress(Event, frozen=True, kw_only=True, tag="rendezvous"):
+    """Which nodes have joined so far."""
 
     expected: int
-    here: tuple[str, ...]
+    joined: tuple[str, ...]
     missing: tuple[str, ...] = ()
     text: str = ""
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Latency and bandwidth between two hosts."""
+
     one: str  # hosts
     other: str
     latency: float  # seconds
-    there: float  # bytes a second
+    there: float  # bytes per second, from `one` to `other`
     back: float
 
 
 class Links(Event, frozen=True, kw_only=True, tag="links"):
-    """What the doctor has measured between the hosts of this run, and when."""
+    """The links between the hosts of this run, as `phalanx doctor` measured them."""
 
-    measured: float
+    measured: float  # when, in seconds since 1970
     pairs: tuple[LinkMeasured, ...]
 
 
@@ -269,8 +301,8 @@ AnyEvent = (
     | ForkServerReady
     | ForkServerRefused
     | AttemptStarted
-    | WorkerBorn
-    | WorkerSeated
+    | WorkerStarted
+    | RankChanged
     | WorkerExited
     | Stopping
     | WorkerFailed
@@ -283,11 +315,11 @@ AnyEvent = (
     | Resumed
     | StepTimingReport
     | StoreLost
-    | Note
+    | NoteEvent
     | RankInfos
     | ClusterSample
     | MetricsMeasured
-    | RollCall
+    | RendezvousProgress
     | Links
     | RunEnded
 )
@@ -296,12 +328,12 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode(event: Event) -> bytes:
-    """One line of events.jsonl."""
+    """Return `event` as one line of events.jsonl."""
     return encoding.encode(event) + b"\n"
 
 
 def decode(line: bytes) -> AnyEvent:
-    """Raises msgspec.MsgspecError, whatever it is: a disk that was full may have cut a line within a letter."""
+    """Return the event of one line. Raises msgspec.MsgspecError: a full disk may have cut it within a character."""
     try:
         return _decoder.decode(line)
     except (UnicodeDecodeError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""What a worker asks of the memory that its agent holds: one packet there, one back, perhaps with a descriptor.
+"""What a worker asks the agent about snapshot memory: one packet each way, perhaps with a descriptor.
 
-The memory has no name in the file system: it is gone when the last process that holds it is.
+The memory has no name in the file system. It is freed when the last process that holds it ends.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ LARGEST = 1 << 16
 
 
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
-    """A memory to write, of so many bytes. It may be one that is there already."""
+    """Request memory of `size` bytes to write to. It may exist already."""
 
     name: str
     size: int
 
 
 class Show(msgspec.Struct, frozen=True, tag="show"):
-    """A memory to read."""
+    """Request memory to read."""
 
     name: str
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """It is not needed any more."""
+    """Free memory."""
 
     name: str
 
 
 class Count(msgspec.Struct, frozen=True, tag="count"):
-    """What is there?"""
+    """Ask for the names of all memory."""
 
 
 class Answer(msgspec.Struct, frozen=True):
+    """The answer to any request."""
+
     names: list[str] = []
     refused: str = ""  # why no memory comes with this
 
@@ -45,12 +47,15 @@ _answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def encode(message: Question | Answer) -> bytes:
+    """Return a message as a packet."""
     return _encoder.encode(message)
 
 
 def question(packet: bytes) -> Question:
+    """Return the request of a packet. Raises msgspec.MsgspecError."""
     return _question.decode(packet)
 
 
 def answer(packet: bytes) -> Answer:
+    """Return the answer of a packet. Raises msgspec.MsgspecError."""
     return _answer.decode(packet)

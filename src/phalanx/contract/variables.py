@@ -17,6 +17,7 @@ LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: con
 MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/snapshot_messages.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
+ERROR_FORMAT = "PHALANX_ERROR_FORMAT"  # "json": also write the error of a command as JSON, contract/error_report.py
 PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks at many runs; no worker has it
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`

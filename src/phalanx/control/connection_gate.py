@@ -1,4 +1,4 @@
-"""Strangers at the port: how many there may be, for how long, and what they may say. Members are not its business."""
+"""Limits for connections that are not authenticated yet: how many, for how long, how many bytes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from phalanx.control.messages import KNOCK_LIMIT
+from phalanx.control.messages import JOIN_REQUEST_LIMIT
 from phalanx.errors import JoinError
 
-MOST = 512  # connections that have not proved anything yet, besides those of the members that are expected
-PATIENCE = 10.0  # seconds to do it in
-ALLOWANCE = KNOCK_LIMIT + (1 << 14)  # bytes to do it with: a request and a knock
-AT_ONCE = 64  # connections that are taken before those taken earlier are looked at
-_OTHER_FILES = 256  # that this process may need besides
+MOST = 512  # unauthenticated connections, besides those of expected members
+PATIENCE = 10.0  # seconds for the authentication
+ALLOWANCE = JOIN_REQUEST_LIMIT + (1 << 14)  # bytes for the authentication
+AT_ONCE = 64  # connections that are accepted at a time
+_OTHER_FILES = 256  # further files that this process may need
 
-# Garbage on the port is nothing to tell the user about, line by line.
+# Do not log garbage on the port.
 _SILENT = logging.Logger("phalanx.control.connection_gate")
 _SILENT.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True)
 class GateLimits:
-    """To what strangers can hold."""
+    """Limits for unauthenticated connections."""
 
     most: int = MOST  # connections
     patience: float = PATIENCE
@@ -36,13 +36,14 @@ class GateLimits:
 
 
 class Connection(web.RequestHandler):
-    """A connection, which would take in whatever is sent, with a limit to what a stranger can send."""
+    """A connection that may send only so many bytes before it is trusted."""
 
     __slots__ = ("allowance",)
 
     allowance: int | None  # bytes; None: it is trusted
 
     def data_received(self, data: bytes) -> None:
+        """Count bytes, and close the connection when there are too many."""
         if self.allowance is not None:
             self.allowance -= len(data)
             if self.allowance < 0:
@@ -52,7 +53,7 @@ class Connection(web.RequestHandler):
 
 
 class ConnectionGate(web.Server):
-    """aiohttp's server, which would keep any connection for ever, with a limit to what strangers can hold."""
+    """The server of aiohttp with limits for unauthenticated connections."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: GateLimits) -> None:
         super().__init__(
@@ -65,7 +66,7 @@ class ConnectionGate(web.Server):
             auto_decompress=False,  # few bytes could become many
         )
         self._limits = limits
-        self._strangers: dict[web.RequestHandler, tuple[float, str]] = {}  # in order of arrival
+        self._untrusted: dict[web.RequestHandler, tuple[float, str]] = {}  # oldest first
         self._by_address: dict[str, dict[web.RequestHandler, None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -75,29 +76,31 @@ class ConnectionGate(web.Server):
         return visitor
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Register a connection. If there are too many, close one."""
         super().connection_made(handler, transport)
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if peer else ""
-        self._strangers[handler] = (time.monotonic(), address)
+        self._untrusted[handler] = (time.monotonic(), address)
         self._by_address.setdefault(address, {})[handler] = None
-        if len(self._strangers) > self._limits.most:
+        if len(self._untrusted) > self._limits.most:
             self._drop_one()
         if self._sweeper is None:
             self._sweeper = self._later()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
         self._forget(handler)
         super().connection_lost(handler, exc)
 
     def trust(self, request: web.BaseRequest) -> None:
-        """It has proved itself: no longer a stranger."""
+        """Lift the limits of an authenticated connection."""
         visitor = request.protocol
         self._forget(visitor)
         if isinstance(visitor, Connection):
             visitor.allowance = None
 
     def _forget(self, handler: web.RequestHandler) -> None:
-        _, address = self._strangers.pop(handler, (0.0, None))
+        _, address = self._untrusted.pop(handler, (0.0, None))
         if address is not None:
             same = self._by_address[address]
             del same[handler]
@@ -105,7 +108,7 @@ class ConnectionGate(web.Server):
                 del self._by_address[address]
 
     def _drop_one(self) -> None:
-        """The oldest of the address that has most: whoever floods the door closes it for himself."""
+        """Close the oldest connection of the address that has most."""
         busiest = max(self._by_address.values(), key=len)
         self._turn_away(next(iter(busiest)))
 
@@ -114,38 +117,40 @@ class ConnectionGate(web.Server):
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        for handler, (since, _) in list(self._strangers.items()):
+        for handler, (since, _) in list(self._untrusted.items()):
             if now - since <= self._limits.patience:
-                break  # those after it came later
+                break  # the others are newer
             self._turn_away(handler)
-        self._sweeper = self._later() if self._strangers else None
+        self._sweeper = self._later() if self._untrusted else None
 
     def _turn_away(self, handler: web.RequestHandler) -> None:
         self._forget(handler)
         turn_away(handler)
 
     def close(self) -> None:
+        """Close all unauthenticated connections."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for handler in list(self._strangers):
+        for handler in list(self._untrusted):
             self._turn_away(handler)
 
 
 def turn_away(handler: web.RequestHandler) -> None:
+    """Close a connection at once."""
     if handler.transport is not None:
         handler.transport.abort()
 
 
 def make_room(members: int) -> None:
-    """Let this process have as many files as members and strangers may need; the usual limit is 1,024."""
+    """Raise the limit of open files if members and strangers need more."""
     needed = members + MOST + 3 * AT_ONCE + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < members + _OTHER_FILES:
         raise JoinError(
-            f"{members} nodes cannot join: this process may have {hard} files open, and every node is one",
-            details=[f"{members + _OTHER_FILES} are needed at least"],
+            f"{members} nodes cannot join: the limit of open files is {hard}, and every node needs one",
+            details=[f"at least {members + _OTHER_FILES} are needed"],
             fix=f"raise the hard limit of open files on node 0: ulimit -Hn {needed}, LimitNOFILE= or limits.conf",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

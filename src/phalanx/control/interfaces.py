@@ -1,4 +1,4 @@
-"""The addresses of this machine, and which of them leads to another one."""
+"""The addresses of this machine, and which of them other machines can reach."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ VIRTUAL = ("docker", "virbr", "br-", "cni", "veth", "podman", "lxcbr", "lxdbr", 
 
 @dataclass(frozen=True)
 class Interface:
+    """A network interface."""
+
     name: str
     addresses: tuple[str, ...]
     up: bool
@@ -20,7 +22,7 @@ class Interface:
 
 
 def survey() -> tuple[Interface, ...]:
-    """The interfaces that there are, those without an address included."""
+    """Return all interfaces, also those without an address."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -40,7 +42,7 @@ def survey() -> tuple[Interface, ...]:
 
 
 def owner(address: str, interfaces: Iterable[Interface]) -> str | None:
-    """The name of the interface that has the address; all of 127.0.0.0/8 is the loopback interface's."""
+    """Return the name of the interface that has the address. All of 127.0.0.0/8 belongs to loopback."""
     wanted = _parse(address)
     if wanted is None:
         return None
@@ -56,7 +58,7 @@ def owner(address: str, interfaces: Iterable[Interface]) -> str | None:
 
 
 def reachable(interfaces: Iterable[Interface]) -> tuple[str, ...]:
-    """The addresses at which other machines may reach this one, the likeliest first."""
+    """Return the addresses at which other machines may reach this one, the likeliest first."""
     found: list[tuple[tuple[bool, bool, bool], str]] = []
     for interface in interfaces:
         for address in interface.addresses if interface.up else ():
@@ -70,13 +72,13 @@ def reachable(interfaces: Iterable[Interface]) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is this machine's, whichever machine that is. A name never is: it may be resolved to anything."""
+    """Return whether an address is a loopback address. Host names never are: they may resolve to anything."""
     parsed = _parse(address)
     return parsed is not None and parsed.is_loopback
 
 
 def route_to(address: str, port: int = 9) -> str | None:
-    """The address that this machine would speak from, None where no route leads there. Nothing is sent."""
+    """Return the address that this machine would send from; None if there is no route. Nothing is sent."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
@@ -101,6 +103,6 @@ def _bare(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _spell(address: str) -> str:
-    """Without the scope, which means something for a link-local address alone."""
+    """Remove the scope, which only link-local addresses need."""
     parsed = _parse(address)
     return address if parsed is None or parsed.is_link_local else address.partition("%")[0]

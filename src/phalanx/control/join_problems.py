@@ -1,4 +1,4 @@
-"""Why a leader could not be reached, or would not let this node in: from evidence to words."""
+"""Why a leader cannot be reached, or refuses this node: from evidence to words."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ TELLING: tuple[Kind, ...] = ("stranger", "silent", "refused", "filtered", "unrea
 
 @dataclass(frozen=True)
 class JoinProblem:
+    """Why this node cannot join."""
+
     kind: Kind
     what: str
     details: tuple[str, ...] = ()
@@ -49,20 +51,21 @@ class JoinProblem:
 
 @dataclass(frozen=True)
 class JoinTarget:
-    """One of the addresses that the leader's name stands for."""
+    """One of the addresses of the leader."""
 
     family: socket.AddressFamily
     where: tuple[Any, ...]  # as the socket module has it
 
     @property
     def address(self) -> str:
+        """The address."""
         return str(self.where[0])
 
 
 async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
-    """Say `hello` to the leader; None if `expected` is in the answer. All addresses of the name are tried at once.
+    """Send `hello` to the leader. Returns None if `expected` is in the answer. All addresses are tried at once.
 
-    To resolve, to connect and to be answered may each take `timeout` seconds.
+    Resolving, connecting and answering may each take `timeout` seconds.
     """
     try:
         targets = await asyncio.wait_for(_resolve(host, port), timeout)
@@ -85,7 +88,10 @@ async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected:
 
 
 async def way(address: str, *, timeout: float) -> str:
-    """What can be seen of the way to a machine that is silent. Whoever refuses a connection has been reached."""
+    """Return what can be found out about the way to a silent machine.
+
+    A refused connection means that it is reachable.
+    """
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.setblocking(False)
@@ -168,7 +174,7 @@ async def _resolve(host: str, port: int) -> list[JoinTarget]:
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             found = list(dict.fromkeys(JoinTarget(entry[0], entry[4]) for entry in entries))[:ADDRESSES]
-        except Exception as error:
+        except (OSError, ValueError) as error:  # ValueError: not a valid name
             found = error
         with contextlib.suppress(RuntimeError):  # the loop has ended since
             loop.call_soon_threadsafe(tell, found)

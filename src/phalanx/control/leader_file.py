@@ -1,4 +1,4 @@
-"""Where the tasks of a scheduler find their leader when no name is known: a small file in a shared folder."""
+"""The file in a shared folder by which the tasks of a scheduler find their leader."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LIMIT = 16 * 1024  # bytes of a file, far more than 64 addresses take
 
 @dataclass(frozen=True)
 class LeaderFilePath:
-    """Where the leader listens: at one of these addresses, of which not all need be reached from everywhere."""
+    """The addresses and the port of the leader. Not all addresses need to be reachable from everywhere."""
 
     addresses: tuple[str, ...]
     port: int
 
 
 class LeaderNotice(msgspec.Struct, frozen=True):
-    """The text of the file. Who wrote it, and when, is there for people, and to tell two leaders apart."""
+    """The content of the file. Host, pid and time are for people; `mark` tells two leaders apart."""
 
     addresses: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=45)], ...], msgspec.Meta(min_length=1, max_length=64)
@@ -41,6 +41,8 @@ class LeaderNotice(msgspec.Struct, frozen=True):
 
 
 class LeaderFile:
+    """The file of one job."""
+
     def __init__(self, folder: str, job: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,199}", job):
             raise UsageError(
@@ -53,30 +55,30 @@ class LeaderFile:
         self.mark = os.urandom(16).hex()
 
     def announce(self, place: LeaderFilePath) -> None:
-        """By the leader. What a dead one left there is replaced; a reader sees the old file or the new one."""
+        """Write the file, as the leader. Replaces that of a dead leader, atomically."""
         notice = LeaderNotice(place.addresses, place.port, socket.gethostname(), os.getpid(), time.time(), self.mark)
         data = msgspec.json.encode(notice)
-        _decode(data)  # what no member would believe is not written: ValueError
+        _decode(data)  # raises ValueError for what no member would trust
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             self._replace(data)
         except OSError as error:
             raise JoinError(
-                f"the other nodes cannot be told where node 0 is: {self.path}: {error.strerror}",
+                f"cannot announce the address of node 0 to the other nodes: {self.path}: {error.strerror}",
                 fix="set PHALANX_HOME to a folder that all nodes can write, or name node 0: --master ADDRESS",
             ) from error
         if self._notice() is None:
             raise JoinError(
-                f"the other nodes would not believe what node 0 wrote to {self.path}",
-                details=["the file has to be yours, and nobody else's to write; this file system makes it otherwise"],
+                f"the other nodes would not trust what node 0 wrote to {self.path}",
+                details=["only you may own and write the file, which this file system does not allow"],
                 fix="set PHALANX_HOME to another folder that all nodes share, or name node 0: --master ADDRESS",
             )
 
     def read(self, since: float | None = None) -> LeaderFilePath | None:
-        """By a member: None while there is nothing to be believed.
+        """Return where the leader is, as a member; None if there is no valid file.
 
-        A file from before `since` is that of an earlier leader. Its time is by the clock of the leader's machine,
-        so leave room for clocks that differ.
+        A file written before `since` is that of an earlier leader. The time is by the clock of the leader, so
+        allow for clocks that differ.
         """
         notice = self._notice()
         if notice is None or (since is not None and notice.written < since):
@@ -84,7 +86,7 @@ class LeaderFile:
         return LeaderFilePath(notice.addresses, notice.port)
 
     def close(self) -> None:
-        """By the leader: remove the file, unless another one has taken its place."""
+        """Remove the file, as the leader, unless another one has replaced it."""
         notice = self._notice()
         if notice is not None and notice.mark == self.mark:
             with contextlib.suppress(OSError):
@@ -95,7 +97,7 @@ class LeaderFile:
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             with open(fd, "wb") as file:
-                os.fchmod(fd, 0o600)  # whatever the umask took away
+                os.fchmod(fd, 0o600)  # independent of the umask
                 file.write(data)
                 file.flush()
                 os.fsync(fd)
@@ -122,7 +124,7 @@ class LeaderFile:
 
 def _decode(data: bytes) -> LeaderNotice:
     if len(data) > LIMIT:
-        raise ValueError(f"{len(data)} bytes are too many for a meeting place")
+        raise ValueError(f"{len(data)} bytes are too many")
     notice = msgspec.json.decode(data, type=LeaderNotice)  # msgspec's errors are ValueErrors
     for address in notice.addresses:
         # A scope (fe80::1%eth0) would name an interface of another machine.

@@ -1,6 +1,6 @@
-"""Every other node's side of the control plane: finds the leader, proves itself, and says why where it cannot.
+"""The control plane on every other node: finds the leader, joins it, and reports why it cannot.
 
-member = Member(token, arrival, where, ears=ears)
+member = Member(token, info, where, events=events)
 welcome = await member.join(timeout=300)
 member.send(message)
 await member.leave()
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,17 +38,21 @@ from phalanx.control.messages import (
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
-_TRY = 10.0  # seconds for one try: a leader that thousands call at once takes one after the other
-_SETTLED = 10.0  # seconds after which a name that does not resolve, or leads elsewhere, will not change by itself
+logger = logging.getLogger(__name__)
+
+_TRY = 10.0  # seconds per try: a leader that thousands call at once needs time
+_SETTLED = 10.0  # seconds after which a wrong or unknown name is final
 _CLOSING = 5.0
-KNOCK = 3.0  # seconds for a machine to answer at all
-STEADILY = 0.5  # seconds for which one that has not ended keeps a connection
-_GOODBYE = 2.0  # seconds for the leader to answer that we close
-_PINGS = 16  # that tell how two clocks differ
+CONNECT_TIMEOUT = 3.0  # seconds
+STEADILY = 0.5  # seconds for which a live leader keeps a connection
+_GOODBYE = 2.0  # seconds for the leader to answer a close
+_PINGS = 16  # pings that measure the clock skew
 _HELLO = f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nConnection: close\r\n\r\n".encode()
 
 
 class Endpoint(NamedTuple):
+    """An address and a port."""
+
     host: str
     port: int
 
@@ -56,12 +61,13 @@ class Endpoint(NamedTuple):
 
 
 async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
-    """Whether somebody listens there: a process that has ended does not, and its machine says so at once.
+    """Return whether a process listens there.
 
-    `steadily`: for so many seconds. One that is being killed loses its connections a moment before it stops to listen.
+    `steadily`: it must keep the connection for so many seconds. A process that is being killed loses its connections a
+    moment before it stops listening.
     """
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), KNOCK)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), CONNECT_TIMEOUT)
     except OSError:
         return False
     try:
@@ -78,39 +84,48 @@ async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
 
 
 class MemberEvents(Protocol):
-    def heard(self, message: messages.FromLeader) -> None: ...
-    def lost(self, why: str, *, silent: bool) -> None:
-        """`silent`: nobody knows whether the leader still runs, and only cannot be reached."""
+    """What a member reports."""
 
-    def note(self, text: str) -> None: ...
-    def waiting(self, text: str) -> None: ...
+    def heard(self, message: messages.FromLeader) -> None:
+        """The leader has sent a message."""
+
+    def lost(self, why: str, *, silent: bool) -> None:
+        """The leader is lost. `silent`: it may still run, but cannot be reached."""
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+
+    def waiting(self, text: str) -> None:
+        """Show why the leader is not reached yet."""
 
 
 class _RefusedError(Exception):
-    """The leader was reached, and did not let us in."""
+    """The leader was reached and refused this node."""
 
-    def __init__(self, obstacle: JoinProblem) -> None:
-        super().__init__(obstacle.what)
-        self.obstacle = obstacle
+    def __init__(self, problem: JoinProblem) -> None:
+        super().__init__(problem.what)
+        self.problem = problem
 
 
 class Member:
+    """A node that is not the leader."""
+
     def __init__(
         self,
         token: Token,
         arrival: NodeInfo,
         where: Callable[[], Sequence[Endpoint]],
         *,
-        ears: MemberEvents,
+        events: MemberEvents,
     ) -> None:
-        self.leader_address = ""  # where it was reached
-        self.own_address = ""  # from where
-        self.door: Endpoint | None = None  # of the leader
+        self.leader_address = ""  # address of the leader
+        self.own_address = ""  # our address towards it
+        self.door: Endpoint | None = None  # where the leader listens
         self.welcome: Welcome | None = None
         self._token = token
         self._arrival = arrival
-        self._where = where  # asked again at every try: a meeting place may become known later
-        self._ears = ears
+        self._where = where  # called at every try: the address may become known later
+        self._events = events
         self._session: aiohttp.ClientSession | None = None
         self._ws: aiohttp.ClientWebSocketResponse | None = None
         self._channel: Channel | None = None
@@ -118,49 +133,54 @@ class Member:
         self._tasks: list[asyncio.Task[None]] = []
         self._heard = 0.0
         self._leaving = False
-        self._over = False  # the leader has said that the run has ended
+        self._over = False  # the run has ended, or the leader is lost
         self._dropped = False
-        self._ahead: deque[float] = deque(maxlen=_PINGS)  # our clock minus the leader's, by the last pings
+        self._ahead: deque[float] = deque(maxlen=_PINGS)  # our clock minus that of the leader, per ping
 
-    # -- coming in
+    # -- joining
 
     async def join(self, timeout: float) -> Welcome:
-        """Until the leader has let us in. Raises JoinError with the reason when it will not, or the time is up."""
+        """Join the leader. Raises JoinError with the reason if it refuses, or after `timeout` seconds."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TRY))
         start = time.monotonic()
         rest = 0.1
-        obstacle: JoinProblem | None = None
+        problem: JoinProblem | None = None
         same_since, same = start, ""
         while True:
-            where, patient = self._where(), False
+            where, wait_for_place = self._where(), False
             for endpoint in where:
                 left = timeout - (time.monotonic() - start)
                 try:
                     return await asyncio.wait_for(self._enter(endpoint), min(_TRY, max(left, 1.0)))
                 except _RefusedError as turned:
                     await self._hang_up(session=False)
-                    obstacle = turned.obstacle
-                    # Where nodes come and go, whoever has our place may be gone soon, or be gone and not missed yet.
-                    patient = obstacle.kind == "taken" and bool(self._arrival.door)
+                    problem = turned.problem
+                    # With elastic nodes, the one that has our number may be gone soon.
+                    wait_for_place = problem.kind == "taken" and bool(self._arrival.door)
                     break
-                except (aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError):  # a bad name is a ValueError
+                except (
+                    aiohttp.ClientError,
+                    OSError,
+                    ValueError,
+                    msgspec.MsgspecError,
+                ):  # an invalid name raises ValueError
                     await self._hang_up(session=False)
             now = time.monotonic()
-            if obstacle is None or not obstacle.certain:
-                obstacle = await self._diagnose(where)
-            if obstacle.kind != same:
-                same, same_since = obstacle.kind, now
-            lasting = obstacle.kind in ("unresolved", "loopback", "stranger") and now - same_since > _SETTLED
-            if (obstacle.certain and not patient) or lasting or now - start >= timeout:
+            if problem is None or not problem.certain:
+                problem = await self._diagnose(where)
+            if problem.kind != same:
+                same, same_since = problem.kind, now
+            lasting = problem.kind in ("unresolved", "loopback", "stranger") and now - same_since > _SETTLED
+            if (problem.certain and not wait_for_place) or lasting or now - start >= timeout:
                 await self._hang_up()
-                raise self._absent(obstacle, now - start)
-            self._ears.waiting(f"waiting for the leader: {obstacle.what} ({now - start:.0f} s)")
+                raise self._absent(problem, now - start)
+            self._events.waiting(f"waiting for the leader: {problem.what} ({now - start:.0f} s)")
             await asyncio.sleep(min(rest, max(timeout - (time.monotonic() - start), 0.01)))
             rest = min(rest * 1.5, 1.0)
-            obstacle = None
+            problem = None
 
     async def excuse(self) -> None:
-        """Tell the leader that this node cannot take part: the arrival says why. Nobody may be there to hear it."""
+        """Tell the leader, if it can be reached, that this node cannot take part: the NodeInfo says why."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TRY))
         for endpoint in self._where():
             with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError, _RefusedError):
@@ -175,7 +195,7 @@ class Member:
             max_msg_size=messages.FRAME_LIMIT,
             timeout=aiohttp.ClientWSTimeout(ws_close=_GOODBYE),
         )
-        challenge = messages.door.decode(await _bytes(ws))
+        challenge = messages.handshake.decode(await _bytes(ws))
         if not isinstance(challenge, Challenge):
             raise ConnectionError
         if challenge.protocol != messages.PROTOCOL:
@@ -185,7 +205,7 @@ class Member:
         key, words = self._token.key, messages.encode(self._arrival)
         proof = channel.prove(key, channel.MEMBER, nonces, words)
         await ws.send_bytes(messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof)))
-        answer = messages.door.decode(await _bytes(ws))
+        answer = messages.handshake.decode(await _bytes(ws))
         if not isinstance(answer, JoinAnswer):
             raise ConnectionError
         content = messages.answer.decode(answer.content)
@@ -196,7 +216,7 @@ class Member:
         self._channel = Channel(key, nonces, leads=False)
         ends = ws.get_extra_info("peername"), ws.get_extra_info("sockname")
         if not all(ends):
-            raise ConnectionError("closed at the door")
+            raise ConnectionError("closed during the handshake")
         self.leader_address, self.own_address = (str(end[0]) for end in ends)
         self.door = Endpoint(*ends[0][:2])
         channel.tune(ws.get_extra_info("socket"))
@@ -233,19 +253,17 @@ class Member:
         return join_problems.refusal(kind, mine=refusal.member, theirs=refusal.leader, leader=str(endpoint))
 
     async def _diagnose(self, where: Sequence[Endpoint]) -> JoinProblem:
-        """Of the first place: the others are further guesses at the same one."""
+        """Find out why the first address cannot be reached; the others are alternatives for it."""
         if not where:
-            return JoinProblem("unresolved", "where the leader is, is not known yet")
+            return JoinProblem("unresolved", "the address of the leader is not known yet")
         found = await join_problems.probe(*where[0], timeout=3.0, hello=_HELLO, expected=SERVER.encode())
-        return found or JoinProblem("silent", f"the leader at {where[0]} answers, but not to us yet")
+        return found or JoinProblem("silent", f"the leader at {where[0]} does not answer the join request yet")
 
-    def _absent(self, obstacle: JoinProblem, waited: float) -> JoinError:
-        what = (
-            obstacle.what if obstacle.certain else f"the leader could not be reached in {waited:.0f} s: {obstacle.what}"
-        )
-        return JoinError(what, details=obstacle.details, fix=obstacle.fix)
+    def _absent(self, problem: JoinProblem, waited: float) -> JoinError:
+        what = problem.what if problem.certain else f"the leader could not be reached in {waited:.0f} s: {problem.what}"
+        return JoinError(what, details=problem.details, fix=problem.fix)
 
-    # -- conversation
+    # -- messages
 
     async def _read(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         why = "the connection to the leader closed: its agent was killed, or the machine went down"
@@ -260,16 +278,17 @@ class Member:
                     self.send(Pong(ping=message.time, time=time.time()))
                     continue
                 self._over = self._over or isinstance(message, messages.EndMessage)
-                self._ears.heard(message)
+                self._events.heard(message)
         except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
-            why = f"the leader sent what is not a message of phalanx ({type(error).__name__})"
+            why = f"the leader sent an invalid message ({type(error).__name__})"
         except ConnectionError as error:
             why = f"the connection to the leader broke ({error})"
-        except Exception as error:  # ours, but better told than swallowed
-            why = f"what the leader said could not be followed ({type(error).__name__}: {error})"
+        except Exception as error:  # a bug in a handler must not end the agent
+            logger.debug("message of the leader failed", exc_info=True)
+            why = f"a message of the leader could not be processed ({type(error).__name__}: {error})"
         if not self._leaving and not self._over:
             self._over = True
-            self._ears.lost(why, silent=False)
+            self._events.lost(why, silent=False)
 
     async def _write(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
@@ -278,7 +297,7 @@ class Member:
             await ws.close()
 
     async def _watch(self) -> None:
-        """The leader sends a word at least every few seconds."""
+        """Notice when the pings of the leader stop."""
         if self.welcome is None:
             return
         node_timeout, limit = self.welcome.node_timeout, self.welcome.quiet
@@ -289,36 +308,37 @@ class Member:
             await asyncio.sleep(rest)
             now = time.monotonic()
             late = now - asleep - rest
-            if late > 1:  # it was us who did not listen
+            if late > 1:  # this process was stopped, or the machine was asleep
                 self._heard = min(self._heard + late, now)
             silence = now - self._heard
             if silence > node_timeout and not self._over and not self._leaving:
                 self._over = True
-                why = f"not a word from it in {silence:.0f} s (--node-timeout): link or machine is down"
-                self._ears.lost(why, silent=True)
+                why = f"no message from it for {silence:.0f} s (--node-timeout): link or machine is down"
+                self._events.lost(why, silent=True)
             elif (silence > limit) != quiet:
                 quiet = silence > limit
-                self._ears.note(f"node 0 has not answered for {silence:.0f} s" if quiet else "node 0 answers again")
+                self._events.note(f"node 0 has not answered for {silence:.0f} s" if quiet else "node 0 answers again")
 
     @property
     def skew(self) -> float:
-        """Our clock minus the leader's, as well as it is known: the ping that came quickest tells most."""
+        """Our clock minus that of the leader, by the fastest ping."""
         return min(self._ahead, default=0.0)
 
     @property
     def waiting(self) -> int:
-        """Messages that have not gone out yet."""
+        """The number of queued messages."""
         return self._outbox.qsize()
 
     def send(self, message: Message) -> None:
-        if self._dropped:  # nobody would ever take it
+        """Send a message to the leader."""
+        if self._dropped:
             return
         self._outbox.put_nowait(messages.encode(message))
 
     # -- the end
 
     async def leave(self, code: int = 0, text: str = "") -> None:
-        """Say so, and go."""
+        """Tell the leader that this node leaves, and disconnect."""
         if self._tasks:
             self._leaving = True
             self.send(Leaving(code=code, text=text))
@@ -327,7 +347,7 @@ class Member:
         await self._hang_up()
 
     async def drop(self) -> None:
-        """The leader is lost: nothing can be said to it, and nothing that it might still say is heard."""
+        """Disconnect from a lost leader without a message."""
         self._dropped = True
         await self._hang_up()
 
@@ -348,6 +368,6 @@ class Member:
 async def _bytes(ws: aiohttp.ClientWebSocketResponse) -> bytes:
     frame = await ws.receive(_TRY)
     if frame.type != WSMsgType.BINARY:
-        raise ConnectionError("closed at the door")
+        raise ConnectionError("closed during the handshake")
     data: bytes = frame.data
     return data

@@ -1,11 +1,11 @@
-"""Everything that crosses the wire between agents: typed, bounded, and never code.
+"""The messages between agents: typed, bounded, and never code.
 
 member                         leader
   | ------- connects ------------> |
   | <------ Challenge ------------ |   a nonce, fresh for this connection
-  | ------- Knock ---------------> |   an Arrival, and the proof that it comes from somebody with the token
-  | <------ Answer --------------- |   a Welcome or a Refusal, and the leader's proof
-  | <=== sealed messages ========> |   from here on every frame carries a code of its own (channel.py)
+  | ------- JoinRequest ---------> |   a NodeInfo, and the proof that the sender has the token
+  | <------ JoinAnswer ----------- |   a Welcome or a Refusal, and the proof of the leader
+  | <=== sealed messages ========> |   from here on every frame is authenticated (channel.py)
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from msgspec import Meta
 
 PROTOCOL = 1
 
-KNOCK_LIMIT = 1 << 16  # bytes that a stranger may make us look at
+JOIN_REQUEST_LIMIT = 1 << 16  # bytes of a message before authentication
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
-LETTER_LIMIT = 1 << 18  # bytes of a part of a letter
-LETTERS_LIMIT = 1 << 25  # bytes of a whole one
+RPC_FRAME_LIMIT = 1 << 18  # bytes of one frame of a call
+RPC_LIMIT = 1 << 25  # bytes of a whole call
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Meta(max_length=32)]
@@ -34,30 +34,36 @@ Names = Annotated[dict[Name, Name], Meta(max_length=64)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_like=False, omit_defaults=True):
-    pass
+    """Base of all messages."""
 
 
-# -- at the door
+# -- handshake
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
+    """A nonce, new for this connection."""
+
     protocol: int
     nonce: Nonce
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, tag="knock"):
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
+    """A NodeInfo, with the proof that the sender has the token."""
+
     nonce: Nonce
-    arrival: Annotated[bytes, Meta(max_length=KNOCK_LIMIT)]  # an encoded Arrival: the proof is over these bytes
+    arrival: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
     proof: Proof
 
 
 class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
+    """A Welcome or a Refusal, with the proof that the leader has the token."""
+
     content: Annotated[bytes, Meta(max_length=FRAME_LIMIT)]  # an encoded Welcome or Refusal
     proof: Proof
 
 
 class Claim(Message, frozen=True, kw_only=True, tag="claim"):
-    """A place that a scheduler has given: this agent is one of its tasks."""
+    """The rank that a scheduler has assigned: this agent is one of its tasks."""
 
     rank: Count
     size: Count
@@ -67,7 +73,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="claim"):
 
 
 class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
-    """What the workers of a member are at, whose leader is lost."""
+    """The state of the workers of a member whose leader is lost."""
 
     attempt: Count
     generation: Count
@@ -76,7 +82,9 @@ class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     ready: bool
 
 
-class NodeInfo(Message, frozen=True, kw_only=True, tag="arrival"):
+class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
+    """What a node says about itself when it joins."""
+
     run: Name  # id of the run, where the user gave one
     member: Count | None  # None: the leader numbers us
     host: Name
@@ -92,12 +100,16 @@ class NodeInfo(Message, frozen=True, kw_only=True, tag="arrival"):
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+    """Why a node cannot join."""
+
     kind: Name
     leader: Text  # what the leader has
     member: Text = ""  # what it saw of the member
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The node has joined."""
+
     member: Count
     run: Name  # the run's name, everywhere
     leader: Name  # its host
@@ -106,26 +118,30 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
 
-# -- inside
+# -- after the handshake
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Sent by the leader to all members."""
+
     time: float
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """The answer to a ping."""
+
     ping: float  # the leader's time, given back
     time: float  # the member's own
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
-    """The roll call goes on."""
+    """The progress of the rendezvous."""
 
     text: Text
 
 
-class StartRanks(Message, frozen=True, kw_only=True, tag="place"):
-    """The ranks of the member that reads it, and what they need to know of the rest. No ranks: it is a spare."""
+class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
+    """The ranks of the receiving member, and what they need to know of the others. No ranks: it is a spare."""
 
     world_size: Count
     node: Count
@@ -138,7 +154,7 @@ class StartRanks(Message, frozen=True, kw_only=True, tag="place"):
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):
-    """Begin an attempt: everybody is here, or you have come later."""
+    """Start an attempt."""
 
     attempt: Count
     place: StartRanks
@@ -146,7 +162,7 @@ class Start(Message, frozen=True, kw_only=True, tag="start"):
 
 
 class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
-    """Somebody has died or come, here or there. Replace your dead, and have the living form the group anew."""
+    """The group changes: replace failed workers, and have the others form the group again."""
 
     attempt: Count
     generation: Count
@@ -156,14 +172,14 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
 
 
 class Hold(Message, frozen=True, kw_only=True, tag="hold"):
-    """Too few are left to go on: have the living wait for a regroup."""
+    """Too few nodes are left: have the workers wait for a regroup."""
 
     attempt: Count
     why: Text
 
 
 class Peer(Message, frozen=True, kw_only=True, tag="peer"):
-    """A member, as the leader knows it: where it could be reached, if it had to lead."""
+    """A member, and where it could be reached if it had to lead."""
 
     member: Count
     host: Name
@@ -172,21 +188,21 @@ class Peer(Message, frozen=True, kw_only=True, tag="peer"):
     works: bool = True  # else it is a spare
 
 
-class PeerList(Message, frozen=True, kw_only=True, tag="roll"):
-    """All who are here, the leader too. Whoever comes after it in this order takes its place when it is lost."""
+class PeerList(Message, frozen=True, kw_only=True, tag="peer-list"):
+    """All members with the leader. The order is that of succession when the leader is lost."""
 
     leader: Count
     peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
 
 
 class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):
-    """contract/worker_messages.py's, for your workers."""
+    """Halt of contract/worker_messages.py, for all workers of the member."""
 
     step: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """End your workers. `ends`: the run is over with it, as by that signal."""
+    """Stop the workers. `ends`: the run ends with it, as by that signal."""
 
     signal: Signal
     reason: Text
@@ -194,23 +210,23 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     ends: bool = False
 
 
-class ForwardSignal(Message, frozen=True, kw_only=True, tag="pass"):
-    """Give your workers this signal; it ends nothing."""
+class ForwardSignal(Message, frozen=True, kw_only=True, tag="forward-signal"):
+    """Send this signal to the workers; nothing ends."""
 
     signal: Signal
 
 
 class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
-    """The run is over, for everybody, with this code."""
+    """The run is over on all nodes, with this exit code."""
 
     code: Annotated[int, Meta(ge=0, le=255)]
     text: Text = ""
 
 
-class RegroupReady(Message, frozen=True, kw_only=True, tag="able"):
-    """Whether workers of this member can regroup: some have said so, and none is through with its work.
+class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
+    """Whether the workers of this member can regroup: some have connected, and none has finished.
 
-    `ready`: all of them have, so that nobody would wait for their imports.
+    `ready`: all of them have connected, so that a regroup does not wait for imports.
     """
 
     called: bool
@@ -219,7 +235,7 @@ class RegroupReady(Message, frozen=True, kw_only=True, tag="able"):
 
 
 class Failing(Message, frozen=True, kw_only=True, tag="failing"):
-    """A worker has failed: the others cannot go on as they are."""
+    """A worker has failed."""
 
     rank: Count
     reason: Text
@@ -231,7 +247,7 @@ class Failing(Message, frozen=True, kw_only=True, tag="failing"):
 
 
 class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
-    """A group that has formed anew has committed its first step."""
+    """The first step after a regroup is committed."""
 
     generation: Count
     step: Annotated[int, Meta(ge=0)]
@@ -239,14 +255,14 @@ class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
 
 
 class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
-    """A member was asked to end the run. `preempt`: after a checkpoint, if there can be one."""
+    """A member got a signal to end the run. `preempt`: after a checkpoint, if possible."""
 
     signal: Signal
     preempt: bool = False
 
 
-class NodeHaltAck(Message, frozen=True, kw_only=True, tag="standing"):
-    """contract/worker_messages.py's, of one rank."""
+class NodeHaltAck(Message, frozen=True, kw_only=True, tag="halt-ack"):
+    """HaltAck of contract/worker_messages.py, of one rank."""
 
     rank: Count
     step: Annotated[int, Meta(ge=0)]
@@ -255,11 +271,13 @@ class NodeHaltAck(Message, frozen=True, kw_only=True, tag="standing"):
 
 
 class NodeHalted(Message, frozen=True, kw_only=True, tag="halted"):
+    """A checkpoint of this step is on disk."""
+
     step: Annotated[int, Meta(ge=0)]
 
 
 class Log(Message, frozen=True, kw_only=True, tag="log"):
-    """What a rank wrote, for the leader's terminal."""
+    """Output of a rank, for the terminal of the leader."""
 
     rank: Count
     stream: Annotated[int, Meta(ge=1, le=2)]
@@ -268,8 +286,8 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
     ended: bool = False
 
 
-class FailureReport(Message, frozen=True, kw_only=True, tag="casualty"):
-    """A worker that ended badly (launch/runs/root_cause.py's Death), and how its own node tells about it."""
+class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
+    """A worker that ended badly (launch/runs/root_cause.py: ProcessFailure), and how its own node tells about it."""
 
     rank: Count
     code: Annotated[int, Meta(ge=-64, le=255)]
@@ -295,26 +313,28 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
 
 
 class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
+    """A line for the console."""
+
     text: Text
 
 
-class RpcFrame(Message, frozen=True, kw_only=True, tag="letter"):
+class RpcFrame(Message, frozen=True, kw_only=True, tag="rpc"):
     """A call between nodes: launch/ipc/node_rpc.py. `more`: another part follows."""
 
     kind: Name
     number: Annotated[int, Meta(ge=0)]
-    content: Annotated[bytes, Meta(max_length=LETTER_LIMIT)] = b""
+    content: Annotated[bytes, Meta(max_length=RPC_FRAME_LIMIT)] = b""
     more: bool = False
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
-    """A member goes, and why; without a word of it, it is lost."""
+    """A member leaves, and why. Without this message it is lost."""
 
     code: Annotated[int, Meta(ge=0, le=255)] = 0
     text: Text = ""
 
 
-AtTheDoor = Challenge | JoinRequest | JoinAnswer
+Handshake = Challenge | JoinRequest | JoinAnswer
 FromLeader = (
     Ping
     | Waiting
@@ -348,12 +368,13 @@ T = TypeVar("T")
 
 
 class MessageReader(Generic[T]):
-    """A decoder that has one kind of error for whatever a stranger may send."""
+    """A decoder that raises only msgspec.DecodeError."""
 
     def __init__(self, kind: Any) -> None:
         self._decode: Callable[[bytes], T] = msgspec.msgpack.Decoder(kind).decode
 
     def decode(self, data: bytes) -> T:
+        """Return the message. Raises msgspec.DecodeError."""
         try:
             return self._decode(data)
         except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these out as they are
@@ -361,14 +382,15 @@ class MessageReader(Generic[T]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-door: MessageReader[AtTheDoor] = MessageReader(AtTheDoor)
-arrival: MessageReader[NodeInfo] = MessageReader(NodeInfo)
+handshake: MessageReader[Handshake] = MessageReader(Handshake)
+node_info: MessageReader[NodeInfo] = MessageReader(NodeInfo)
 answer: MessageReader[Welcome | Refusal] = MessageReader(Welcome | Refusal)
 from_leader: MessageReader[FromLeader] = MessageReader(FromLeader)
 from_member: MessageReader[FromMember] = MessageReader(FromMember)
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as bytes."""
     try:
         return _encode(message)
     except UnicodeEncodeError:  # names of files and output may hold bytes that are no text

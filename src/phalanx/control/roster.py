@@ -1,4 +1,4 @@
-"""Who is here, who is missing, and which ranks everybody gets: pure, no socket and no clock."""
+"""Which members have joined, which are missing, and which ranks each gets. Pure."""
 
 from __future__ import annotations
 
@@ -24,33 +24,37 @@ class RankTable:
 
 @dataclass
 class Roster:
-    """Those who have come. The leader's own arrival is the first."""
+    """The members that have joined. The leader is the first."""
 
-    expected: int  # that work, at most
-    promised: tuple[int, ...] = ()  # slots of every node, where the user said them
-    least: int = 0  # with so many the run can begin, and go on; 0: with all of them
-    spares: int = 0  # that wait for one of them to be lost
+    expected: int  # members that get ranks
+    promised: tuple[int, ...] = ()  # slots per node, if the user gave them
+    least: int = 0  # the fewest members with which the run can start and continue; 0: all
+    spares: int = 0  # members that wait to replace a lost one
     members: dict[int, NodeInfo] = field(default_factory=dict)
-    _from: int = 0  # below it no id is free: among thousands, to look at all of them for each is slow
+    _from: int = 0  # no number below it is free: avoids scanning thousands
 
     @property
     def room(self) -> int:
+        """The number of members with spares."""
         return self.expected + self.spares
 
     @property
     def missing(self) -> list[int]:
+        """The numbers of missing members."""
         return [id_ for id_ in range(self.expected) if id_ not in self.members]
 
     @property
     def complete(self) -> bool:
+        """Whether all members and spares have joined."""
         return len(self.members) >= self.room
 
     @property
     def enough(self) -> bool:
+        """Whether enough members have joined to start."""
         return len(self.members) >= (self.least or self.expected)
 
     def admit(self, arrival: NodeInfo) -> int | Refusal:
-        """Its id, or why it cannot take part."""
+        """Add a member. Returns its number, or why it cannot take part."""
         refusal = self._against(arrival)
         if refusal is not None:
             return refusal
@@ -59,6 +63,7 @@ class Roster:
         return id_
 
     def remove(self, member: int) -> None:
+        """Remove a member."""
         if self.members.pop(member, None) is not None:
             self._from = min(self._from, member)
 
@@ -83,13 +88,13 @@ class Roster:
         if arrival.trouble:
             return Refusal(kind="trouble", leader="", member=arrival.trouble)
         id_ = self._free() if id_ is None else id_
-        promised = self.promised[id_ : id_ + 1] or (arrival.slots,)  # a spare may have as many as it likes
+        promised = self.promised[id_ : id_ + 1] or (arrival.slots,)  # a spare may have any number
         if arrival.claim is None and arrival.slots != promised[0]:
             return Refusal(kind="devices", leader=_workers(promised[0]), member=_workers(arrival.slots))
         return None
 
     def warnings(self, arrival: NodeInfo) -> list[str]:
-        """Differences that may be meant."""
+        """Return differences that may be intended."""
         leader = next(iter(self.members.values()), arrival)
         found = []
         for name in _VERSIONS:
@@ -121,20 +126,20 @@ def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
 
 
 def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
-    """Whether a scheduler started a task for every rank, rather than one for every node."""
+    """Return whether a scheduler has started one task per rank, not one per node."""
     claims = [arrival.claim for arrival in members.values()]
     return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
 
 
 def working(members: Mapping[int, NodeInfo], before: Collection[int], most: int) -> dict[int, NodeInfo]:
-    """Those who get ranks: whoever had some before, and others for those who are gone."""
+    """Return the members that get ranks: those that had some before, and others for those that are gone."""
     kept = [id_ for id_ in sorted(members) if id_ in before]
     others = [id_ for id_ in sorted(members) if id_ not in before]
     return {id_: members[id_] for id_ in sorted([*kept, *others][:most])}
 
 
 def seat(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
-    """Ranks run through the members in order; where a scheduler has dealt them out, as it has."""
+    """Assign ranks to members in order, or as a scheduler has assigned them."""
     if one_a_rank(members):
         return _as_claimed(members)
     seats: dict[int, RankTable] = {}
@@ -163,7 +168,7 @@ def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
 
 
 def world(seats: Mapping[int, RankTable]) -> str:
-    """Which ranks share a node, as every worker is told."""
+    """Return which ranks share a node, as workers get it."""
     nodes: dict[int, list[int]] = {}
     for seating in seats.values():
         nodes.setdefault(seating.node, []).extend(seating.ranks)

@@ -1,4 +1,4 @@
-"""The secret of 256 bits that lets a node in: where it comes from, and the file that keeps it."""
+"""The token of 256 bits that authenticates nodes: where it comes from, and its file."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EML
 
 @dataclass(frozen=True)
 class Token:
-    """The key, and in words where it was found. Without a key (--no-auth) everybody gets in."""
+    """The key, and where it was found. Without a key (--no-auth) any node may join."""
 
     key: bytes = field(repr=False)
     origin: str
 
     @property
     def fingerprint(self) -> str:
-        """For people to compare on two machines. Of so short a hash of so long a key nothing can be guessed."""
+        """A short hash to compare on two machines. It reveals nothing about the key."""
         return hashlib.sha256(b"phalanx token fingerprint\0" + self.key).hexdigest()[:8]
 
     def __str__(self) -> str:
@@ -44,7 +44,9 @@ class Token:
 
 
 def find(environ: Mapping[str, str], *, file: str | None, home: str, open_: bool = False) -> Token:
-    """--no-auth, PHALANX_TOKEN, --token-file, or the user's own file, which is made at its first use."""
+    """Return the token of --no-auth, PHALANX_TOKEN, --token-file, or the file of the user, which is created when
+    needed.
+    """
     if open_:
         return Token(b"", "nowhere (--no-auth)")
     text = environ.get(VARIABLE)
@@ -56,12 +58,12 @@ def find(environ: Mapping[str, str], *, file: str | None, home: str, open_: bool
 
 
 def new() -> str:
-    """The text of a new token."""
+    """Return the text of a new token."""
     return os.urandom(LENGTH // 2).hex()
 
 
 def read_text(text: str, origin: str, *, fix: str = EXPORT) -> Token:
-    """A token from its text. What the text says is never repeated, for it may be nearly right."""
+    """Return the token of a text. Error messages never contain the text."""
     text = text.strip()
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return Token(bytes.fromhex(text), origin)

@@ -4,6 +4,7 @@ import phalanx
 
 
 def train(run: phalanx.Run) -> None:
+    """Train until rank 1 raises an exception."""
     for step in range(1000):
         if run.rank == 1 and step == 30:
             raise RuntimeError("this rank has read a broken sample")

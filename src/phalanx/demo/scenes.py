@@ -16,6 +16,8 @@ Value = int | str
 
 @dataclass(frozen=True)
 class TourCell:
+    """A value, and the rank that it came from."""
+
     value: Value
     origin: int | None = None  # the rank that it came from; None: from several
 
@@ -26,6 +28,8 @@ Rows = Callable[[int, int], TourRow]  # of this rank, in a world of that size
 
 @dataclass(frozen=True)
 class TourScene:
+    """One collective: the values before and after it."""
+
     name: str
     title: str
     before: Rows
@@ -40,6 +44,7 @@ def own(count: int) -> Rows:
 
 
 def total(rows: Sequence[TourRow], how: Callable[[list[int]], int] = sum) -> TourRow:
+    """Return the sum of each column, or another reduction."""
     return [
         TourCell(how([int(cell.value) for cell in column if cell is not None])) for column in zip(*rows, strict=True)
     ]
@@ -145,6 +150,7 @@ NAMES = tuple(scene.name for scene in SCENES)
 
 
 def expected(scene: TourScene, rank: int, world: int) -> TourRow:
+    """Return what a rank must have after the collective."""
     return scene.after(rank, world) if scene.after is not None else []
 
 

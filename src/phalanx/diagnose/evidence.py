@@ -17,6 +17,8 @@ Phase = Literal[
 
 
 class Frame(msgspec.Struct, frozen=True):
+    """One frame of a stack."""
+
     file: str
     line: int
     function: str
@@ -122,6 +124,8 @@ class Xid(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver says about a GPU."""
+
     index: int
     use: float  # 0 to 1; -1: not known, as of a MIG slice
     memory: int = 0
@@ -138,6 +142,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one rank."""
+
     rank: int
     node: int
     device: str = ""
@@ -164,6 +170,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one node."""
+
     node: int
     host: str
     silent: float = 0.0  # seconds since its agent was last heard
@@ -176,6 +184,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a stalled run."""
+
     time: float
     waited: float  # seconds since anybody made progress
     ranks: tuple[Rank, ...]
@@ -190,12 +200,15 @@ _ranks: msgspec.json.Decoder[Rank] = msgspec.json.Decoder(Rank)
 
 
 def encode(evidence: Evidence | Rank) -> bytes:
+    """Return evidence as JSON."""
     return encoding.encode(evidence)
 
 
 def decode(text: bytes) -> Evidence:
+    """Return the evidence of a JSON text. Raises msgspec.MsgspecError."""
     return _decoder.decode(text)
 
 
 def decode_rank(text: bytes) -> Rank:
+    """Return one rank of a JSON text. Raises msgspec.MsgspecError."""
     return _ranks.decode(text)

@@ -138,10 +138,12 @@ def own(frames: Sequence[Frame]) -> Frame | None:
 
 
 def main_thread(rank: Rank) -> ThreadStack | None:
+    """Return the stack of the main thread."""
     return next((thread for thread in rank.threads if thread.main), None)
 
 
 def main_frames(rank: Rank) -> tuple[Frame, ...]:
+    """Return the frames of the main thread, the innermost first."""
     thread = main_thread(rank)
     return thread.frames if thread is not None else ()
 
@@ -189,10 +191,12 @@ def _meaning(frame: Frame) -> Act | None:
 
 
 def in_data(frames: Sequence[Frame]) -> bool:
+    """Return whether the stack is in a DataLoader."""
     return any(_LOADER in frame.file.replace("\\", "/") for frame in frames)
 
 
 def in_backward(frames: Sequence[Frame]) -> bool:
+    """Return whether the stack is in the backward pass."""
     return any(frame.function == "_engine_run_backward" for frame in frames)
 
 
@@ -220,10 +224,12 @@ def in_compiler(frames: Sequence[Frame]) -> bool:
 
 
 def in_import(frames: Sequence[Frame]) -> bool:
+    """Return whether the stack imports a module."""
     return any(frame.file.startswith("<frozen importlib") for frame in frames)
 
 
 def in_checkpoint(frames: Sequence[Frame]) -> bool:
+    """Return whether the stack writes or reads a checkpoint."""
     for frame in frames:
         file = frame.file.replace("\\", "/")
         if "torch/distributed/checkpoint/" in file or "/safetensors/" in file:

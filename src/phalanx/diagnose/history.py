@@ -54,11 +54,14 @@ class HistorySide:
 
     @property
     def item(self) -> Item:
+        """The first of its items."""
         return self.items[0]
 
 
 @dataclass(frozen=True)
 class Difference:
+    """The first place where the recorded collectives of ranks differ."""
+
     seq: int
     sides: tuple[HistorySide, ...]  # the fewest ranks first; of equally many, those without the lowest rank
     begin: int  # the first number that two ranks still have: what was before cannot be compared

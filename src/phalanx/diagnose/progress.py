@@ -45,6 +45,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Alarm:
+    """A stall that has begun, still lasts, or is over."""
+
     what: Literal["stall", "again", "resumed"]
     ranks: tuple[int, ...]  # who is suspected: the late ones, or all that wait
     since: float  # when they last made progress
@@ -79,6 +81,7 @@ class ProgressWatch:
     _now: float = 0.0  # of the newest reading: who does not tell any more does not go on either
 
     def see(self, readings: Sequence[Reading]) -> Alarm | None:
+        """Add readings of all ranks. Returns an alarm if one is due."""
         alive = [each for each in readings if each.state not in ("Z", "X")]
         self._remember(alive)
         if not alive:

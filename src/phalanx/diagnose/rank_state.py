@@ -28,6 +28,8 @@ _Memo = dict[tuple[str, int, str, frozenset[int]], frozenset[int]]
 
 @dataclass(frozen=True)
 class RankState:
+    """What a rank is doing, derived from its evidence."""
+
     rank: Rank
     act: Act
     place: Frame | None  # in the user's code, or else the innermost there is
@@ -36,22 +38,27 @@ class RankState:
 
     @property
     def number(self) -> int:
+        """The rank."""
         return self.rank.rank
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
+        """The frames of its main thread."""
         return frames.main_frames(self.rank)
 
     @property
     def gone(self) -> bool:
+        """Whether its process has ended."""
         return self.rank.ended is not None or (self.rank.process is not None and self.rank.process.state in "ZX")
 
     @property
     def leaving(self) -> bool:
+        """Whether it has ended, or is about to end, with success."""
         return self.rank.ended == 0 or (self.rank.ended is None and self.act.what == "leaving")
 
     @property
     def stopped(self) -> bool:
+        """Whether its process is stopped by a signal or a debugger."""
         return not self.gone and self.rank.process is not None and self.rank.process.state in "Tt"
 
     @property
@@ -61,10 +68,12 @@ class RankState:
 
     @property
     def cpu(self) -> float:
+        """The cores that it uses."""
         return self.rank.process.cpu if self.rank.process is not None else 0.0
 
     @property
     def spins(self) -> bool:
+        """Whether it runs without waiting."""
         return self.rank.process is not None and self.rank.process.state == "R" and self.cpu >= SPINS
 
     @property
@@ -122,6 +131,7 @@ class RankState:
 
 
 def bucket(call: CallEvidence, stack: tuple[Frame, ...] = ()) -> bool:
+    """Return whether a call is the all_reduce of a gradient bucket."""
     return call.op.startswith("all_reduce") and frames.in_backward(call.site or stack)
 
 
@@ -138,6 +148,7 @@ def trail(standing: RankState, call: CallEvidence) -> tuple[Frame, ...]:
 
 
 def stand(evidence: Evidence, rank: Rank) -> RankState:
+    """Return the state of a rank."""
     stack = frames.main_frames(rank)
     act = frames.act(stack, rank.process)
     if not act.shown and (rank.device or rank.gpu is not None):
@@ -202,6 +213,7 @@ def _seen(rank: Rank, act: Act) -> CallEvidence:
 
 
 def backend(rank: Rank, group: str) -> str:
+    """Return the backend of a group of a rank; empty if it is unknown."""
     return next((each.backend for each in rank.groups if each.name == group), "")
 
 
@@ -214,6 +226,7 @@ class Field:
     awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # of those who wait: whoever has not come
 
     def of(self, ranks: Iterable[int]) -> list[RankState]:
+        """Return the states of these ranks, in order."""
         return [self.standings[rank] for rank in sorted(ranks) if rank in self.standings]
 
     def waiting_for(self, ranks: Iterable[int]) -> list[int]:
@@ -262,6 +275,7 @@ def _untimed(call: CallEvidence) -> CallEvidence:
 
 
 def survey(evidence: Evidence) -> Field:
+    """Return the states of all ranks, and who waits for whom."""
     evidence = timed(evidence)
     standings = {rank.rank: stand(evidence, rank) for rank in evidence.ranks}
     awaits: dict[int, frozenset[int]] = {}

@@ -55,6 +55,7 @@ def _what(standing: RankState) -> str:
 
 
 def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> str:
+    """Return the report: verdicts, remarks and what all ranks are doing."""
     lines: list[str] = []
     for verdict in verdicts:
         lines.append(verdict.text if verdict.certain else f"probably: {verdict.text}")

@@ -37,6 +37,7 @@ def who(ranks: Iterable[int]) -> str:
 
 
 def verb(ranks: Iterable[int], one: str, several: str) -> str:
+    """Return the singular or plural form for these ranks."""
     return one if len(set(ranks)) == 1 else several
 
 
@@ -49,6 +50,7 @@ def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> 
 
 
 def file(path: str) -> str:
+    """Return the name of a file, with its folder if the name alone says nothing."""
     parts = path.replace("\\", "/").split("/")
     return "/".join(parts[-2:]) if parts[-1] in ("__init__.py", "__main__.py") else parts[-1]
 
@@ -62,6 +64,7 @@ def place(frame: Frame | None) -> str:
 
 
 def at(frame: Frame | None) -> str:
+    """Return " at FILE:LINE", or nothing."""
     return f" at {place(frame)}" if frame is not None else ""
 
 
@@ -73,6 +76,7 @@ def inside(frame: Frame | None) -> str:
 
 
 def quantity(count: float) -> str:
+    """Return a number of bytes."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -81,16 +85,19 @@ def quantity(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return a duration."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def shapes(call: CallEvidence) -> str:
+    """Return the shapes of a call."""
     return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in call.shapes) or "nothing"
 
 
 def elements(shape: tuple[tuple[int, ...], ...]) -> int:
+    """Return the number of elements of shapes."""
     return sum(math.prod(each) for each in shape)
 
 
@@ -102,10 +109,12 @@ def size(call: CallEvidence) -> int:
 
 
 def numbered(call: CallEvidence) -> str:
+    """Return a call with its sequence number."""
     return f"{call.op} #{call.seq}" if call.seq > 0 else call.op
 
 
 def exit_text(code: int) -> str:
+    """Return how a process ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -115,4 +124,5 @@ def exit_text(code: int) -> str:
 
 
 def host(evidence: Evidence, node: int) -> str:
+    """Return the host name of a node, or its number."""
     return next((each.host for each in evidence.nodes if each.node == node and each.host), str(node))

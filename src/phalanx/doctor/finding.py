@@ -23,4 +23,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
+    """Return the worst level of the findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="green")

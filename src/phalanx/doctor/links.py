@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.doctor.pairs import Collective, Pair, doubtful
+from phalanx.doctor.pairs import Collective, HostPair, doubtful
 
 _CHUNK = 4 << 20
 _LARGEST = 64  # chunks
@@ -25,6 +25,7 @@ _NCCL_BYTES = 256 << 20
 
 
 def open_group(store: Any, rank: int, size: int, limit: float) -> None:
+    """Form a gloo group."""
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("doctor/gloo", store),
@@ -36,7 +37,7 @@ def open_group(store: Any, rank: int, size: int, limit: float) -> None:
 
 def measure_pairs(
     rank: int, names: Sequence[str], machines: Sequence[str], rounds: Sequence[Sequence[tuple[int, int]]]
-) -> list[Pair]:
+) -> list[HostPair]:
     """Those in which this rank is the first; every rank must call it.
 
     What looks bad is measured again and the best counts: a machine that is busy for a moment is no bad cable.
@@ -54,7 +55,7 @@ def measure_pairs(
         for one, other in torch.nonzero(best[..., 0]).tolist():
             latency, there, back = best[one, other].tolist()
             local = machines[one] == machines[other]
-            found[one, other] = Pair(names[one], names[other], latency, there, back, local)
+            found[one, other] = HostPair(names[one], names[other], latency, there, back, local)
         bad = doubtful(list(found.values()))
         rounds = [[place] for place, pair in found.items() if pair in bad]
         if not 0 < len(rounds) <= _MOST_AGAIN:
@@ -134,6 +135,7 @@ def _rate(peer: int) -> float:
 
 
 def all_reduce(rank: int, size: int, backend: str, device: str, group: Any = None) -> list[Collective]:
+    """Measure an all_reduce of a small and a large tensor, and check its result."""
     found = []
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # which makes the connections
     for count in (4, _GLOO_BYTES if backend == "gloo" else _NCCL_BYTES):
@@ -163,6 +165,7 @@ def _finish(device: str) -> None:
 
 
 def close_group() -> None:
+    """Destroy the group."""
     dist.destroy_process_group()
 
 
@@ -179,6 +182,7 @@ def gpu(local_rank: int) -> tuple[int, str]:
 
 
 def all_reduce_nccl(rank: int, size: int, device: int, limit: float) -> list[Collective]:
+    """Measure an all_reduce over NCCL."""
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=limit))
     try:

@@ -20,7 +20,9 @@ from phalanx.doctor.finding import Finding
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
+    """All that the checks have read on one machine."""
+
     id: str  # the same for processes that share a kernel and a network
     names: Names
     network: Network
@@ -33,9 +35,9 @@ class Machine:
     gpus: Gpus
 
 
-def read(environ: Mapping[str, str], folder: str) -> Machine:
+def read(environ: Mapping[str, str], folder: str) -> MachineFacts:
     """`folder` is where runs are kept."""
-    return Machine(
+    return MachineFacts(
         id=network.machine_id(),
         names=names.read(),
         network=network.read(),
@@ -49,7 +51,8 @@ def read(environ: Mapping[str, str], folder: str) -> Machine:
     )
 
 
-def judge(machine: Machine, node: str = "") -> list[Finding]:
+def judge(machine: MachineFacts, node: str = "") -> list[Finding]:
+    """Return the findings of all checks of one machine."""
     found = [
         *versions.judge(machine.versions),
         *gpus.judge(machine.gpus),

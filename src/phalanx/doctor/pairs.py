@@ -18,7 +18,7 @@ _ALONE = 8  # up to so many nodes, each pair has the network for itself
 
 
 @dataclass(frozen=True)
-class Pair:
+class HostPair:
     """A link between two nodes, as gloo uses it."""
 
     one: str
@@ -30,6 +30,7 @@ class Pair:
 
     @property
     def slowest(self) -> float:
+        """The lower bandwidth of both directions."""
         return min(self.there, self.back)
 
     def __str__(self) -> str:
@@ -68,7 +69,8 @@ def rounds(count: int, alone: int = _ALONE) -> list[list[tuple[int, int]]]:
     return found
 
 
-def judge(pairs: Sequence[Pair]) -> list[Finding]:
+def judge(pairs: Sequence[HostPair]) -> list[Finding]:
+    """Return findings about the links."""
     if not pairs:
         return []
     real = [pair for pair in pairs if not pair.local]
@@ -77,18 +79,18 @@ def judge(pairs: Sequence[Pair]) -> list[Finding]:
     return found or [Finding(CHECK, "green", _summary(pairs, local=not real))]
 
 
-def doubtful(pairs: Sequence[Pair]) -> list[Pair]:
+def doubtful(pairs: Sequence[HostPair]) -> list[HostPair]:
     """Those that would be complained about."""
     real = [pair for pair in pairs if not pair.local]
     bad = [*_by_speed(real), *_by_latency(real)]
     return [pair for pair in real if pair in bad or _is_uneven(pair)]
 
 
-def _by_speed(pairs: Sequence[Pair]) -> list[Pair]:
+def _by_speed(pairs: Sequence[HostPair]) -> list[HostPair]:
     return [pair for pair in pairs if pair.slowest * _SLOWER < _others(pairs, pair, "slowest")]
 
 
-def _by_latency(pairs: Sequence[Pair]) -> list[Pair]:
+def _by_latency(pairs: Sequence[HostPair]) -> list[HostPair]:
     return [
         pair
         for pair in pairs
@@ -97,11 +99,11 @@ def _by_latency(pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _is_uneven(pair: Pair) -> bool:
+def _is_uneven(pair: HostPair) -> bool:
     return max(pair.there, pair.back) > _SLOWER * pair.slowest
 
 
-def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
+def _slow(pairs: Sequence[HostPair]) -> Iterator[Finding]:
     cause = "a bad cable or port, a link that fell back to a lower speed, or traffic of others"
     for slow, what in ((_by_speed(pairs), "slowest"), (_by_latency(pairs), "latency")):
         if not slow:
@@ -120,12 +122,12 @@ def _slow(pairs: Sequence[Pair]) -> Iterator[Finding]:
             yield Finding(CHECK, "yellow", fact, cause, "ethtool INTERFACE and ip -s link on both nodes")
 
 
-def _others(pairs: Sequence[Pair], pair: Pair, what: str) -> float:
+def _others(pairs: Sequence[HostPair], pair: HostPair, what: str) -> float:
     others = [getattr(other, what) for other in pairs if other is not pair]
     return statistics.median(others) if others else 0.0
 
 
-def _common(slow: Sequence[Pair], pairs: Sequence[Pair]) -> str:
+def _common(slow: Sequence[HostPair], pairs: Sequence[HostPair]) -> str:
     """The node whose links are the slow ones, all of them and no others."""
     for node in {slow[0].one, slow[0].other}:
         links = [pair for pair in pairs if node in (pair.one, pair.other)]
@@ -134,7 +136,7 @@ def _common(slow: Sequence[Pair], pairs: Sequence[Pair]) -> str:
     return ""
 
 
-def _uneven(pairs: Sequence[Pair]) -> Iterator[Finding]:
+def _uneven(pairs: Sequence[HostPair]) -> Iterator[Finding]:
     known = _by_speed(pairs)  # of these it has been said already
     for pair in pairs:
         if _is_uneven(pair) and pair not in known:
@@ -148,7 +150,7 @@ def _uneven(pairs: Sequence[Pair]) -> Iterator[Finding]:
             )
 
 
-def _poor(pairs: Sequence[Pair]) -> Iterator[Finding]:
+def _poor(pairs: Sequence[HostPair]) -> Iterator[Finding]:
     usual = statistics.median([pair.slowest for pair in pairs] or [_POOR])
     if usual < _POOR:
         yield Finding(
@@ -169,7 +171,7 @@ def _poor(pairs: Sequence[Pair]) -> Iterator[Finding]:
         )
 
 
-def _summary(pairs: Sequence[Pair], *, local: bool) -> str:
+def _summary(pairs: Sequence[HostPair], *, local: bool) -> str:
     late = sorted(pair.latency for pair in pairs)
     fast = sorted(pair.slowest for pair in pairs)
     text = f"{several(len(pairs), 'pair')}: {_span(late, seconds)}, {_span(fast, speed)}"
@@ -182,6 +184,7 @@ def _span(values: Sequence[float], say: Callable[[float], str]) -> str:
 
 
 def judge_collectives(collectives: Sequence[Collective]) -> list[Finding]:
+    """Return findings about the measured collectives."""
     wrong = [one for one in collectives if not one.right]
     found = [
         Finding(

@@ -24,6 +24,7 @@ def seconds(value: float) -> str:
 
 
 def several(count: int, noun: str) -> str:
+    """Return a count with its noun."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.finding import LEVELS, Finding, worst
-from phalanx.doctor.pairs import Pair
+from phalanx.doctor.pairs import HostPair
 from phalanx.doctor.quantity import seconds, speed
 from phalanx.doctor.result import Result
 
@@ -23,6 +23,7 @@ _STYLES = {"red": "bold red", "yellow": "bold yellow", "green": "green"}
 
 
 def as_json(result: Result) -> dict[str, Any]:
+    """Return the result for `--json`."""
     return {
         "level": worst(result.findings),
         "nodes": list(result.nodes),
@@ -38,6 +39,7 @@ def ordered(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def show(result: Result) -> None:
+    """Print the result."""
     from rich.console import Console
     from rich.text import Text
 
@@ -119,7 +121,7 @@ def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
             yield check, told[:_FEW] + ([f"and {len(told) - _FEW} more"] if len(told) > _FEW else [])
 
 
-def matrix(nodes: Sequence[str], pairs: Sequence[Pair]) -> Iterator[list[str]]:
+def matrix(nodes: Sequence[str], pairs: Sequence[HostPair]) -> Iterator[list[str]]:
     """From the node of the row to that of the column: latency and speed. The titles come first."""
     yield ["from \\ to", *nodes]
     cells = {}
@@ -130,13 +132,15 @@ def matrix(nodes: Sequence[str], pairs: Sequence[Pair]) -> Iterator[list[str]]:
         yield [node, *(cells.get((node, other), "·") for other in nodes)]
 
 
-def slowest(pairs: Sequence[Pair], most: int = 10) -> Iterator[list[str]]:
+def slowest(pairs: Sequence[HostPair], most: int = 10) -> Iterator[list[str]]:
+    """Yield the rows of the slowest links, with a header."""
     yield ["slowest pairs", "latency", "there", "back"]
     for pair in sorted(pairs, key=lambda pair: pair.slowest)[:most]:
         yield [str(pair), seconds(pair.latency), speed(pair.there), speed(pair.back)]
 
 
 def summary(findings: Sequence[Finding]) -> str:
+    """Return the number of findings per level."""
     counts = {level: sum(finding.level == level for finding in findings) for level in reversed(LEVELS)}
     if not counts["red"] and not counts["yellow"]:
         return "all is well"

@@ -9,25 +9,29 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.pairs import Collective, Pair
+from phalanx.doctor.pairs import Collective, HostPair
 
 MARK = "phalanx-doctor-result "  # before the result where it is printed, for a first node that shares no disk with us
 
 
 @dataclass(frozen=True)
 class Result:
+    """The findings and measurements of a survey."""
+
     nodes: tuple[str, ...]
     machines: tuple[Finding, ...] = ()  # of each node by itself
     between: tuple[Finding, ...] = ()  # of the nodes together
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[HostPair, ...] = ()
     collectives: tuple[Collective, ...] = field(default=())
 
     @property
     def findings(self) -> tuple[Finding, ...]:
+        """All findings."""
         return (*self.machines, *self.between)
 
 
 def encode(result: Result) -> bytes:
+    """Return the result as JSON."""
     return msgspec.json.encode(result)
 
 

@@ -7,6 +7,7 @@ what was seen before. Everything travels through the store as JSON. Rank 0 write
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -31,9 +32,11 @@ from phalanx.doctor.checks.clock import Offset
 from phalanx.doctor.checks.names import NameLookup
 from phalanx.doctor.checks.reach import Echo, Reach
 from phalanx.doctor.finding import Finding
-from phalanx.doctor.machine import Machine
-from phalanx.doctor.pairs import Collective, Pair
+from phalanx.doctor.machine import MachineFacts
+from phalanx.doctor.pairs import Collective, HostPair
 from phalanx.doctor.result import Result
+
+logger = logging.getLogger(__name__)
 
 _LIMIT = 60.0
 _GRACE = 5.0
@@ -53,7 +56,7 @@ class SurveyHello:
     """What a rank tells the others first."""
 
     host: str
-    machine: Machine
+    machine: MachineFacts
     port: int
     nonce: str
     device: int = -1
@@ -71,7 +74,9 @@ class SurveyView:
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    pairs: tuple[Pair, ...] = ()
+    """The measurements of one rank, or why there are none."""
+
+    pairs: tuple[HostPair, ...] = ()
     collectives: tuple[Collective, ...] = ()
     trouble: str = ""
     waited: bool = False  # the trouble is that of others
@@ -114,7 +119,8 @@ class SurveyMeeting:
         def try_it() -> None:
             try:
                 done.append(work(self.connect()))
-            except Exception as error:
+            except Exception as error:  # any error of torch or of the network is a finding
+                logger.debug("%s failed", what, exc_info=True)
                 done.append(MeasuredPair(trouble=_first_line(error)))
 
         thread = threading.Thread(target=try_it, daemon=True)
@@ -135,6 +141,7 @@ class SurveyMeeting:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the survey as one rank of a run."""
     parser = argparse.ArgumentParser(prog="python -m phalanx.doctor.survey")
     parser.add_argument("outfile", help="-: none")
     parser.add_argument("--print", action="store_true", help="also print the result, for who cannot read the file")

@@ -11,8 +11,8 @@ from .server import ForkServer
 
 
 def serve(fd: int, parent: int) -> None:
-    """Returns in a worker only."""
-    # Until the imports are done nobody listens to the socket, and there is nothing to tidy up.
+    """Serve the agent. Returns in a worker only."""
+    # Until the imports are done nobody reads the socket, and there is nothing to clean up.
     linux.die_with_parent(parent)
     log.configure()
     os.set_inheritable(fd, False)

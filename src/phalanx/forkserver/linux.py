@@ -1,4 +1,4 @@
-"""What Linux offers so that no process outlives its run: parent-death signal, sub-reaper, process trees."""
+"""Linux features that keep processes from outliving their run: parent-death signal, sub-reaper, process trees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM = 35
 _PR_SET_MM_ARG_END = 9
 
-_CAPTURE_THREAD_LOCAL = 1  # CUDA's
+_CAPTURE_THREAD_LOCAL = 1  # of CUDA
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -29,32 +29,31 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
-    """The kernel sends `sig` when the thread that started us ends; if it has ended already, end here."""
+    """Have the kernel send `sig` when the thread that started us ends. If it has ended already, exit now."""
     _prctl(_PR_SET_PDEATHSIG, sig)
     if sig and os.getppid() != parent:
         os._exit(128 + sig)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become our children, instead of init's."""
+    """Make this process the parent of descendants whose parent dies, in place of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def leave_what_was_loaded() -> None:
-    """At the end of this process, skip the destructors of libraries that were loaded before now.
+def skip_destructors() -> None:
+    """At exit, skip the destructors of libraries that are loaded now.
 
-    For torch's that is half a second of work for eight workers, on pages that each has to copy first, and of no use
-    to anybody: the process is gone afterwards. Python has finished by then, what is loaded later is torn down as ever,
-    and C's streams are flushed.
+    For torch that saves half a second with eight workers, because each had to copy the pages first. Python has
+    finished by then, libraries that are loaded later are torn down normally, and C's streams are flushed.
     """
     _libc.on_exit(_libc._exit, None)
     _libc.__cxa_atexit(_libc.fflush, None, None)
 
 
 def set_command_line(words: list[str]) -> None:
-    """What `ps` shows. The kernel reads it from where it laid the arguments when the process was started.
+    """Set what `ps` shows. The kernel reads it from where it put the arguments when the process was started.
 
-    Without the right to move the end of that place, blanks are left there.
+    Without the permission to move the end of that place, blanks remain.
     """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -63,11 +62,11 @@ def set_command_line(words: list[str]) -> None:
     if start and len(text) <= end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
         _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(start + len(text)), 0, 0)
-        ctypes.set_errno(0)  # a script finds none
+        ctypes.set_errno(0)  # a script sees no error
 
 
 def shared(fd: int) -> memoryview:
-    """All of a file in memory. Not Python's mmap, which would keep a descriptor in a process that is not ours."""
+    """Map a file in shared memory. Python's mmap would keep a descriptor open in the user's process."""
     size = os.fstat(fd).st_size
     address = _libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
@@ -76,8 +75,8 @@ def shared(fd: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def let_captures_be() -> None:
-    """What this thread asks CUDA about must not spoil the graph that another thread is capturing."""
+def relax_capture_mode() -> None:
+    """Keep CUDA calls of this thread from invalidating a graph that another thread is capturing."""
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
     with contextlib.suppress(OSError, AttributeError):
         runtime = ctypes.CDLL(f"libcudart.so.{cuda.partition('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -85,7 +84,7 @@ def let_captures_be() -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the process's start: with the pid it names a process for ever."""
+    """Return the start time of a process in clock ticks since boot: with the pid it identifies a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -98,7 +97,7 @@ _STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "R": "compu
 
 
 def state(pid: int) -> str:
-    """What a process is at, in words."""
+    """Return the state of a process, in words."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             letter = file.read().rpartition(b")")[2].split()[0].decode()
@@ -108,7 +107,7 @@ def state(pid: int) -> str:
 
 
 def thread(pid: int) -> tuple[bool, float] | None:
-    """Of the main thread of a process: whether it waits for something, and the seconds of CPU that it has used."""
+    """Return whether the main thread of a process sleeps, and the CPU seconds it has used."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -118,7 +117,7 @@ def thread(pid: int) -> tuple[bool, float] | None:
 
 
 def _parents() -> dict[int, tuple[int, bool]]:
-    """pid -> (parent, zombie?) of every process."""
+    """Return pid -> (parent, zombie?) of every process."""
     table: dict[int, tuple[int, bool]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -132,12 +131,12 @@ def _parents() -> dict[int, tuple[int, bool]]:
 
 
 def descendants(root: int, *, besides: frozenset[int] = frozenset()) -> list[int]:
-    """Living processes below `root`, nearest first; subtrees of `besides` are left out."""
+    """Return the living processes below `root`, nearest first, without the subtrees of `besides`."""
     return families([root], besides=besides)[root]
 
 
 def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict[int, list[int]]:
-    """The same of several, by one look at all processes."""
+    """Return `descendants` of several roots, with one scan of all processes."""
     table = _parents()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
@@ -153,7 +152,7 @@ def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict
 
 
 def childless() -> bool:
-    """Whether this process has no child, not even a dead one. A sub-reaper has no descendants then."""
+    """Return whether this process has no child, not even a zombie. A sub-reaper then has no descendants."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -162,12 +161,12 @@ def childless() -> bool:
 
 
 def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0, limit: float = 10.0) -> list[int]:
-    """End everything below this process, politely and then surely, and reap it. Returns what would not die.
+    """Terminate everything below this process, kill it after `grace` seconds, and reap it. Return what did not end.
 
-    Only for a sub-reaper: an orphan's own children come to us as well, so the walk misses nothing.
+    Only for a sub-reaper: children of orphans become ours, so none is missed.
     """
     start = time.monotonic()
-    asked: set[int] = set()
+    terminated: set[int] = set()
     while not childless():
         _reap(besides)
         alive = descendants(os.getpid(), besides=besides)
@@ -178,16 +177,16 @@ def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if waited > grace:
                     os.kill(pid, signal.SIGKILL)
-                elif pid not in asked:
-                    asked.add(pid)
+                elif pid not in terminated:
+                    terminated.add(pid)
                     os.kill(pid, signal.SIGTERM)
-                    os.kill(pid, signal.SIGCONT)  # a stopped process would never see the SIGTERM
+                    os.kill(pid, signal.SIGCONT)  # a stopped process would not handle SIGTERM
         time.sleep(0.005)
     return []
 
 
 def _reap(besides: frozenset[int]) -> None:
-    """Collect the children that have ended, except those that somebody else waits for."""
+    """Reap children that have exited, except those that another part of the program waits for."""
     for pid, (parent, zombie) in _parents().items():
         if zombie and parent == os.getpid() and pid not in besides:
             with contextlib.suppress(ChildProcessError):
@@ -195,7 +194,7 @@ def _reap(besides: frozenset[int]) -> None:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal: by default most of them would kill it."""
+    """Return whether a process handles this signal: most signals kill it by default."""
     try:
         with open(f"/proc/{pid}/status", errors="replace") as file:
             for line in file:

@@ -1,9 +1,9 @@
-"""Logging of phalanx itself: the standard `logging`, under the name `phalanx`, switched on by PHALANX_LOG.
+"""Logging of phalanx itself: the standard `logging`, under the name `phalanx`, enabled by PHALANX_LOG.
 
     PHALANX_LOG=debug phalanx run train.py
 
-Agents and workers write to their standard error; a worker's lines are therefore in its log file. Without the variable
-nothing is configured, and the fork server does not even import `logging`: a script finds it as Python left it.
+Agents and workers write to their standard error, so a worker's lines are in its log file. Without the variable
+nothing is configured, and the fork server does not import `logging`: a script finds it as Python left it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 def configure(level: str | None = None) -> str | None:
-    """Send the log of phalanx to standard error; return what is wrong with the level, if anything.
+    """Send phalanx's log to standard error. Return an error message if the level is invalid, else None.
 
-    The level is PHALANX_LOG where none is given. Does nothing where that is not set either.
+    Default level: PHALANX_LOG. Does nothing if that is not set either.
     """
     level = os.environ.get(VARIABLE, "") if level is None else level
     if not level:
@@ -30,7 +30,7 @@ def configure(level: str | None = None) -> str | None:
     import logging
 
     class CurrentStandardError(logging.StreamHandler[Any]):
-        """Writes to whatever `sys.stderr` is at that time: a forked worker has its own."""
+        """Writes to the current `sys.stderr`: a forked worker has its own."""
 
         @property
         def stream(self) -> Any:
@@ -51,8 +51,11 @@ def configure(level: str | None = None) -> str | None:
 
 
 def swallowed(where: str) -> None:
-    """Log, at level debug, an exception that is being handled and goes no further. `where` names the module."""
+    """Log the exception being handled, which is not raised further, at level debug. `where` names the module."""
     if os.environ.get(VARIABLE):
-        import logging
+        try:
+            import logging  # a script may have a module of that name, or may have ended already
 
-        logging.getLogger(f"phalanx.{where}").debug("ignored exception", exc_info=True)
+            logging.getLogger(f"phalanx.{where}").debug("ignored exception", exc_info=True)
+        except Exception:  # where an exception is ignored, reporting it must not raise another
+            return

@@ -1,6 +1,6 @@
-"""The fork server's loop: start a child when told, say when one has ended, leave none behind.
+"""The loop of the fork server: starts children on request, reports exits, leaves none behind.
 
-One thread, one poll. `serve` returns in a child that is to go on as a worker, and nowhere else.
+One thread, one poll. `serve` returns only in a child that becomes a worker.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from .probe import probe
 
 
 class ForkServer:
+    """ForkServer(sock).serve(): serve an agent over a socket."""
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._children: dict[int, str] = {}  # pid -> the name the agent knows it by
+        self._children: dict[int, str] = {}  # pid -> name that the agent uses
         self._store: int | None = None
-        self._leftovers = Orphans()
-        self._heard: list[int] = []
+        self._orphan_cleanup = Orphans()
+        self._signals: list[int] = []
         self._dispositions: dict[int, Any] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
-        """Obey the agent until it is gone. Returns the order only in a child that is to become a worker."""
+        """Serve the agent until it is gone. Returns the spec, only in a child that becomes a worker."""
         setup.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # A scheduler signals every process of a job. What ends us is the end of the connection, or SIGKILL.
-        for number in setup.SCHEDULERS:
-            self._dispositions[number] = signal.signal(number, lambda number, _: self._heard.append(number))
+        # A scheduler signals every process of a job. The fork server ends only with its connection, or by SIGKILL.
+        for number in setup.SCHEDULER_SIGNALS:
+            self._dispositions[number] = signal.signal(number, lambda number, _: self._signals.append(number))
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         linux.adopt_orphans()
         poll = select.poll()
@@ -47,119 +49,122 @@ class ForkServer:
             ready = {fd for fd, _ in poll.poll()}
             if self._wake_read in ready:
                 os.read(self._wake_read, 512)
-                while self._heard:
-                    self._tell({"is": "signalled", "signal": self._heard.pop(0)})
+                while self._signals:
+                    self._send({"is": "signalled", "signal": self._signals.pop(0)})
             if self._sock.fileno() in ready:
                 received = wire.receive(self._sock)
                 if received is None:
-                    self._end()  # the agent is gone, however it went
+                    self._end()  # the agent is gone, for whatever reason
                 else:
-                    order, fds = received
-                    if self._obey(order, fds):
-                        return order
+                    request, fds = received
+                    if self._handle(request, fds):
+                        return request
 
-    def _obey(self, order: dict[str, Any], fds: list[int]) -> bool:
-        """Carry out one order; true in a child that is to become a worker."""
-        match order["do"]:
+    def _handle(self, request: dict[str, Any], fds: list[int]) -> bool:
+        """Handle one request. Return True in a child that becomes a worker."""
+        match request["do"]:
             case "import":
-                report = preload.preload(order["required"], order["welcome"], order["path0"])
+                report = preload.preload(request["required"], request["optional"], request["path0"])
                 teardown.keep_operators()
-                # From here on the end of the connection tells us that the agent is gone, and leaves us the
-                # time to end what the workers have started; a parent-death signal would not.
+                # From here on the end of the connection shows that the agent is gone, which leaves time to end what
+                # workers have started; a parent-death signal would not.
                 linux.die_with_parent(0, 0)
-                self._tell({"is": "ready", "pid": os.getpid(), **report})
+                self._send({"is": "ready", "pid": os.getpid(), **report})
             case "start" | "store":
-                return self._start(order, fds)
+                return self._start(request, fds)
             case "signal":
-                self._signal(order["name"], order["signal"], alone=order.get("alone", False))
+                self._signal(request["name"], request["signal"], alone=request.get("alone", False))
             case "sweep":
                 self._children.clear()
                 self._end_store()
-                self._leftovers.end()
-                self._tell({"is": "swept"})
+                self._orphan_cleanup.end()
+                self._send({"is": "swept"})
             case "orphans":
-                self._tell({"is": "orphans", "pids": self._orphans()})
+                self._send({"is": "orphans", "pids": self._orphans()})
             case "end":
-                self._end(leave=order.get("leave", False))
+                self._end(leave=request.get("leave", False))
         return False
 
-    def _start(self, order: dict[str, Any], fds: list[int]) -> bool:
+    def _start(self, request: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
-        # What comes before the child is itself would be taken for the fork server's own, and forgotten.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, setup.SCHEDULERS)
+        # Blocked, because a signal that arrives before the child is set up would go to the fork server's handler and be
+        # lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, setup.SCHEDULER_SIGNALS)
         try:
             pid = os.fork()
-        except OSError as error:  # no process or no memory left: the agent tells, and ends the others
-            self._tell({"is": "refused", "name": order["name"], "why": str(error)})
+        except OSError as error:  # out of processes or memory: the agent reports it, and ends the others
+            self._send({"is": "refused", "name": request["name"], "why": str(error)})
             pid = -1
         if pid == 0:
-            return self._child(order, fds, setup.Parent(parent, self._dispositions, mask))
+            return self._child(request, fds, setup.Parent(parent, self._dispositions, mask))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for fd in fds:
             os.close(fd)
         if pid > 0:
-            self._children[pid] = order["name"]
-            if order["do"] == "store":
+            self._children[pid] = request["name"]
+            if request["do"] == "store":
                 self._store = pid
-            self._tell({"is": "born", "name": order["name"], "pid": pid})
+            self._send({"is": "born", "name": request["name"], "pid": pid})
         return False
 
-    def _child(self, order: dict[str, Any], fds: list[int], parent: setup.Parent) -> bool:
-        """A child that cannot become what it is to be, must not become anything else."""
+    def _child(self, request: dict[str, Any], fds: list[int], parent: setup.Parent) -> bool:
+        """Set up a child; exit if that fails, so that it becomes nothing else."""
         try:
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
-            setup.settle(order, fds, parent)
-            return self._become(order, fds)
-        except KeyboardInterrupt:  # told to stop before it had begun: it ends as it would have a moment later
+            setup.detach(request, fds, parent)
+            return self._run_child(request, fds)
+        except KeyboardInterrupt:  # stopped before it had begun: ends as it would have a moment later
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
             os._exit(128 + signal.SIGINT)
-        except BaseException as error:
-            told = f"phalanx: this process could not be set up: {error!r}\n".encode()
+        except BaseException as error:  # whatever it is, this child must not return
+            message = f"phalanx: this process could not be set up: {error!r}\n".encode()
             try:
-                os.write(fds[2], told)
-            except OSError:  # it has been made standard error by now
-                os.write(2, told)
+                os.write(fds[2], message)
+            except OSError:  # already moved to standard error
+                os.write(2, message)
             os._exit(70)
 
-    def _become(self, order: dict[str, Any], fds: list[int]) -> bool:
-        """In the child."""
-        if order["do"] == "store":
-            # It has to be there as long as any worker makes use of the grace that it was given.
-            for number in setup.SCHEDULERS:
+    def _run_child(self, request: dict[str, Any], fds: list[int]) -> bool:
+        """Turn this child into a store, another program, or a worker (returns True)."""
+        if request["do"] == "store":
+            # The store must live as long as a worker uses its grace period.
+            for number in setup.SCHEDULER_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-        if order["do"] == "store" and order.get("exec"):
+        if request["do"] == "store" and request.get("exec"):
             os.set_inheritable(fds[3], True)
-            order["exec"] += [str(fds[3]), order["address"], str(order["port"])]
-        elif order["do"] == "store":
-            store.host(fds[3], order["address"], order["port"])
-        if order.get("exec"):
+            request["exec"] += [str(fds[3]), request["address"], str(request["port"])]
+        elif request["do"] == "store":
+            store.host(fds[3], request["address"], request["port"])
+        if request.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
-            if order.get("hook") and order.get("probe") is not None:
-                setup.hook(order, fds[3:])
-            setup.execute(order)
+            if request.get("hook") and request.get("probe") is not None:
+                setup.add_probe_hook(request, fds[3:])
+            setup.execute(request)
         for fd in fds[:3]:
             os.close(fd)
-        setup.dress(order)
-        if order.get("cuda") is not None:
-            cuda.open_context(order["cuda"])
+        setup.apply_spec(request)
+        if request.get("cuda") is not None:
+            cuda.open_context(request["cuda"])
         kept: list[int] = []
-        if order.get("probe") is not None:
+        if request.get("probe") is not None:
             board, channel, stacks = fds[3:]
-            kept = probe.begin(board, order["probe"], channel, stacks)
-        # From here on an import may find a module of the script's own: the lesson is not noted then.
-        if not shadows.uncover(order.get("path0")) and order.get("lesson"):
-            preload.note_lesson(order["lesson"])
-        preload.modules.hide(frozenset(order.get("assumed", ())), FreshStart(order, kept))
+            kept = probe.begin(board, request["probe"], channel, stacks)
+        # From here on an import may find a module of the script. Then no preload hints are recorded.
+        if not shadows.unshadow(request.get("path0")) and request.get("hints"):
+            preload.record_hints(request["hints"])
+        preload.modules.hide(frozenset(request.get("assumed", ())), FreshStart(request, kept))
         finalization.begin(preload.modules.abandon)
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
-        """To the child, or its whole group. Not by the agent: only who reaps knows whose a pid still is."""
-        self._leftovers.note()
+        """Signal a child, or its whole group. Not done by the agent: only the process that reaps knows whether a pid
+        is still valid.
+        """
+        self._orphan_cleanup.note()
         for pid, known in self._children.items():
             if known == name:
                 with contextlib.suppress(ProcessLookupError):
@@ -171,7 +176,7 @@ class ForkServer:
                     except ProcessLookupError:  # it has no session yet
                         os.kill(pid, number)
                     if number != signal.SIGWINCH:
-                        os.killpg(pid, signal.SIGCONT)  # a stopped process would never get to its handler
+                        os.killpg(pid, signal.SIGCONT)  # a stopped process would not run its handler
 
     def _reap(self) -> None:
         while True:
@@ -181,27 +186,27 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            self._leftovers.note(pid)
+            self._orphan_cleanup.note(pid)
             name = self._children.pop(pid, None)
             if pid == self._store:
                 self._store = None
             if name is not None:
-                self._tell({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
+                self._send({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
             wire.send(self._sock, message)
         except OSError:
             self._end()
 
     def _orphans(self) -> list[int]:
-        """What workers have left running. Only after the last attempt: it ends the store."""
+        """Return what workers have left running. Only after the last attempt: it ends the store."""
         self._end_store()
         self._reap()
         return [] if linux.childless() else linux.descendants(os.getpid())
 
     def _end_store(self) -> None:
-        """It holds nothing worth a goodbye."""
+        """Kill the store, which has nothing to clean up."""
         if self._store is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._store, signal.SIGKILL)
@@ -211,13 +216,13 @@ class ForkServer:
             self._store = None
 
     def _end(self, *, leave: bool = False) -> None:
-        """Nothing is left behind: not what a worker started in a session of its own either.
+        """Exit, after ending all descendants, also those in sessions of their own.
 
-        With `leave`, what workers have started goes on, as a child of whoever reaps next.
+        With `leave`, what workers have started keeps running, as a child of the next reaper.
         """
         signal.set_wakeup_fd(-1)
         self._end_store()
-        left = list(self._leftovers.leave()) if leave else self._leftovers.end()
+        left = list(self._orphan_cleanup.leave()) if leave else self._orphan_cleanup.end()
         with contextlib.suppress(OSError):
             wire.send(self._sock, {"is": "ended", "left": left})
         os._exit(0)

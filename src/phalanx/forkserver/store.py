@@ -1,4 +1,4 @@
-"""Hosts the c10d TCPStore, so that it outlives rank 0 and no port is raced for.
+"""Hosts the c10d TCPStore, so that it outlives rank 0 and there is no race for a port.
 
 The listening socket comes from the agent: it was bound before anything started, to one address.
 """
@@ -19,5 +19,5 @@ def host(fd: int, address: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: torch must not find our modules where it looks for others
+    del sys.path[0]  # this folder: torch must not import our modules by mistake
     host(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,9 +1,9 @@
-"""A fork server that outlives its run: waits on a Unix socket, and forks a fork server of its own for every run.
+"""A fork server that is kept between runs: waits on a Unix socket, and forks one fork server per run.
 
     warm ──fork── fork server of run A ──fork── workers
          └─fork── fork server of run B ──fork── workers
 
-The one in between belongs to its run as a cold one would: it ends with its agent and takes its workers along.
+The fork server of a run behaves like a cold one: it ends with its agent, and ends its workers.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from .server import ForkServer
 
 
 class WarmForkServer:
+    """WarmForkServer(listener, path, idle).serve(modules): import the modules, then serve runs."""
+
     def __init__(self, listener: socket.socket, path: str, idle: float) -> None:
         self._listener = listener
         self._path = path  # of the socket, removed at the end
         self._idle = idle
         self._used = time.monotonic()
         self._runs: set[int] = set()
-        self._leftovers = Orphans()
-        self._left: frozenset[int] = frozenset()  # what runs have left running on purpose
+        self._orphan_cleanup = Orphans()
+        self._left_running: frozenset[int] = frozenset()  # processes that runs have left running on purpose
         self._files: dict[str, tuple[int, int]] = {}
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
-        """Until nobody has asked for `idle` seconds. Returns the order only in a worker."""
+        """Serve until there was no request for `idle` seconds. Returns the spec in a worker only."""
         probe.prepare()
         report = preload.preload(modules, [], None)
         teardown.keep_operators()
         linux.adopt_orphans()
         self._files = _module_files()
-        self._used = time.monotonic()  # its own imports are no idle time
+        self._used = time.monotonic()  # its own imports do not count as idle time
         if report["failed"] or report["unsafe"]:
-            sys.stderr.write(f"not fit to be kept warm: {report}\n")
+            sys.stderr.write(f"cannot be kept warm: {report}\n")
             self._quit()
         signal.signal(signal.SIGTERM, lambda *_: self._quit())
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -65,12 +67,12 @@ class WarmForkServer:
                 os.read(wake_read, 512)
             if self._listener.fileno() in ready:
                 connection, _ = self._listener.accept()
-                order = self._greet(connection, (wake_read, wake_write))
-                if order is not None:
-                    return order
+                request = self._handle_connection(connection, (wake_read, wake_write))
+                if request is not None:
+                    return request
 
-    def _greet(self, connection: socket.socket, pipes: tuple[int, int]) -> dict[str, Any] | None:
-        """One visitor: asks for a fork server, for news, or for the end."""
+    def _handle_connection(self, connection: socket.socket, pipes: tuple[int, int]) -> dict[str, Any] | None:
+        """Handle one connection: a request for a fork server, for the status, or to quit."""
         with connection:
             if not _same_user(connection):
                 return None
@@ -81,12 +83,12 @@ class WarmForkServer:
                 return None
             if received is None:
                 return None
-            order = received[0]
+            request = received[0]
             connection.settimeout(None)
             with contextlib.suppress(OSError):
-                match order.get("do"):
+                match request.get("do"):
                     case "hello":
-                        return self._welcome(connection, order, pipes)
+                        return self._start_run(connection, request, pipes)
                     case "status":
                         wire.send(
                             connection, {"is": "warm", "pid": os.getpid(), "runs": len(self._runs), "idle": self._idle}
@@ -100,18 +102,18 @@ class WarmForkServer:
                             self._quit()
         return None
 
-    def _welcome(
-        self, connection: socket.socket, order: dict[str, Any], pipes: tuple[int, int]
+    def _start_run(
+        self, connection: socket.socket, request: dict[str, Any], pipes: tuple[int, int]
     ) -> dict[str, Any] | None:
-        missing = [name for name in order["required"] if name not in sys.modules]
+        missing = [name for name in request["required"] if name not in sys.modules]
         stale = next((path for path, known in self._files.items() if _stamp(path) != known), None)
         if missing or stale:
             why = f"{stale} has changed" if stale else f"{missing[0]} is not imported"
             wire.send(connection, {"is": "refused", "why": why})
             if stale:
-                self._idle = 0.0  # of no use to anybody any more
+                self._idle = 0.0  # of no further use
             return None
-        self._idle = max(self._idle, order.get("keep", 0.0))
+        self._idle = max(self._idle, request.get("keep", 0.0))
         self._used = time.monotonic()
         pid = os.fork()
         if pid:
@@ -137,17 +139,17 @@ class WarmForkServer:
                 break
             if pid == 0:
                 break
-            self._left -= {pid}
+            self._left_running -= {pid}
             if pid in self._runs:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
                 ended, killed = True, killed or status != 0
-        # A run's fork server that was killed leaves what its workers had started to us; so does one that was told to
-        # (`--linger forever`), and then it goes on.
+        # What workers had started is left to us if their fork server was killed, or was told to leave it (`--linger
+        # forever`). In the second case it keeps running.
         if killed:
-            self._leftovers.end(besides=frozenset(self._runs) | self._left)
+            self._orphan_cleanup.end(besides=frozenset(self._runs) | self._left_running)
         elif ended:
-            self._left = self._leftovers.leave(besides=frozenset(self._runs))
+            self._left_running = self._orphan_cleanup.leave(besides=frozenset(self._runs))
 
     def _quit(self) -> None:
         with contextlib.suppress(FileNotFoundError):

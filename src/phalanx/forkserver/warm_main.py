@@ -1,13 +1,13 @@
-"""The main module of a warm fork server, and the one frame below the script in its workers.
+"""The main module of a warm fork server, and the only frame below the script in its workers.
 
-    python -u standin.py FD SOCKET IDLE MODULES PADDING
+    python -u warm_main.py FD SOCKET IDLE MODULES PADDING
 
-The padding is room for a worker's own command line, which `ps` reads from the same place.
+The padding reserves space for a worker's own command line, which `ps` reads from the same place.
 """
 
 import sys
 
-_plain = frozenset(sys.modules)  # what Python itself has imported
+_preimported = frozenset(sys.modules)  # imported by Python itself
 
 import importlib.util  # noqa: E402
 import os  # noqa: E402
@@ -27,10 +27,10 @@ if __name__ == "__main__":
     from _phalanx_forkserver.child import main_module, setup
     from _phalanx_forkserver.imports import shadows
 
-    shadows.plain = _plain
+    shadows.preimported = _preimported
     log.configure()
     _listener = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(_listener.fileno(), False)
-    _order = warm.WarmForkServer(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
+    _child_spec = warm.WarmForkServer(_listener, sys.argv[2], float(sys.argv[3])).serve(sys.argv[4].split(","))
     setup.hide_frames_of(globals())
-    main_module.prepare(_order)()
+    main_module.prepare(_child_spec)()

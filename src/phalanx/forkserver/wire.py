@@ -12,20 +12,22 @@ Message = dict[str, Any]
 
 _HEAD = struct.Struct("!I")
 HEAD = _HEAD.size
-_MOST_FDS = 16
+_MAX_FDS = 16
 
 
 def length(head: bytes) -> int:
-    """Of what follows it."""
+    """Return the length of the body that follows this header."""
     return int(_HEAD.unpack(head)[0])
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as bytes, with its header."""
     body = json.dumps(message).encode("ascii")
     return _HEAD.pack(len(body)) + body
 
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
+    """Send a message with file descriptors."""
     data = encode(message)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([data], ancillary)
@@ -34,7 +36,7 @@ def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int]
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors; None when the other side is gone."""
+    """Return the next message and its descriptors; None when the other side is gone."""
     head, fds = _exactly(sock, _HEAD.size)
     if head is None:
         return None
@@ -44,15 +46,15 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     return json.loads(body), fds + more
 
 
-class Parcel:
-    """A message that comes in pieces, by a socket that does not wait."""
+class MessageReader:
+    """Assembles messages that arrive in pieces on a non-blocking socket."""
 
     def __init__(self) -> None:
         self._body = b""
         self._fds: list[int] = []
 
     def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors; None when the other side is gone. Raises BlockingIOError."""
+        """Return the next message and its descriptors; None when the other side is gone. Raises BlockingIOError."""
         while True:
             whole = _HEAD.size + (_HEAD.unpack(self._body[: _HEAD.size])[0] if len(self._body) >= _HEAD.size else 0)
             if len(self._body) == whole > _HEAD.size:
@@ -83,7 +85,7 @@ def _exactly(sock: socket.socket, size: int) -> tuple[bytes | None, list[int]]:
 def _some(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
     fds: list[int] = []
     try:
-        data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(_MOST_FDS * 4), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         data, ancillary = b"", []
     for level, kind, payload in ancillary:

@@ -142,7 +142,7 @@ class Chaos:
 
     def _is_well(self, attempt: WorkerGroup) -> bool:
         workers = attempt.workers.values()
-        if attempt.stopping or not attempt.full or any(worker.done or not worker.pid for worker in workers):
+        if attempt.stopping or not attempt.full or any(worker.finished or not worker.pid for worker in workers):
             return False
         if any(worker.heard for worker in workers):
             self.plain = False

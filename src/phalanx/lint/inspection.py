@@ -51,6 +51,8 @@ RULES = {
 
 @dataclass(frozen=True)
 class LintReport:
+    """The findings of all files."""
+
     files: int  # that were read
     findings: tuple[LintFinding, ...]
     unreadable: tuple[tuple[str, str], ...] = ()  # file, why
@@ -72,6 +74,7 @@ def _ignored(model: Model, finding: LintFinding) -> bool:
 
 
 def inspect_all(paths: Sequence[str]) -> LintReport:
+    """Inspect files and folders."""
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     found: list[LintFinding] = []
     unreadable = []

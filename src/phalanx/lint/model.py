@@ -24,6 +24,8 @@ _DISTRIBUTED = [
 
 
 class Model:
+    """What the rules ask about a script."""
+
     def __init__(self, script: Script) -> None:
         self.script = script
         self.operations = Operations(script)
@@ -31,18 +33,22 @@ class Model:
 
     @cached_property
     def ranks(self) -> Origin:
+        """Where values depend on the rank."""
         return ranks(self.script)
 
     @cached_property
     def worlds(self) -> Origin:
+        """Where values depend on the world size."""
         return worlds(self.script)
 
     @cached_property
     def chance(self) -> Origin:
+        """Where values are random."""
         return chance(self.script)
 
     @cached_property
     def reach(self) -> CodeReach:
+        """Which code every rank reaches."""
         return CodeReach(self.script, self.ranks, self.partings)
 
     @cached_property

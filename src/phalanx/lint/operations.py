@@ -92,7 +92,9 @@ _FSDP = ("FullyShardedDataParallel", "FSDP")
 
 
 @dataclass(frozen=True)
-class Operation:
+class RankOperation:
+    """A call that involves other ranks."""
+
     node: ast.Call
     op: str  # all_reduce
     kind: Kind = "collective"
@@ -102,70 +104,75 @@ class Operation:
 
     @property
     def what(self) -> str:
+        """The name of the operation, with the function that calls it."""
         return f"{self.op} (in {self.via}())" if self.via else self.op
 
 
 class Operations:
+    """All calls of a script that involve other ranks."""
+
     def __init__(self, script: Script) -> None:
         self.script = script
-        self._at: dict[ast.Call, tuple[Operation, ...]] = {}
-        self._of: dict[Function, tuple[Operation, ...]] = {}
+        self._at: dict[ast.Call, tuple[RankOperation, ...]] = {}
+        self._of: dict[Function, tuple[RankOperation, ...]] = {}
         self._wraps = any(self._wrapper(call) for call in script.calls)
 
-    def at(self, call: ast.Call) -> tuple[Operation, ...]:
+    def at(self, call: ast.Call) -> tuple[RankOperation, ...]:
         """What the call does: itself, or by a function of this file."""
         if call not in self._at:
             one = self._direct(call)
             self._at[call] = (one,) if one is not None else tuple(self._by_function(call))
         return self._at[call]
 
-    def all(self) -> Iterator[Operation]:
+    def all(self) -> Iterator[RankOperation]:
+        """Yield all operations of the script."""
         for call in self.script.calls:
             yield from self.at(call)
 
-    def below(self, *nodes: ast.AST) -> Iterator[Operation]:
+    def below(self, *nodes: ast.AST) -> Iterator[RankOperation]:
+        """Yield the operations inside these nodes."""
         for node in self.script.inside(*nodes):
             if isinstance(node, ast.Call):
                 yield from self.at(node)
 
     # -- one call
 
-    def _direct(self, call: ast.Call) -> Operation | None:
+    def _direct(self, call: ast.Call) -> RankOperation | None:
         name, last = self.script.name(call.func), self.script.last(call.func)
         if name.startswith("torch.distributed.checkpoint."):
             alone = any(word.arg in ("no_dist", "process_group") for word in call.keywords)
-            return Operation(call, f"checkpoint.{last}", part=alone) if last in _CHECKPOINT else None
+            return RankOperation(call, f"checkpoint.{last}", part=alone) if last in _CHECKPOINT else None
         if name.startswith("torch.distributed.") and not name.startswith("torch.distributed.rpc."):
             if last in _GROUPS:
                 local = any(word.arg == "use_local_synchronization" for word in call.keywords)
-                return Operation(call, last, "group", part=local)
+                return RankOperation(call, last, "group", part=local)
             if last == "init_process_group":
                 # With a size of its own it may be a world of some ranks.
-                return Operation(call, last, part=any(word.arg == "world_size" for word in call.keywords))
+                return RankOperation(call, last, part=any(word.arg == "world_size" for word in call.keywords))
             if last in _TORCH:
-                return Operation(call, last, part=_in_part(call, last))
+                return RankOperation(call, last, part=_in_part(call, last))
         if name.startswith("accelerate.utils.") and last in _ACCELERATE:
-            return Operation(call, last)
+            return RankOperation(call, last)
         if isinstance(call.func, ast.Attribute) and last in _METHODS.get(self.holder(call.func.value), ()):
             kind: Kind = "model" if last in ("backward", "step") else "collective"
-            return Operation(call, last, kind)
+            return RankOperation(call, last, kind)
         if self.is_wrap(call) == "ddp":
-            return Operation(call, "DistributedDataParallel", "model", part=_in_part(call, last))
+            return RankOperation(call, "DistributedDataParallel", "model", part=_in_part(call, last))
         return self._of_model(call, last)
 
-    def _of_model(self, call: ast.Call, last: str) -> Operation | None:
+    def _of_model(self, call: ast.Call, last: str) -> RankOperation | None:
         """Forward and backward of a wrapped model; the state of one whose parts lie on all ranks."""
         if not self._wraps:
             return None
         quiet = self._quiet(call)
         if wrapped := self.wrapped(call.func, call):
-            return None if wrapped == "run" and quiet else Operation(call, "forward", "model", quiet=quiet)
+            return None if wrapped == "run" and quiet else RankOperation(call, "forward", "model", quiet=quiet)
         if not isinstance(call.func, ast.Attribute):
             return None
         if last == "state_dict" and self.wrapped(call.func.value, call) == "fsdp":
-            return Operation(call, "state_dict", "model")
+            return RankOperation(call, "state_dict", "model")
         if last == "backward" and self._follows(call.func.value, call, 4):
-            return Operation(call, "backward", "model")
+            return RankOperation(call, "backward", "model")
         return None
 
     def _follows(self, value: ast.AST, where: ast.AST, depth: int) -> bool:
@@ -181,7 +188,7 @@ class Operations:
                     return True
         return False
 
-    def _by_function(self, call: ast.Call) -> Iterator[Operation]:
+    def _by_function(self, call: ast.Call) -> Iterator[RankOperation]:
         function = self.script.called(call)
         if function is None:
             return
@@ -196,7 +203,7 @@ class Operations:
             yield replace(one, node=call, via=function.name)
         yield from self._handed(call, function)
 
-    def _handed(self, call: ast.Call, function: Function) -> Iterator[Operation]:
+    def _handed(self, call: ast.Call, function: Function) -> Iterator[RankOperation]:
         """A wrapped model that is given to a function which calls it."""
         names = [argument.arg for argument in function.args.args]
         if names[:1] == ["self"]:
@@ -210,7 +217,7 @@ class Operations:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
                     quiet = self._quiet(node) or self._quiet(call)
                     if not (wrapped == "run" and quiet):
-                        yield Operation(call, "forward", "model", via=function.name, quiet=quiet)
+                        yield RankOperation(call, "forward", "model", via=function.name, quiet=quiet)
                     break
 
     # -- what things are

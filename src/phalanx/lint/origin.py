@@ -35,12 +35,14 @@ class Origin:
         self._deep: dict[ast.AST, bool] = {}
 
     def depends(self, node: ast.expr) -> bool:
+        """Return whether the value of an expression depends on the source."""
         if node not in self._known:
             self._known[node] = False  # whoever asks again on the way has come around in a circle
             self._known[node] = self._source(node) or self._computed(node)
         return self._known[node]
 
     def mentions(self, node: ast.AST) -> bool:
+        """Return whether any expression inside `node` depends on the source."""
         if node not in self._deep:
             self._deep[node] = False
             self._deep[node] = any(

@@ -15,18 +15,23 @@ Divides = Callable[[ast.expr], bool]
 
 @dataclass(frozen=True)
 class Parting:
+    """A condition that only some ranks pass."""
+
     test: str  # as it is written
     line: int
     left: str = ""  # the others have gone by this: return, break …; empty: the place is under the condition
 
     @property
     def who(self) -> str:
+        """A sentence about the ranks that reach the code."""
         if self.left:
             return f"where `{self.test}` (line {self.line}) a rank has left by `{self.left}`"
         return f"only ranks with `{self.test}` (line {self.line}) come to it"
 
 
 class Partings:
+    """Finds conditions that divide the ranks."""
+
     def __init__(self, script: Script, operations: Operations) -> None:
         self.script = script
         self.operations = operations

@@ -93,6 +93,7 @@ _SEEDS = frozenset(["seed", "manual_seed", "seed_everything", "set_seed", "seed_
 
 
 def ranks(script: Script) -> Origin:
+    """Return where values depend on the rank."""
     spawned = first_parameters(script)
     world = worlds(script)
 
@@ -140,6 +141,8 @@ def agreed(node: ast.Compare) -> bool:
 
 
 def worlds(script: Script) -> Origin:
+    """Return where values depend on the world size."""
+
     def source(node: ast.expr) -> bool:
         if isinstance(node, ast.Call) and script.last(node.func) == "get_world_size":
             return True

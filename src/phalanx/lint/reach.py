@@ -14,6 +14,8 @@ _PROCESSES = ("Process", "start_processes", "spawn", "notebook_launcher", "elast
 
 
 class CodeReach:
+    """Which code every rank reaches."""
+
     def __init__(self, script: Script, ranks: Origin, partings: Partings) -> None:
         self.script = script
         self.ranks = ranks

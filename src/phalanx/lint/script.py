@@ -45,6 +45,7 @@ class Script:
     # -- around a node
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the ancestors of a node, the innermost first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
@@ -82,6 +83,7 @@ class Script:
         return frozenset(plain | set(self.imports.values()))
 
     def uses(self, *packages: str) -> bool:
+        """Return whether the script imports one of these packages."""
         return any(name == package or name.startswith(f"{package}.") for name in self.modules for package in packages)
 
     def name(self, node: ast.AST | None) -> str:
@@ -101,15 +103,18 @@ class Script:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
+        """All nodes of the syntax tree."""
         return list(ast.walk(self.tree))
 
     @cached_property
     def calls(self) -> list[ast.Call]:
+        """All calls in the order of the text."""
         found = [node for node in self.nodes if isinstance(node, ast.Call)]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     @cached_property
     def functions(self) -> dict[str, list[Function]]:
+        """The functions by name."""
         found: dict[str, list[Function]] = {}
         for node in self.nodes:
             if isinstance(node, Function):

@@ -1,4 +1,4 @@
-"""(what has happened so far, the fault, who could go on) -> what now."""
+"""Decides what follows a fault. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-REPEATS = 3  # of one crash, with nothing done in between: it is no accident
-OUTSIDE = 10  # of deaths by SIGKILL, likewise: a machine that has too little memory, a rank that hangs at one place
-AT_ONCE = 30.0  # seconds after a start. Where a script does not tell its steps, time has to say whether it got anywhere
+REPEATS = 3  # of the same crash without progress: stop
+OUTSIDE = 10  # deaths by SIGKILL without progress: too little memory, or a rank that always hangs
+AT_ONCE = 30.0  # seconds after a start without progress, if the script does not report its steps
 
 
 class RecoveryAction(Enum):
+    """What follows a fault."""
+
     REGROUP = "regroup"  # survivors stay, the dead are replaced
     RESTART = "restart"  # all ranks are stopped, and started again
     STOP = "stop"
@@ -19,21 +21,21 @@ class RecoveryAction(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank, or several at once, that failed."""
+    """A failure of one rank, or of several at once."""
 
-    place: str  # what crashed, and where: the same for two of the same crash. Empty: it came from outside
+    place: str  # what crashed, and where: equal for the same crash. Empty: killed from outside
     time: float
     lived: float  # seconds since the rank was started
-    step: int | None = None  # the newest one committed by then, where the script tells
-    together: bool = False  # with the one before: a rank of the same group, which was given up already
+    step: int | None = None  # the newest committed step, if known
+    together: bool = False  # of the same group as the previous fault
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """So many recoveries; a healthy `window` of seconds fills it again.
+    """How many recoveries are allowed. After a healthy `window` of seconds, counting starts again.
 
-    `most` None: the user has not said. A script that can regroup then does so for as long as it makes progress, and
-    any other is not started again, as with torchrun.
+    `most` None: not given. A script that can regroup then does so as long as it makes progress; any other script is not
+    restarted, as with torchrun.
     """
 
     most: int | None
@@ -41,33 +43,35 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryDecision:
+    """The decision about a fault."""
+
     way: RecoveryAction
     used: int = 0  # recoveries of the budget, with this one
     why: str = ""  # it stops
 
 
-def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: bool) -> Recovery:
-    """`able`: everybody who is left can regroup."""
+def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: bool) -> RecoveryDecision:
+    """Return what to do about a fault. `able`: all survivors can regroup."""
     recent = [each for each in since_healthy([*past, fault], budget.window) if not each.together]
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
-        return Recovery(RecoveryAction.STOP)
+        return RecoveryDecision(RecoveryAction.STOP)
     if repeats(recent) >= REPEATS:
         why = f"not retrying: the same failure {REPEATS} times with no progress"
-        return Recovery(RecoveryAction.STOP, used, why)
-    # Whoever kills may have reasons that are not the script's; and one that does not tell its steps has a budget.
+        return RecoveryDecision(RecoveryAction.STOP, used, why)
+    # A kill may have reasons outside of the script, so more of them are allowed.
     if able and kills(recent) >= OUTSIDE:
         why = f"not retrying: killed {OUTSIDE} times with no progress"
-        return Recovery(RecoveryAction.STOP, used, why)
+        return RecoveryDecision(RecoveryAction.STOP, used, why)
     if budget.most is not None and used > budget.most:
         were = "recovery was allowed, and is" if budget.most == 1 else "recoveries were allowed, and are"
-        return Recovery(RecoveryAction.STOP, used, f"{budget.most} {were} used up")
-    return Recovery(RecoveryAction.REGROUP if able else RecoveryAction.RESTART, used)
+        return RecoveryDecision(RecoveryAction.STOP, used, f"{budget.most} {were} used up")
+    return RecoveryDecision(RecoveryAction.REGROUP if able else RecoveryAction.RESTART, used)
 
 
 def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
-    """Those since the run was last well for so long."""
+    """Return the faults since the run was last healthy for `window` seconds."""
     recent: list[Fault] = []
     for fault in faults:
         if recent and fault.time - recent[-1].time >= window:
@@ -77,7 +81,7 @@ def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
 
 
 def repeats(faults: Sequence[Fault]) -> int:
-    """How many at the end are one and the same crash."""
+    """Return how many faults at the end are the same crash."""
     count = 0
     following: Fault | None = None
     for fault in reversed(faults):
@@ -89,8 +93,7 @@ def repeats(faults: Sequence[Fault]) -> int:
 
 
 def kills(faults: Sequence[Fault]) -> int:
-    """How many at the end came from outside, each to a rank that was started after the one before: those who fall
-    together count once."""
+    """Return how many faults at the end came from outside. Faults at the same time count once."""
     count = 0
     first = last = None
     for fault in faults:

@@ -723,6 +723,7 @@ class Run(WorkerProcessGroup):
         """`left` is called when the group is no more: what was to be saved may take longer to write. `held`: living
         ranks have it, so that it is not waited for."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._forget_checks)
             if self.handover is not None:
                 stack.callback(self.handover.close)
             if self._checkpoints is not None:
@@ -736,6 +737,12 @@ class Run(WorkerProcessGroup):
                 stack.callback(self._metrics.close)
             if self._progress is not None:
                 stack.callback(self._progress.close)
+
+    def _forget_checks(self) -> None:
+        """They refer to this object, which would keep its connections until the garbage collector comes."""
+        self._checks.clear()
+        self._stepper.before_update.clear()
+        self._stepper.before_commit = self._two_phase = None
 
     def _everything(self) -> Mapping[str, object]:
         return {**self._kept, "phalanx.stepper": self._stepper}

@@ -1,8 +1,7 @@
-"""A scene as Prometheus reads it: the text format, version 0.0.4.
+"""The metrics of a run in the text format of Prometheus, version 0.0.4.
 
-Everything has the label `run`. What there is of each rank has `rank` besides; where it runs is told once, by
-phalanx_rank_info. The histogram is of all ranks together: with a rank or a node in its labels it would be larger
-than all the rest.
+All metrics have the label `run`; those of a rank also have `rank`. phalanx_rank_info says where a rank runs. The
+histogram covers all ranks together: with a label per rank it would be larger than everything else.
 """
 
 from __future__ import annotations
@@ -20,55 +19,60 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _COUNTERS = (
     ("faults", "fault", "Ranks that failed, and nodes that were lost."),
-    ("recoveries", "recovered", "Faults after which the others went on."),
-    ("restarts", "restarted", "Times that all ranks were started again."),
-    ("stalls", "stalled", "Times that no rank went on."),
+    ("recoveries", "recovered", "Faults after which the other ranks continued."),
+    ("restarts", "restarted", "Restarts of all ranks."),
+    ("stalls", "stalled", "Stalls: no rank made progress."),
 )
 
 
-def text(scene: RunModel) -> str:
-    return "\n".join([*_run(scene), *_counters(scene), *_steps(scene), *_ranks(scene), *_measured(scene), ""])
+def text(model: RunModel) -> str:
+    """Return all metrics of the run."""
+    return "\n".join([*_run(model), *_counters(model), *_steps(model), *_ranks(model), *_measured(model), ""])
 
 
-def _run(scene: RunModel) -> Iterator[str]:
-    run, over = _labels(run=scene.run), scene.ended is not None
-    about = _labels(run=scene.run, command=shlex.join(scene.command))
-    yield from _family("run_info", "gauge", "What runs.", [(about, 1)])
-    yield from _family("up", "gauge", "1 until the run has ended.", [(run, int(scene.ended is None))])
-    states = [(_labels(run=scene.run, state=state), int(state == scene.state)) for state in get_args(State)]
-    yield from _family("state", "gauge", "1 for the state that the run is in.", states)
+def _run(model: RunModel) -> Iterator[str]:
+    run, over = _labels(run=model.run), model.ended is not None
+    about = _labels(run=model.run, command=shlex.join(model.command))
+    yield from _family("run_info", "gauge", "The command of the run.", [(about, 1)])
+    yield from _family("up", "gauge", "1 until the run has ended.", [(run, int(model.ended is None))])
+    states = [(_labels(run=model.run, state=state), int(state == model.state)) for state in get_args(State)]
+    yield from _family("state", "gauge", "1 for the current state of the run.", states)
     gauges: list[tuple[str, str, float | None]] = [
-        ("start_time_seconds", "When it was started, since 1970.", scene.started),
-        ("world_size", "Ranks.", scene.world_size),
-        ("nodes", "Nodes that have ranks.", scene.nodes),
-        ("generation", "How often the group has formed anew.", scene.generation),
-        ("attempt", "How often all ranks were started again.", scene.attempt),
-        ("step", "The furthest step.", _known(scene.step)),
-        ("steps_planned", "Steps that it is going to make.", scene.total or None),
-        ("epoch", "As the training counts them.", scene.epoch),
-        ("steps_per_second", "Of the run, over some seconds.", 0.0 if over else scene.rate),
-        ("samples_per_second", "Of all ranks.", _known(min(0.0, scene.samples) if over else scene.samples)),
-        ("goodput_ratio", "Share of the time since the first step that was not lost.", scene.goodput),
-        ("verdicts", "That stand now: why nothing goes on.", len(scene.verdicts)),
+        ("start_time_seconds", "Start time, in seconds since 1970.", model.started),
+        ("world_size", "Number of ranks.", model.world_size),
+        ("nodes", "Number of nodes that have ranks.", model.nodes),
+        ("generation", "Number of regroups.", model.generation),
+        ("attempt", "Number of restarts of all ranks.", model.attempt),
+        ("step", "The highest step of any rank.", _known(model.step)),
+        ("steps_planned", "Planned steps.", model.total or None),
+        ("epoch", "Epoch, as the training counts it.", model.epoch),
+        ("steps_per_second", "Steps per second of the run, averaged over some seconds.", 0.0 if over else model.rate),
+        (
+            "samples_per_second",
+            "Training samples per second of all ranks.",
+            _known(min(0.0, model.samples) if over else model.samples),
+        ),
+        ("goodput_ratio", "Share of the time since the first step that was not lost.", model.goodput),
+        ("verdicts", "Current verdicts about a stall.", len(model.verdicts)),
     ]
     for name, words, value in gauges:
         if value is not None:
             yield from _family(name, "gauge", words, [(run, value)])
 
 
-def _counters(scene: RunModel) -> Iterator[str]:
-    run = _labels(run=scene.run)
+def _counters(model: RunModel) -> Iterator[str]:
+    run = _labels(run=model.run)
     for name, kind, words in _COUNTERS:
-        yield from _family(f"{name}_total", "counter", words, [(run, scene.story.counts[kind])])
-    words = "What faults and stalls that are over have cost."
-    yield from _family("seconds_lost_total", "counter", words, [(run, scene.losses.seconds)])
+        yield from _family(f"{name}_total", "counter", words, [(run, model.timeline.counts[kind])])
+    words = "Seconds lost to faults and stalls that are over."
+    yield from _family("seconds_lost_total", "counter", words, [(run, model.lost_time.seconds)])
 
 
-def _steps(scene: RunModel) -> Iterator[str]:
-    yield "# HELP phalanx_step_seconds What ranks spend a step on."
+def _steps(model: RunModel) -> Iterator[str]:
+    yield "# HELP phalanx_step_seconds Seconds per step and phase."
     yield "# TYPE phalanx_step_seconds histogram"
-    for phase, histogram in scene.times.items():
-        yield from _histogram("phalanx_step_seconds", {"run": scene.run, "phase": phase}, histogram)
+    for phase, histogram in model.times.items():
+        yield from _histogram("phalanx_step_seconds", {"run": model.run, "phase": phase}, histogram)
 
 
 def _histogram(name: str, labels: Mapping[str, str], histogram: Histogram) -> Iterator[str]:
@@ -80,13 +84,15 @@ def _histogram(name: str, labels: Mapping[str, str], histogram: Histogram) -> It
     yield f"{name}_count{_labels(**labels)} {so_far}"
 
 
-def _ranks(scene: RunModel) -> Iterator[str]:
-    views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
+def _ranks(model: RunModel) -> Iterator[str]:
+    views = [model.ranks[rank] for rank in sorted(model.ranks)]
     if not views:
         return
-    labels = {view.rank: _labels(run=scene.run, rank=str(view.rank))[:-1] for view in views}  # open for more
-    here = [view for view in views if not view.gone]  # of others it is only shown how they were
-    held = {one.rank: one.share for one in scene.held}
+    labels = {
+        view.rank: _labels(run=model.run, rank=str(view.rank))[:-1] for view in views
+    }  # the closing brace follows
+    running = [view for view in views if not view.gone]
+    blocking = {one.rank: one.share for one in model.stragglers}
 
     def family(name: str, words: str, values: Iterable[tuple[RankView, str, float | None]]) -> Iterator[str]:
         samples = [(f"{labels[view.rank]}{more}}}", value) for view, more, value in values if value is not None]
@@ -96,34 +102,46 @@ def _ranks(scene: RunModel) -> Iterator[str]:
     where = [(view, _more(node=str(view.node), host=view.host, device=view.device or "cpu"), 1.0) for view in views]
     yield from family("info", "Where a rank runs.", where)
     states = [(view, f',state="{state}"', float(state == view.health)) for view in views for state in HEALTH]
-    yield from family("health", "1 for the state that a rank is in.", states)
-    yield from family("step", "Optimizer steps that were seen.", ((view, "", _known(view.step)) for view in views))
-    yield from family("steps_per_second", "Over some seconds.", ((view, "", view.rate) for view in here))
-    yield from family("samples_per_second", "Of its own.", ((view, "", _known(view.samples)) for view in here))
+    yield from family("health", "1 for the current health of a rank.", states)
+    yield from family("step", "Step of a rank.", ((view, "", _known(view.step)) for view in views))
+    yield from family(
+        "steps_per_second",
+        "Steps per second of a rank, averaged over some seconds.",
+        ((view, "", view.rate) for view in running),
+    )
+    yield from family(
+        "samples_per_second",
+        "Training samples per second of a rank.",
+        ((view, "", _known(view.samples)) for view in running),
+    )
     shares = [
         (view, f',phase="{phase}"', share)
-        for view in here
+        for view in running
         for phase, share in (("data", view.data), ("compute", view.compute), ("waiting", view.waiting))
     ]
-    yield from family("phase_ratio", "Share of its time, in the last second.", shares)
-    late = ((view, "", held.get(view.rank, 0.0)) for view in views)
-    yield from family("held_ratio", "Share of the last minute that others waited for it.", late)
-    yield from family("silent_seconds", "Since it was last heard of.", ((view, "", view.silent) for view in views))
-    yield from family("cpu_cores", "That it uses.", ((view, "", view.cpu) for view in here))
-    yield from family("memory_bytes", "Of the machine, that it uses.", ((view, "", view.memory) for view in here))
-    yield from family("gpu_ratio", "Use of its GPU.", ((view, "", _known(view.gpu)) for view in here))
-    memory = ((view, "", view.gpu_memory if view.gpu_memory > 0 else None) for view in here)
-    yield from family("gpu_memory_bytes", "Of its GPU, that is used.", memory)
+    yield from family("phase_ratio", "Share of the time of a rank, in the last second.", shares)
+    late = ((view, "", blocking.get(view.rank, 0.0)) for view in views)
+    yield from family("blocking_ratio", "Share of the last minute that other ranks waited for this one.", late)
+    yield from family(
+        "silent_seconds", "Seconds since the last heartbeat of a rank.", ((view, "", view.silent) for view in views)
+    )
+    yield from family("cpu_cores", "CPU cores that a rank uses.", ((view, "", view.cpu) for view in running))
+    yield from family("memory_bytes", "Host memory that a rank uses.", ((view, "", view.memory) for view in running))
+    yield from family(
+        "gpu_ratio", "Utilization of the GPU of a rank.", ((view, "", _known(view.gpu)) for view in running)
+    )
+    memory = ((view, "", view.gpu_memory if view.gpu_memory > 0 else None) for view in running)
+    yield from family("gpu_memory_bytes", "Used memory of the GPU of a rank.", memory)
 
 
-def _measured(scene: RunModel) -> Iterator[str]:
+def _measured(model: RunModel) -> Iterator[str]:
     values = [
-        (_labels(run=scene.run, name=name), curve.last)
-        for name, curve in scene.curves.items()
+        (_labels(run=model.run, name=name), curve.last)
+        for name, curve in model.curves.items()
         if curve.last is not None and name not in (STEPS, SAMPLES)
     ]
     if values:
-        yield from _family("measured", "gauge", "What the training has measured last.", values)
+        yield from _family("measured", "gauge", "Latest value of a metric of the training.", values)
 
 
 def _family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float | None]]) -> Iterator[str]:

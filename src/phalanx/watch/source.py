@@ -1,4 +1,4 @@
-"""Where it comes from: the agent of a run that lives, or the folder of one that has ended."""
+"""Where a viewer gets a run from: the agent of a live run, or the folder of a finished one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Stream = Literal["stdout", "stderr"]
 
 
 class LogPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what a rank has written: bytes `start` to `end` of its file."""
+    """Part of the output of a rank: bytes `start` to `end` of its file."""
 
     start: int
     end: int
@@ -21,16 +21,16 @@ class LogPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that was looked for."""
+    """A line that matches a search."""
 
     rank: int
     stream: Stream
-    at: int  # where it begins in the file
+    at: int  # offset of the line in the file
     line: str
 
 
 class WhyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Why nothing goes on, or that something does."""
+    """The answer of `why`: verdicts about a stall, and the stacks of all ranks."""
 
     report: str
     verdicts: tuple[str, ...] = ()
@@ -38,21 +38,27 @@ class WhyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
+    """What a viewer asks for."""
+
     run: str  # its name
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether the run is still running."""
+        ...
 
     def events(self) -> AsyncIterator[AnyEvent]:
-        """What has happened, in order; then, of a run that lives, what happens. Ends with the run."""
+        """Yield all events so far, then, for a live run, the new ones. Ends with the run."""
         ...
 
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
-        """From there on; None: the end of it."""
+        """Return part of the output of a rank, from `start` on. None: the end of it."""
         ...
 
-    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]: ...
+    async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
+        """Return the lines that contain `text`, at most `most`."""
+        ...
 
     async def why(self) -> WhyAnswer:
-        """With all stacks."""
+        """Return why the run is stalled, with the stacks of all ranks."""
         ...

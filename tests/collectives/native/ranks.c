@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "group.h"
+#include "kernels.h"
 
 #define SLOT 4096
 #define PATIENCE 60000
@@ -29,10 +30,10 @@ struct rank {
 
 struct work {
     struct phx_call call;
-    struct phx_part in[PHX_MOST], out[PHX_MOST];
+    struct phx_part in[PHX_MAX_RANKS], out[PHX_MAX_RANKS];
 };
 
-static int alike(int kind) { return kind <= PHX_GATHER; }
+static int same(int kind) { return kind <= PHX_GATHER; }
 static int reduces(int kind) { return kind == PHX_ALL_REDUCE || kind == PHX_REDUCE || kind == PHX_REDUCE_SCATTER; }
 
 /* What goes from one rank to another: all differ, and some have nothing. */
@@ -49,14 +50,14 @@ static size_t bytes_of(int kind, size_t base, int from, int to) {
 }
 
 static int32_t value(int kind, int from, int to, size_t i) {
-    return (int32_t)((size_t)from * 1000 + (alike(kind) ? 0 : (size_t)to * 100000) + i);
+    return (int32_t)((size_t)from * 1000 + (same(kind) ? 0 : (size_t)to * 100000) + i);
 }
 
 static struct phx_part part(size_t bytes) { return (struct phx_part){malloc(bytes ? bytes : 1), bytes}; }
 
 static void prepare(struct work *w, const struct rank *own, int kind, size_t base, int root) {
     memset(w, 0, sizeof *w);
-    w->call = (struct phx_call){.kind = kind, .dtype = PHX_I32, .op = PHX_SUM, .root = root, .before = 1, .patience = PATIENCE, .in = w->in, .out = w->out};
+    w->call = (struct phx_call){.kind = kind, .dtype = PHX_I32, .op = PHX_SUM, .root = root, .scale = 1, .timeout_ms = PATIENCE, .in = w->in, .out = w->out};
     int me = own->number, ranks = own->ranks, is_root = me == root;
     if (kind == PHX_ALL_GATHER || kind == PHX_GATHER) w->call.ins = 1;
     else if (kind == PHX_REDUCE_SCATTER || kind == PHX_ALL_TO_ALL || (kind == PHX_SCATTER && is_root)) w->call.ins = ranks;
@@ -109,7 +110,7 @@ static void collectives(const struct rank *own) {
             for (int root = 0; root < own->ranks; root += own->ranks > 1 ? own->ranks - 1 : 1) {
                 struct work w;
                 prepare(&w, own, kind, SIZES[s], root);
-                const char *wrong = phx_wrong(own->group, &w.call);
+                const char *wrong = phx_validate(own->group, &w.call);
                 if (wrong) FAIL("%s: %s", NAMES[kind], wrong);
                 want(own, NAMES[kind], phx_run(own->group, &w.call), PHX_OK);
                 check(&w, own);
@@ -143,15 +144,15 @@ static void queued(const struct rank *own) {
 static int run(const struct rank *own, int kind, size_t base, int root, int64_t patience) {
     struct work w;
     prepare(&w, own, kind, base, root);
-    w.call.patience = patience;
+    w.call.timeout_ms = patience;
     int result = phx_run(own->group, &w.call);
     finish(&w);
     return result;
 }
 
 static void blames(const struct rank *own, int culprit) {
-    uint8_t ranks[PHX_MOST];
-    phx_culprits(own->group, ranks);
+    uint8_t ranks[PHX_MAX_RANKS];
+    phx_failed_ranks(own->group, ranks);
     for (int r = 0; r < own->ranks; r++)
         if (ranks[r] != (r == culprit)) FAIL("rank %d is %sto blame, it was %d", r, ranks[r] ? "" : "not ", culprit);
 }
@@ -159,10 +160,10 @@ static void blames(const struct rank *own, int culprit) {
 static void differing(const struct rank *own) {
     int last = own->ranks - 1, odd = own->number == last;
     want(own, "other kinds", run(own, odd ? PHX_BARRIER : PHX_ALL_REDUCE, 100, 0, PATIENCE), PHX_MISMATCH);
-    struct phx_said said;
-    phx_said(own->group, 0, &said);
+    struct phx_signature said;
+    phx_signature(own->group, 0, &said);
     if (said.kind != PHX_ALL_REDUCE || said.bytes != 100) FAIL("rank 0 called %d of %d bytes", said.kind, (int)said.bytes);
-    phx_said(own->group, last, &said);
+    phx_signature(own->group, last, &said);
     if (said.kind != PHX_BARRIER) FAIL("the last rank called %d", said.kind);
     want(own, "after that", run(own, PHX_BARRIER, 0, 0, PATIENCE), PHX_MISMATCH);
 }
@@ -183,7 +184,7 @@ static void late(const struct rank *own) {
         blames(own, last);
         return;
     }
-    while (phx_broken(own->group) == PHX_OK) usleep(1000);
+    while (phx_error(own->group) == PHX_OK) usleep(1000);
     want(own, "too late", run(own, PHX_ALL_REDUCE, 100, 0, 100), PHX_TIMEOUT);
 }
 
@@ -255,9 +256,9 @@ static int memory(int ranks) {
 }
 
 static void in_threads(int ranks, int direct) {
-    int32_t pids[PHX_MOST];
-    pthread_t threads[PHX_MOST];
-    struct rank all[PHX_MOST];
+    int32_t pids[PHX_MAX_RANKS];
+    pthread_t threads[PHX_MAX_RANKS];
+    struct rank all[PHX_MAX_RANKS];
     int fd = memory(ranks);
     for (int r = 0; r < ranks; r++) pids[r] = getpid();
     for (int r = 0; r < ranks; r++) {

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "group.h"
+#include "kernels.h"
 
 #define RANKS 3
 #define BYTES (2 * (size_t)PHX_REGION)
@@ -42,7 +43,7 @@ static void *rank(void *number) {
     for (int r = 0; r < RANKS; r++) pids[r] = getpid(), there[r] = (uint64_t)(uintptr_t)memory[r];
     phx_group *g = phx_join(fd, me, RANKS, 4096, pids, me % 2, 60000, NULL);
     if (!g) FAIL("rank %d has not joined", me);
-    if (phx_lend(g, 1, BYTES, (void *const *)memory, there)) FAIL("no memory");
+    if (phx_add_region(g, 1, BYTES, (void *const *)memory, there)) FAIL("no memory");
     for (int round = 0; round < 3; round++) {
         float *data = memory[me] + 16 * me + round;
         struct phx_part part = {data, COUNT * sizeof *data};
@@ -53,7 +54,7 @@ static void *rank(void *number) {
         for (size_t i = 0; i < COUNT; i++)
             if (data[i] != (float)(6 * (int)(i % 1000) + 3 * round)) FAIL("rank %d, round %d: %f at %zu", me, round, data[i], i);
     }
-    phx_withdraw(g, 1);
+    phx_remove_region(g, 1);
     phx_leave(g);
     return NULL;
 }

@@ -17,17 +17,17 @@ from phalanx.collectives import registration
 
 FOLDER = pathlib.Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
-WITNESS = sys.modules["_phalanx_forkserver.probe.probe"].current
-RECORDER = sys.modules["_phalanx_forkserver.probe.flight_recorder"]
-PAGE = sys.modules["_phalanx_forkserver.probe.status_slot"]
-OWN = WITNESS._sampler._page
+PROBE = sys.modules["_phalanx_forkserver.probe.probe"].current
+REPORT = sys.modules["_phalanx_forkserver.probe.report"]
+SLOT = sys.modules["_phalanx_forkserver.probe.status_slot"]
+OWN = PROBE._sampler._slot
 MOST = 30  # seconds: a page that never says it fails the test, not the machine's load
 
 seen = {}
 
 
 def read():
-    return PAGE.read(OWN._memory, OWN._base // PAGE.SIZE)
+    return SLOT.read(OWN._memory, OWN._base // SLOT.SIZE)
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def stay(name, phase, called=None):
             if text.get("phase") == phase and (called is None or text.get("call", {}).get("op") == called):
                 break
             time.sleep(0.02)
-        seen[name] = {"page": read()._asdict(), **RECORDER.everything(1.0)}
+        seen[name] = {"page": read()._asdict(), **REPORT.full(1.0)}
         (FOLDER / name).touch()
         go.set()
 
@@ -168,7 +168,7 @@ if RANK == 0:
     large = [
         dist.all_reduce(torch.ones(1), group=dist.new_group([0], use_local_synchronization=True)) for _ in range(20)
     ]
-    seen["size"] = len(json.dumps(RECORDER.everything()))
+    seen["size"] = len(json.dumps(REPORT.full()))
     seen["threads"] = [thread.name for thread in threading.enumerate()]
     (FOLDER / "seen.json").write_text(json.dumps(seen))
 dist.barrier()

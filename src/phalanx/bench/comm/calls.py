@@ -188,7 +188,7 @@ class Regions(Group):
         super().__init__("shm", torch.device("cpu"), limit)
         self.name = REGIONS
         self._limit = limit
-        engine = regions.lender(self.group)
+        engine = regions.region_engine(self.group)
         if engine is None:
             raise ValueError("the ranks share no memory")
         self._engine = engine
@@ -196,8 +196,8 @@ class Regions(Group):
     def place(self, task: Task, buffers: Buffers) -> Buffers:
         if task.operation != "all_reduce":
             return buffers
-        region = regions.Region.made(buffers.bytes)
-        regions.show(self._engine, [region], self._limit)
+        region = regions.Region.create(buffers.bytes)
+        regions.share(self._engine, [region], self._limit)
         return replace(buffers, whole=torch.frombuffer(region, dtype=buffers.whole.dtype))
 
     def call(self, task: Task, b: Buffers) -> Call | None:

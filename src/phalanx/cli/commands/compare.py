@@ -18,7 +18,7 @@ from phalanx.launch.runs import history
 from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.watch.charts import plot, svg
 from phalanx.watch.html import comparison
-from phalanx.watch.html.comparison import ComparisonCell, Course, Track
+from phalanx.watch.html.comparison import ComparedRun, ComparedRunBuilder, ComparisonCell
 
 SIGN = "phalanx compare"
 _COLORS = (36, 33, 32, 35, 34, 31)  # terminal colors, in the order of the runs
@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
     names = _names(records)
     courses = []
     for name, record in zip(names, records, strict=True):
-        track = Track(name, metric=options.metric)
-        history.read(record, track.see)
-        courses.append(track.course(record.state))
+        builder = ComparedRunBuilder(name, metric=options.metric)
+        history.read(record, builder.apply)
+        courses.append(builder.build(record.state))
     _check(courses, options.metric)
     if options.svg:
         charts = [
@@ -73,7 +73,7 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _check(courses: Sequence[Course], metric: str) -> None:
+def _check(courses: Sequence[ComparedRun], metric: str) -> None:
     if metric != "loss" and all(course.final is None for course in courses):
         known = sorted({name for course in courses for name in course.known})
         raise UsageError(
@@ -83,7 +83,7 @@ def _check(courses: Sequence[Course], metric: str) -> None:
         )
 
 
-def _object(courses: Sequence[Course], metric: str) -> dict[str, Any]:
+def _object(courses: Sequence[ComparedRun], metric: str) -> dict[str, Any]:
     runs = []
     for course in courses:
         told = asdict(course)
@@ -95,7 +95,7 @@ def _object(courses: Sequence[Course], metric: str) -> dict[str, Any]:
     return {"metric": metric, "runs": runs, "ratios": _ratios(courses)}
 
 
-def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
+def _ratios(courses: Sequence[ComparedRun]) -> dict[str, list[float | None]]:
     """Return the ratio of each value to that of the first run."""
     return {
         name: [1.0, *(cell.ratio for cell in cells[1:])]
@@ -104,7 +104,7 @@ def _ratios(courses: Sequence[Course]) -> dict[str, list[float | None]]:
     }
 
 
-def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> None:
+def _show(courses: Sequence[ComparedRun], *, over: comparison.Over, log: bool) -> None:
     out = sys.stdout
     width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
     colored = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
@@ -146,7 +146,7 @@ def _show(courses: Sequence[Course], *, over: comparison.Over, log: bool) -> Non
     out.write("\n" + "\n".join(_table(courses, letters)) + "\n")
 
 
-def _table(courses: Sequence[Course], letters: Sequence[str]) -> list[str]:
+def _table(courses: Sequence[ComparedRun], letters: Sequence[str]) -> list[str]:
     rows = [("", *letters), *((name, *map(_told, cells)) for name, cells in comparison.table(courses))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(courses) + 1)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

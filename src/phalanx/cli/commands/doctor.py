@@ -22,7 +22,9 @@ from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.hosts import Host, parse_hostfile, parse_hosts
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
+from phalanx.contract import error_report
 from phalanx.contract.events import LinkMeasured
+from phalanx.contract.variables import ERROR_FORMAT
 from phalanx.doctor import machine, refusal, report, result
 from phalanx.doctor.checks.gpus import Gpus
 from phalanx.doctor.finding import Finding, worst
@@ -153,9 +155,8 @@ def _over_ssh(hosts: Sequence[Host], test: DoctorRun) -> Result:
     """Test all hosts. Report those that cannot take part, and test the others without them."""
     refused: list[Finding] = []
     while True:
-        names = [host.name for host in hosts]
         began = time.monotonic()
-        tried = test.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts), names)
+        tried = test.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts))
         if tried.nodes:
             return replace(tried, between=(*refused, *tried.between))
         refused += tried.between
@@ -193,7 +194,7 @@ class DoctorRun:
     patience: float  # seconds until all nodes have joined
     quick: bool
 
-    def run(self, where: Sequence[str], nodes: int, names: Sequence[str] = (), *, shared: bool = False) -> Result:
+    def run(self, where: Sequence[str], nodes: int, *, shared: bool = False) -> Result:
         """Run the survey and return its result, or why it could not run.
 
         `shared`: other tasks run the same command line, and only one of them gets the result.
@@ -205,14 +206,14 @@ class DoctorRun:
             outfile = "-" if shared else os.path.join(folder, "result.json")
             # The first node may be another machine, so the result is printed too.
             words = [*launch, "-m", _SURVEY, outfile, "--print", *(["--quick"] if self.quick else [])]
-            code, out, err = _run(words, self.environ, limit)
+            code, out, err = _run(words, {**self.environ, ERROR_FORMAT: "json"}, limit)
             found = _read(outfile) or result.find(out)
         if found is not None:
             return found
         if shared and code == 0:
             return Result(nodes=())
         text = err.decode(errors="replace").strip()
-        if code is not None and (told := refusal.findings(text, names)):
+        if code is not None and (told := refusal.findings(error_report.find(err))):
             return Result(nodes=(), between=tuple(told))
         sys.stderr.write(f"{text}\n" if text else "")
         ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"

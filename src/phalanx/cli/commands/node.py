@@ -17,9 +17,10 @@ from phalanx.cli.options import RunOptions
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract import error_report
 from phalanx.contract.variables import HOME
 from phalanx.errors import LaunchError, PhalanxError, ScriptError, UsageError
-from phalanx.launch.remote import node_spec
+from phalanx.launch.remote import node_spec, ssh
 from phalanx.launch.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, Ready, Signal
 from phalanx.launch.runs import run_folder
 
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> int:
     if spec is None:
         return 1
     line.leads = spec.node == 0
+    if line.leads:
+        error_report.enable(spec.env)
     environ = _environ(spec)
     try:
         options = msgspec.convert(spec.options, RunOptions, str_keys=True)
@@ -210,7 +213,8 @@ class NodeStdio:
                 case Signal(number=number):
                     os.kill(os.getpid(), signal.Signals(number))
                 case Fail() as fail if self._agent is not None:
-                    error = LaunchError(fail.what, details=fail.details, fix=fail.fix)
+                    refused = NodeRefused(what=fail.what, details=fail.details, fix=fail.fix)
+                    error = ssh.combined({fail.host: refused})
                     if self._agent.together:
                         self._agent.note(str(error))
                     else:

@@ -20,8 +20,8 @@ from phalanx.launch.runs import history, postmortem, views
 from phalanx.launch.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch.html import masking, report
-from phalanx.watch.html.comparison import Track
-from phalanx.watch.html.report import Account, ReportTail, Stood
+from phalanx.watch.html.comparison import ComparedRunBuilder
+from phalanx.watch.html.report import ReportContext, ReportTail, StallEvidence
 from phalanx.watch.model.incidents import Incidents
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.strip import TICK
@@ -64,12 +64,12 @@ def main(argv: list[str]) -> int:
 
 def render(record: RunRecord, *, with_logs: bool = True) -> str:
     """Return the report of a run as HTML."""
-    track, ledger, blamed = Track(record.id), Incidents(), Blamed()
-    history.read(record, lambda event: [see(event) for see in (track.see, ledger.see, blamed.see)])
-    scene, remains = track.scene, postmortem.read(record)
+    builder, incidents, blamed = ComparedRunBuilder(record.id), Incidents(), Blamed()
+    history.read(record, lambda event: [apply(event) for apply in (builder.apply, incidents.apply, blamed.apply)])
+    model, remains = builder.model, postmortem.read(record)
     ended_badly = not record.alive and record.code != 0
-    ranks = list(blamed.ranks | dict.fromkeys(range(scene.world_size or len(scene.ranks))))[:_RANKS]
-    account = Account(
+    ranks = list(blamed.ranks | dict.fromkeys(range(model.world_size or len(model.ranks))))[:_RANKS]
+    context = ReportContext(
         run=record.id,
         state=record.state,
         command=tuple(record.command),
@@ -81,23 +81,23 @@ def render(record: RunRecord, *, with_logs: bool = True) -> str:
         started=record.started,
         first=postmortem.first(remains) if ended_badly else "",
         cause=postmortem.report(remains) if ended_badly else "",
-        stood=tuple(Stood(texts, stacks) for texts, stacks in history.stalls_of(record)),
+        stalls=tuple(StallEvidence(texts, stacks) for texts, stacks in history.stalls_of(record)),
         tails=asyncio.run(_tails(record, sorted(ranks))) if with_logs else (),
         with_logs=with_logs,
     )
-    page = asyncio.run(_page(record, scene, account))
-    return report.html(account, scene, track.course(record.state), ledger, page=page)
+    page = asyncio.run(_page(record, model, context))
+    return report.html(context, model, builder.build(record.state), incidents, page=page)
 
 
-async def _page(record: RunRecord, scene: RunModel, account: Account) -> str:
+async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> str:
     """Return the browser page with its data inside, with as many phases as there is room for."""
-    letters = min(_MOST_PHASES, _PHASES // max(1, len(scene.ranks)))
+    letters = min(_MOST_PHASES, _PHASES // max(1, len(model.ranks)))
     logs: dict[str, dict[str, str]] = {}
-    for tail in account.tails:
+    for tail in context.tails:
         logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
     why = await views.FinishedRun(record).why()
     stacks = {rank: text[:_STACK] for rank, text in itertools.islice(why.stacks.items(), _STACKS)}
-    whole = Updates(scene, seconds=letters * TICK).whole()
+    whole = Updates(model, seconds=letters * TICK).whole()
     every = math.ceil(sum(map(len, whole.curves.values())) / _POINTS) or 1
     curves = {name: [*points[:-1:every], points[-1]] for name, points in whole.curves.items() if points}
     data = {
@@ -126,7 +126,7 @@ class Blamed:
 
     ranks: dict[int, None] = field(default_factory=dict)
 
-    def see(self, event: events.AnyEvent) -> None:
+    def apply(self, event: events.AnyEvent) -> None:
         """Add the ranks of an event."""
         match event:
             case events.WorkerFailed() | events.FaultEvent():

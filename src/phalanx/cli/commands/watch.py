@@ -44,11 +44,11 @@ def main(argv: list[str]) -> int:
     from phalanx.watch.screen import terminal
 
     environ = environment()
-    if options.plain or not terminal.good_for_a_screen(environ.get("TERM", "")):
+    if options.plain or not terminal.supports_screen(environ.get("TERM", "")):
         from phalanx.watch.screen import lines
 
         return lines.show(source)
     from phalanx.cli.run_actions import LocalRunActions
     from phalanx.watch.screen import screen
 
-    return screen.show(source, hands=LocalRunActions(run), environ=environ, held=options.held is not None)
+    return screen.show(source, actions=LocalRunActions(run), environ=environ, owned_by_run=options.held is not None)

@@ -83,7 +83,7 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
     if received is None:
         raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}")
     if received[0].get("is") != what:
-        notes = [event.text for event in postmortem.read(run).happened if isinstance(event, events.Note)]
+        notes = [event.text for event in postmortem.read(run).happened if isinstance(event, events.NoteEvent)]
         raise LaunchError(
             f"{run.id} cannot be asked: {received[0].get('why', '')}",
             details=[f"its last message: {note}" for note in notes[-1:]],

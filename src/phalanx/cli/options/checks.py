@@ -188,6 +188,6 @@ def _typed(given: Given) -> str:
 def check_page(at: str | None) -> None:
     """Raise if the address of the browser page is not valid."""
     if at is not None:
-        from phalanx.watch.page import place
+        from phalanx.watch.page import address
 
-        place.parse(at)
+        address.parse(at)

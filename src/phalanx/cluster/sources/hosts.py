@@ -13,6 +13,8 @@ _SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Host:
+    """A host of --hosts or of a host file."""
+
     name: str  # as ssh takes it: host or user@host
     slots: int | None = None  # None: one for every device there
     devices: str | None = None  # exact devices, as --devices takes them: "0-7", "1,3"

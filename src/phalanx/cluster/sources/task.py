@@ -67,6 +67,7 @@ class Variables:
         return None
 
     def needed(self, *names: str) -> str:
+        """Return the first of these variables that is set. Raises UsageError."""
         value = self.text(*names)
         if value is None:
             raise self.refuse(f"{names[0]} is not set" if len(names) == 1 else f"none of {', '.join(names)} is set")
@@ -86,6 +87,7 @@ class Variables:
         return number
 
     def refuse(self, what: str, *details: str, fix: str = "") -> UsageError:
+        """Return an error about contradictory variables."""
         seen = " ".join(f"{name}={value}" for name, value in self.said.items())
         return UsageError(
             f"{self.source} says where this process runs, but {what}.",

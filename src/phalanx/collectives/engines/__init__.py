@@ -1,1 +1,1 @@
-"""What moves and reduces memory between ranks: shared memory, gloo, MPI, and several hosts."""
+"""Engines copy and reduce data between ranks: shared memory, gloo, MPI, and several hosts."""

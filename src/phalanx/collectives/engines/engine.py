@@ -1,7 +1,7 @@
-"""What a process group stands on: memory that is moved and reduced between ranks, one call at a time.
+"""The interface of engines, which copy and reduce data between ranks.
 
-A group (group.py) puts what torch asks for into these words; engines do it: shared.py in shared memory, plain.py
-without a compiler, nodes.py across machines, mpi.py through MPI.
+A process group (group.py) translates torch's calls to this interface. Engines implement it: shm.py in shared memory,
+gloo.py without a compiler, hierarchical.py across hosts, mpi.py through MPI.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-ANYONE = -1
+ANY_SOURCE = -1
 
 
 class CallKind(IntEnum):
-    """Numbers are those of native/phx.h."""
+    """The collectives. The numbers are those of native/phx.h."""
 
     ALL_REDUCE = 0
     REDUCE = 1
@@ -31,7 +31,7 @@ class CallKind(IntEnum):
 
 
 class Op(IntEnum):
-    """Numbers are those of native/reduce.h."""
+    """The reduce operations. The numbers are those of native/kernels.h."""
 
     SUM = 0
     PRODUCT = 1
@@ -44,20 +44,22 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Always in the order of the ranks, 16-bit floats in 32 bits and rounded once: every engine has the same bits."""
+    """A reduction. It runs in rank order, and accumulates 16-bit floats in 32 bits: all engines return the same
+    bits.
+    """
 
     op: Op = Op.SUM
-    before: float = 1.0  # times each input
-    average: bool = False  # the result divided by the number of ranks; whole numbers towards zero
+    scale: float = 1.0  # multiplies each input
+    average: bool = False  # divide the result by the number of ranks; integers are truncated
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """One collective. Tensors are contiguous and on the CPU, and are written where they are.
+    """One collective. Tensors are contiguous, on the CPU, and written in place.
 
-    ins, outs: none, one, or one for each rank, as the table in native/phx.h says. Where that has one for each rank, one
-    alone may stand for all: a whole of as many equal parts. Reductions have no complex numbers (the group shows them as
-    pairs of real ones); what is merely moved may be of any type.
+    ins, outs: zero, one, or one per rank, as the table in native/phx.h says. Where it says one per rank, a single
+    tensor may stand for that many equal parts. Reductions take no complex numbers (the group views them as pairs);
+    copies take any type.
     """
 
     kind: CallKind
@@ -65,53 +67,61 @@ class EngineCall:
     outs: Sequence[torch.Tensor] = ()
     reduction: Reduction | None = None
     root: int = 0
-    timeout: float = 0.0  # seconds; 0: for ever
+    timeout: float = 0.0  # seconds; 0: none
 
 
 class PendingCall(Protocol):
-    """Something under way."""
+    """A call or message in progress."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether it has finished."""
 
     def wait(self, timeout: float = 0.0) -> bool:
-        """Until it is over, or so many seconds (0: as long as the call itself has). Whether it is.
+        """Wait until it has finished, or for `timeout` seconds (0: the timeout of the call). Return whether it has
+        finished.
 
-        Raises what went wrong.
+        Raises the error of the call.
         """
 
     @property
     def source(self) -> int:
-        """Of a message that has come: from which rank of the group."""
+        """The rank of the group that a received message came from."""
 
 
 class Engine(Protocol):
+    """Runs the collectives and messages of one group."""
+
     rank: int
     size: int
 
     def run(self, call: EngineCall) -> None:
-        """Until it is done, after all that was started before."""
+        """Run a call, after all calls that were started before, and wait for it."""
 
     def start(self, call: EngineCall) -> PendingCall:
-        """Goes on while Python computes; in the order of the calls."""
+        """Start a call, in order with the others, and return."""
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> PendingCall: ...
+    def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> PendingCall:
+        """Send a message."""
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> PendingCall:
-        """`source` may be ANYONE. Messages of one rank and tag come in the order in which they were sent."""
+        """Receive a message. `source` may be ANY_SOURCE. Messages of one rank and tag arrive in the order they were
+        sent.
+        """
 
     def abort(self) -> None:
-        """From any thread: whoever waits raises GroupAborted, in every rank as far as that can be."""
+        """Make waiting calls raise GroupAborted, on all ranks if possible. Thread-safe."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release everything. No call may be in progress."""
 
 
 def spread(tensors: Sequence[torch.Tensor], size: int) -> Sequence[torch.Tensor]:
-    """One for each rank, where one alone may stand for all."""
+    """Return one tensor per rank: a single one is split into equal parts."""
     if len(tensors) == 1 and size > 1:
         return tensors[0].view(-1).chunk(size) if tensors[0].numel() else [tensors[0]] * size
     return tensors
 
 
 def as_bytes(tensor: torch.Tensor) -> Any:
-    """The same memory, as bytes."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # strides of one element alone may be anything
+    """View the memory of a tensor as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride

@@ -1,4 +1,4 @@
-"""An engine without a compiler: gloo carries bytes, torch reduces them. Slower, and the same results."""
+"""The engine that needs no compiler: gloo transfers bytes and torch reduces them. Slower, with the same results."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.collectives import mismatch
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 
-from .engine import ANYONE, CallKind, EngineCall, Op, Reduction, as_bytes, spread
+from .engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction, as_bytes, spread
 from .threaded import Threaded, ThreadedTask
 
-_HALVES = (torch.float16, torch.bfloat16)
-_FOREVER = 366 * 86400.0  # gloo knows no "for ever"
+_FLOAT16 = (torch.float16, torch.bfloat16)
+_FOREVER = 366 * 86400.0  # gloo has no infinite timeout
 _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 
 
 class GlooEngine(Threaded):
-    """`store`: of this group alone. `ranks`: their numbers in the world, for what is said of them."""
+    """`store`: of this group only. `ranks`: the global ranks, for messages."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self._ranks = tuple(ranks) or tuple(range(size))
         self._store = store
-        self._gloo: Any = c10d.ProcessGroupGloo(dist.PrefixStore("plain/", store), rank, size, timeout=timeout)
+        self._gloo: Any = c10d.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> ThreadedTask:
+        """Send a message."""
         data = [as_bytes(tensor)]
         return self._message("send", lambda: self._gloo.send(data, to, tag), timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> ThreadedTask:
+        """Receive a message."""
         data = [as_bytes(tensor)]
-        if source == ANYONE:
+        if source == ANY_SOURCE:
             return self._message("recv", lambda: self._gloo.recv_anysource(data, tag), timeout)
         return self._message("recv", lambda: self._gloo.recv(data, source, tag), timeout)
 
     def close(self) -> None:
+        """Close the gloo group."""
         super().close()
         self._gloo = None
 
@@ -54,13 +57,13 @@ class GlooEngine(Threaded):
 
     def _message(self, what: str, post: Callable[[], Any], timeout: float) -> GlooMessage:
         if self._ended:
-            raise GroupAborted(f"{what}: the group was ended")
-        with self._trouble(what, timeout):
-            return GlooMessage(post(), lambda: self._trouble(what, timeout), timeout)
+            raise GroupAborted(f"{what}: the group was closed or aborted")
+        with self._translate_errors(what, timeout):
+            return GlooMessage(post(), lambda: self._translate_errors(what, timeout), timeout)
 
     @contextmanager
-    def _trouble(self, what: str, timeout: float) -> Iterator[None]:
-        """What gloo says is one of our errors."""
+    def _translate_errors(self, what: str, timeout: float) -> Iterator[None]:
+        """Translate gloo's errors."""
         try:
             yield
         except RuntimeError as error:
@@ -68,16 +71,16 @@ class GlooEngine(Threaded):
             if isinstance(error, dist.DistBackendError) or not ("gloo" in text or "timed out" in text):
                 raise
             if self._ended:
-                raise GroupAborted(f"{what}: the group was ended") from None
+                raise GroupAborted(f"{what}: the group was closed or aborted") from None
             if "imed out" in text or "imeout" in text:
-                raise CollectiveTimeout(f"{what} waited {timeout:g} s for other ranks: {text}") from None
+                raise CollectiveTimeout(f"{what} timed out after {timeout:g} s: {text}") from None
             raise PeerLost(f"{what}: a rank has ended, or is not reachable: connection closed: {text}") from None
 
     def _do(self, call: EngineCall) -> None:
         name = call.kind.name.lower()
-        with self._trouble(name, call.timeout), torch.inference_mode():
-            ins, outs = self._shares(call)
-            self._agree(call, ins, outs)
+        with self._translate_errors(name, call.timeout), torch.inference_mode():
+            ins, outs = self._parts(call)
+            self._compare_calls(call, ins, outs)
             match call.kind:
                 case CallKind.ALL_REDUCE:
                     self._all_reduce(call)
@@ -86,14 +89,14 @@ class GlooEngine(Threaded):
                 case CallKind.BROADCAST:
                     self._broadcast(call)
                 case CallKind.REDUCE_SCATTER:
-                    call.outs[0].view(-1).copy_(self._reduced(ins, call).view(-1))
+                    call.outs[0].view(-1).copy_(self._reduce_part(ins, call).view(-1))
                 case CallKind.ALL_GATHER | CallKind.GATHER | CallKind.SCATTER | CallKind.ALL_TO_ALL:
-                    self._swap(ins, outs, call.timeout)
+                    self._exchange(ins, outs, call.timeout)
                 case CallKind.BARRIER:
-                    """They have all said that they are here."""
+                    pass  # the comparison of calls was the barrier
 
-    def _shares(self, call: EngineCall) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """What goes to each rank, and what comes from each."""
+    def _parts(self, call: EngineCall) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return what goes to each rank, and what comes from each."""
         size, nothing = self.size, torch.empty(0, dtype=torch.uint8)
         ins, outs = call.ins or [nothing] * size, call.outs or [nothing] * size
         match call.kind:
@@ -109,50 +112,50 @@ class GlooEngine(Threaded):
                 return spread(ins, size), spread(outs, size)
         return [nothing] * size, [outs[0]] * size
 
-    def _agree(self, call: EngineCall, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """Everybody learns what everybody has called, before anything is moved."""
+    def _compare_calls(self, call: EngineCall, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Exchange what all ranks have called, and compare it, before any data is moved."""
         counts = [tensor.nbytes for tensor in (*ins, *outs)]
         reduction = call.reduction or Reduction()
         of = _DTYPES.index((call.ins or call.outs or ins)[0].dtype)
-        how = (reduction.average, _bits(reduction.before))
-        said = torch.tensor([call.kind, of, reduction.op, call.root, *counts, *how])
-        heard = [torch.empty_like(said) for _ in range(self.size)]
+        how = (reduction.average, _bits(reduction.scale))
+        own = torch.tensor([call.kind, of, reduction.op, call.root, *counts, *how])
+        calls = [torch.empty_like(own) for _ in range(self.size)]
         options = c10d.AllgatherOptions()
         options.timeout = _timedelta(call.timeout)
-        self._gloo.allgather([heard], [said], options).wait()
-        rows = [row.tolist() for row in heard]
-        if not _agreed(rows, self.size):
-            told = [f"rank {self._ranks[rank]} {_called(row)}" for rank, row in enumerate(rows)]
-            text = f"ranks called different things: {', '.join(told)}"
-            raise mismatch.mismatch(text, self._store, self.rank, dict(enumerate(self._ranks)))
+        self._gloo.allgather([calls], [own], options).wait()
+        rows = [row.tolist() for row in calls]
+        if not _calls_match(rows, self.size):
+            described = [f"rank {self._ranks[rank]} {_describe(row)}" for rank, row in enumerate(rows)]
+            text = f"ranks called different things: {', '.join(described)}"
+            raise mismatch.make_error(text, self._store, self.rank, dict(enumerate(self._ranks)))
 
-    def _swap(self, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], timeout: float) -> None:
-        """To each rank its own, from each rank what it has for us."""
-        there = torch.cat([as_bytes(tensor) for tensor in ins])
-        here = torch.empty(sum(tensor.nbytes for tensor in outs), dtype=torch.uint8)
+    def _exchange(self, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], timeout: float) -> None:
+        """Send one tensor to each rank and receive one from each."""
+        send = torch.cat([as_bytes(tensor) for tensor in ins])
+        receive = torch.empty(sum(tensor.nbytes for tensor in outs), dtype=torch.uint8)
         to, of = [tensor.nbytes for tensor in ins], [tensor.nbytes for tensor in outs]
         options = c10d.AllToAllOptions()
         options.timeout = _timedelta(timeout)
-        self._gloo.alltoall_base(here, there, of, to, options).wait()
-        for tensor, came in zip(outs, here.split(of), strict=True):
-            as_bytes(tensor).copy_(came)
+        self._gloo.alltoall_base(receive, send, of, to, options).wait()
+        for tensor, received in zip(outs, receive.split(of), strict=True):
+            as_bytes(tensor).copy_(received)
 
-    def _reduced(self, ins: Sequence[torch.Tensor], call: EngineCall) -> torch.Tensor:
-        """Our part of what all have."""
-        came = [torch.empty_like(ins[self.rank]) for _ in range(self.size)]
-        self._swap(ins, came, call.timeout)
-        return reduced(came, call.reduction or Reduction())
+    def _reduce_part(self, ins: Sequence[torch.Tensor], call: EngineCall) -> torch.Tensor:
+        """Return this rank's part, reduced over all ranks."""
+        received = [torch.empty_like(ins[self.rank]) for _ in range(self.size)]
+        self._exchange(ins, received, call.timeout)
+        return reduced(received, call.reduction or Reduction())
 
     def _all_reduce(self, call: EngineCall) -> None:
         parts = call.outs[0].view(-1).tensor_split(self.size)
-        mine = self._reduced(parts, call)
-        self._swap([mine] * self.size, parts, call.timeout)
+        mine = self._reduce_part(parts, call)
+        self._exchange([mine] * self.size, parts, call.timeout)
 
     def _reduce(self, call: EngineCall) -> None:
         none = call.outs[0].view(-1)[:0]
         whole = call.outs[0].view(-1)
         ins = [whole if rank == call.root else none for rank in range(self.size)]
-        result = self._reduced(ins, call)
+        result = self._reduce_part(ins, call)
         if self.rank == call.root:
             whole.copy_(result)
 
@@ -165,35 +168,37 @@ class GlooEngine(Threaded):
 
 
 class GlooMessage(ThreadedTask):
-    """Gloo does not tell whether a message has come without waiting for it: who asks has a thread wait."""
+    """A message. gloo cannot test whether one has arrived: `done` starts a thread that waits."""
 
-    def __init__(self, work: Any, trouble: Callable[[], Any], timeout: float) -> None:
+    def __init__(self, work: Any, errors: Callable[[], Any], timeout: float) -> None:
         super().__init__(self._receive)
         self._work = work
-        self._trouble = trouble
+        self._translate_errors = errors
         self._timeout = timeout
         self._once = threading.Lock()
         self._watched = False
 
     def _receive(self) -> None:
-        with self._trouble():
+        with self._translate_errors():
             self._work.wait(_timedelta(self._timeout))
 
     def _finish(self) -> None:
         with self._once:
-            if not self._over.is_set():
+            if not self._finished.is_set():
                 self.run()
 
     def done(self) -> bool:
+        """Return whether the message has arrived."""
         self._watch()
         return super().done()
 
     def _watch(self) -> None:
-        if not self._watched and not self._over.is_set():
+        if not self._watched and not self._finished.is_set():
             self._watched = True
             threading.Thread(target=self._finish, name="phalanx-message", daemon=True).start()
 
     def wait(self, timeout: float = 0.0) -> bool:
+        """Wait for the message; return whether it has arrived."""
         if timeout:
             self._watch()
         else:
@@ -202,11 +207,12 @@ class GlooMessage(ThreadedTask):
 
     @property
     def source(self) -> int:
+        """The rank that the message came from."""
         return int(self._work._source_rank())
 
 
 def reduced(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
-    """What engine.Reduction says of so many ranks, in their order."""
+    """Apply a reduction to the parts of all ranks, in order."""
     total = _loaded(parts[0], reduction)
     for part in parts[1:]:
         total = _combined(total, _loaded(part, reduction), reduction.op)
@@ -217,10 +223,10 @@ def reduced(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor
 
 
 def _loaded(part: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    value = part.float() if part.dtype in _HALVES else part
-    if reduction.before == 1.0:
+    value = part.float() if part.dtype in _FLOAT16 else part
+    if reduction.scale == 1.0:
         return value
-    return value * (reduction.before if value.is_floating_point() else int(reduction.before))
+    return value * (reduction.scale if value.is_floating_point() else int(reduction.scale))
 
 
 def _combined(a: torch.Tensor, b: torch.Tensor, op: Op) -> torch.Tensor:
@@ -232,7 +238,7 @@ def _combined(a: torch.Tensor, b: torch.Tensor, op: Op) -> torch.Tensor:
         case Op.PRODUCT:
             return a * b
         case Op.MIN:
-            return torch.where((b < a) | b.isnan(), b, a)  # what is not a number wins
+            return torch.where((b < a) | b.isnan(), b, a)  # NaN wins
         case Op.MAX:
             return torch.where((a < b) | b.isnan(), b, a)
         case Op.BAND:
@@ -243,8 +249,10 @@ def _combined(a: torch.Tensor, b: torch.Tensor, op: Op) -> torch.Tensor:
             return a ^ b
 
 
-def _agreed(rows: Sequence[Sequence[int]], size: int) -> bool:
-    """Each row: kind, type, operation, root, bytes that go to each rank, bytes that come from each, average, factor."""
+def _calls_match(rows: Sequence[Sequence[int]], size: int) -> bool:
+    """Whether all ranks have made the same call. Each row: kind, dtype, op, root, bytes to each rank, bytes from each
+    rank, average, scale.
+    """
     kind = rows[0][0]
     if any((row[0], row[3]) != (kind, rows[0][3]) for row in rows):
         return False
@@ -257,16 +265,16 @@ def _same_bytes(rows: Sequence[Sequence[int]]) -> bool:
     return all(row[4:] == rows[0][4:] for row in rows)
 
 
-def _called(row: Sequence[int]) -> str:
+def _describe(row: Sequence[int]) -> str:
     kind, dtype = CallKind(row[0]), str(_DTYPES[row[1]]).removeprefix("torch.")
     if kind == CallKind.BARRIER:
         return "barrier"
     reduces = kind in (CallKind.ALL_REDUCE, CallKind.REDUCE, CallKind.REDUCE_SCATTER)
     rooted = kind in (CallKind.REDUCE, CallKind.BROADCAST, CallKind.GATHER, CallKind.SCATTER)
     of = max(*row[4:-2]) // _DTYPES[row[1]].itemsize
-    said = f"{kind.name.lower()} of {of} {dtype}"
+    own = f"{kind.name.lower()} of {of} {dtype}"
     how = "AVG" if row[-2] else "PREMUL_SUM" if row[-1] != _bits(1.0) else Op(row[2]).name
-    return said + (f" ({how})" if reduces else "") + (f", root {row[3]}" if rooted else "")
+    return own + (f" ({how})" if reduces else "") + (f", root {row[3]}" if rooted else "")
 
 
 def _bits(number: float) -> int:

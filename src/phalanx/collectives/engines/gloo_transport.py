@@ -1,4 +1,4 @@
-"""Bytes between any two ranks of a group, wherever they are, over gloo."""
+"""Point-to-point transfers between any two ranks of a group, over gloo."""
 
 from __future__ import annotations
 
@@ -16,50 +16,53 @@ import torch.distributed as dist
 
 from phalanx.collectives.errors import GroupAborted
 
-from .engine import ANYONE, as_bytes
+from .engine import ANY_SOURCE, as_bytes
 from .gloo import GlooMessage
 from .threaded import ENDED
 
-MANY = 64  # ranks: from there on a connection is made when it is first used, and a rank that ended before is waited for
-EVER = timedelta(days=365)
-_LOOK = 0.02  # seconds
-_one_at_a_time = threading.Lock()
+LAZY_SIZE = 64  # ranks from which connections are made on first use: then a rank that has exited is waited for
+NO_TIMEOUT = timedelta(days=365)
+_POLL = 0.02  # seconds
+_creating = threading.Lock()
 
 
 class GlooTransport:
-    """wires.send(tensor, to, tag).wait(); from any thread: wires.cut(), and whoever waits raises.
+    """transport.send(tensor, to, tag).wait(); transport.cut() from any thread makes waiting calls raise.
 
-    gloo has no way to end an operation that waits for a peer which neither answers nor closes, but it gives up when a
-    connection ends: so connections are ended. They are known by the ports on which ranks listen.
+    gloo cannot cancel an operation that waits for a peer, but it gives up when a connection is closed. So `cut` closes
+    the connections. It finds them by the ports on which the ranks listen.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         options = dist.ProcessGroupGloo._Options()
-        options._threads = 1  # for collectives of gloo's own, of which there are none
+        options._threads = 1  # only for gloo's own collectives, which are not used
         options._timeout = within(timeout)
-        with _one_at_a_time:
+        with _creating:
             before = _listening()
-            options._devices = [_device(size >= MANY)]
-            doors = [end for name, end in _listening().items() if name not in before]
-        store.set(f"door of {rank}", " ".join(f"{host}|{port}" for host, port in doors))
+            options._devices = [_device(size >= LAZY_SIZE)]
+            addresses = [end for name, end in _listening().items() if name not in before]
+        store.set(f"address of {rank}", " ".join(f"{host}|{port}" for host, port in addresses))
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-        keys = [f"door of {other}" for other in range(size)]
+        keys = [f"address of {other}" for other in range(size)]
         store.wait(keys, within(timeout))
-        told = [door for doors in store.multi_get(keys) for door in doors.decode().split()]
-        self._doors = {(host, int(port)) for host, _, port in (door.rpartition("|") for door in told)}
+        published = [address for addresses in store.multi_get(keys) for address in addresses.decode().split()]
+        self._addresses = {(host, int(port)) for host, _, port in (address.rpartition("|") for address in published)}
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """Start to send a tensor's bytes."""
         return self._gloo.send([as_bytes(tensor)], to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Start to receive a tensor's bytes; `source` may be ANY_SOURCE."""
         part = [as_bytes(tensor)]
-        return self._gloo.recv_anysource(part, tag) if source == ANYONE else self._gloo.recv(part, source, tag)
+        return self._gloo.recv_anysource(part, tag) if source == ANY_SOURCE else self._gloo.recv(part, source, tag)
 
     def cut(self) -> None:
+        """Close all connections for reading, so that waiting calls raise. Thread-safe."""
         for fd, name in _sockets():
             with contextlib.suppress(OSError):
-                copy = os.dup(fd)  # what it refers to stays the same while we look
+                copy = os.dup(fd)  # a copy refers to the same socket while we check it
                 try:
                     if os.readlink(f"/proc/self/fd/{copy}") == name:
                         self._cut(copy)
@@ -70,41 +73,47 @@ class GlooTransport:
         sock = socket.socket(fileno=fd)
         try:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and (
-                _end(sock.getpeername()) in self._doors or _end(sock.getsockname()) in self._doors
+                _address(sock.getpeername()) in self._addresses or _address(sock.getsockname()) in self._addresses
             ):
-                # Not for writing: gloo forgets an operation whose write fails, and somebody waits until the timeout.
+                # Not for writing: gloo forgets an operation whose write fails, and its caller would wait until the
+                # timeout.
                 sock.shutdown(socket.SHUT_RD)
         finally:
             sock.detach()
 
     def close(self) -> None:
+        """Close the gloo group."""
         self._gloo = None
 
 
-class AnySource(GlooMessage):
-    """gloo does not give up such a message when connections end: its wait is left to a thread, and to itself."""
+class AnySourceMessage(GlooMessage):
+    """A receive from any source. gloo does not cancel it when connections are closed, so a thread waits for it and is
+    abandoned.
+    """
 
-    def __init__(self, work: Any, trouble: Callable[[], Any], timeout: float, ended: Callable[[], bool]) -> None:
-        super().__init__(work, trouble, timeout)
+    def __init__(self, work: Any, errors: Callable[[], Any], timeout: float, ended: Callable[[], bool]) -> None:
+        super().__init__(work, errors, timeout)
         self._ended = ended
 
     def wait(self, timeout: float = 0.0) -> bool:
+        """Wait for the message; return whether it has arrived."""
         begun = time.monotonic()
         while not self.done():
             if self._ended():
                 raise GroupAborted(ENDED)
             if timeout and time.monotonic() - begun > timeout:
                 return False
-            self._over.wait(_LOOK)
+            self._finished.wait(_POLL)
         return super().wait()
 
 
 def within(timeout: float) -> timedelta:
-    return timedelta(seconds=timeout) if timeout else EVER
+    """Return the timeout as a timedelta; 0: a very long one."""
+    return timedelta(seconds=timeout) if timeout else NO_TIMEOUT
 
 
 def _device(lazy: bool) -> Any:
-    # torch's own variable, which it reads itself only where it makes the device itself.
+    # torch's own variable. torch does not read it when it is given a device.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
@@ -112,7 +121,7 @@ def _device(lazy: bool) -> Any:
 
 
 def _listening() -> dict[str, tuple[str, int]]:
-    """Sockets of this process on which it listens: name and address."""
+    """Return the listening sockets of this process: name -> address."""
     found = {}
     for fd, name in _sockets():
         with contextlib.suppress(OSError):
@@ -121,11 +130,11 @@ def _listening() -> dict[str, tuple[str, int]]:
                 if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
                     socket.SOL_SOCKET, socket.SO_ACCEPTCONN
                 ):
-                    found[name] = _end(sock.getsockname())
+                    found[name] = _address(sock.getsockname())
     return found
 
 
-def _end(address: Any) -> tuple[str, int]:
+def _address(address: Any) -> tuple[str, int]:
     return address[0].partition("%")[0], address[1]
 
 

@@ -1,8 +1,8 @@
-"""A group across machines: an engine within each, and wires between their leaders, the lowest rank of each.
+"""The engine for groups on several hosts: an inner engine per host, and gloo between the leaders, the lowest rank of
+each.
 
-Reductions go machine by machine: within one in the order of its ranks, then in the order of the machines. So every rank
-has the same bits, every time, but not those that as many ranks have on one machine. After an error the group is of no
-more use.
+Reductions run in rank order within each host, and then in the order of the hosts. So all ranks get the same bits every
+time, but not the bits that the same ranks would get on one host. After an error the group is unusable.
 """
 
 from __future__ import annotations
@@ -16,50 +16,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.collectives.call_header import CallHeader, check, travels
+from phalanx.collectives.call_header import CallHeader, check_match, fits_inline
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
-from phalanx.collectives.failure_propagation import FailurePropagation, as_ours
-from phalanx.collectives.neighbours import Neighbours, named
+from phalanx.collectives.failure_propagation import FailurePropagation, translate
+from phalanx.collectives.neighbours import Neighbours, format_ranks
 
-from .bundles import Room, combine, finish, pack, pieces_of, unpack, wider
-from .engine import ANYONE, CallKind, Engine, EngineCall, Reduction, as_bytes, spread
+from .buffers import BufferCache, accumulate_dtype, combine, finish, pack, split_pieces, unpack
+from .engine import ANY_SOURCE, CallKind, Engine, EngineCall, Reduction, as_bytes, spread
 from .gloo import GlooMessage
-from .gloo_transport import AnySource, GlooTransport, within
-from .routes import chain, tree
-from .sums import Sum
+from .gloo_transport import AnySourceMessage, GlooTransport, within
+from .leader_reduce import LeaderReduce
 from .threaded import ENDED, Threaded
 
-PIECE = 1 << 22  # bytes that are on the wires while others are reduced and handed out
-HEAD, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of the leaders' own
+PIECE = 1 << 22  # bytes that are transferred between hosts while other pieces are reduced and distributed
+HEADER, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of messages between leaders
 
 
 class HierarchicalEngine(Threaded):
-    """`inner`: of the ranks of this machine alone, numbered from 0 in their order. `ranks`: numbers in the world."""
+    """`inner`: the engine of this host's ranks, numbered from 0. `ranks`: the global ranks."""
 
     def __init__(
         self, store: dist.Store, neighbours: Neighbours, inner: Engine, timeout: float, ranks: Sequence[int] = ()
     ) -> None:
-        rank, size = neighbours.here[inner.rank], sum(map(len, neighbours.machines))
+        rank, size = neighbours.here[inner.rank], sum(map(len, neighbours.hosts))
         super().__init__(rank, size)
-        self._named = partial(named, names=tuple(ranks))
+        self._format_ranks = partial(format_ranks, names=tuple(ranks))
         self._inner = inner
-        self._machines = neighbours.machines
+        self._hosts = neighbours.hosts
         self._mine = neighbours.mine
         self._here = neighbours.here
-        self._of = {other: number for number, ranks in enumerate(self._machines) for other in ranks}
+        self._of = {other: number for number, ranks in enumerate(self._hosts) for other in ranks}
         self._leads = rank == self._here[0]
-        self._others = [number for number in range(len(self._machines)) if number != self._mine]
-        self._wires = GlooTransport(dist.PrefixStore("wires", store), rank, size, timeout)
-        words = dist.PrefixStore("causes", store)
-        self._causes = FailurePropagation(words, rank, neighbours, self._named, over=lambda: self._ended)
-        self._heads = [CallHeader() for _ in self._machines] if self._leads else []
-        self._next_heads = [CallHeader() for _ in self._heads]
-        self._coming: list[Any] = []
+        self._others = [number for number in range(len(self._hosts)) if number != self._mine]
+        self._transport = GlooTransport(dist.PrefixStore("transport", store), rank, size, timeout)
+        cause_store = dist.PrefixStore("causes", store)
+        self._failures = FailurePropagation(
+            cause_store, rank, neighbours, self._format_ranks, aborted=lambda: self._ended
+        )
+        self._headers = [CallHeader() for _ in self._hosts] if self._leads else []
+        self._next_headers = [CallHeader() for _ in self._headers]
+        self._posted: list[Any] = []
         self._count = 0
-        self._broken: Exception | None = None
+        self._error: Exception | None = None
         self._deadline = 0.0
-        self._room = Room()
-        self._ways = {
+        self._buffers = BufferCache()
+        self._methods = {
             CallKind.ALL_REDUCE: self._all_reduce,
             CallKind.REDUCE: self._reduce,
             CallKind.BROADCAST: self._broadcast,
@@ -71,79 +72,84 @@ class HierarchicalEngine(Threaded):
             CallKind.BARRIER: self._barrier,
         }
 
-    # -- from rank to rank: all by wires, since gloo's and the inner engine's cannot both be asked for "anyone"
+    # -- messages: all through gloo, because a receive from any source cannot wait on two transports
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> GlooMessage:
-        with self._trouble("send to", to, timeout):
-            work = self._wires.send(tensor, to, _allowed(tag))
-        return GlooMessage(work, partial(self._trouble, "send to", to, timeout), timeout)
+        """Send a message."""
+        with self._translate_errors("send to", to, timeout):
+            work = self._transport.send(tensor, to, _check_tag(tag))
+        return GlooMessage(work, partial(self._translate_errors, "send to", to, timeout), timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> GlooMessage:
-        with self._trouble("recv from", source, timeout):
-            work = self._wires.recv(tensor, source, _allowed(tag))
-        trouble = partial(self._trouble, "recv from", source, timeout)
+        """Receive a message."""
+        with self._translate_errors("recv from", source, timeout):
+            work = self._transport.recv(tensor, source, _check_tag(tag))
+        errors = partial(self._translate_errors, "recv from", source, timeout)
         return (
-            AnySource(work, trouble, timeout, lambda: self._ended)
-            if source == ANYONE
-            else GlooMessage(work, trouble, timeout)
+            AnySourceMessage(work, errors, timeout, lambda: self._ended)
+            if source == ANY_SOURCE
+            else GlooMessage(work, errors, timeout)
         )
 
     @contextlib.contextmanager
-    def _trouble(self, what: str, peer: int, timeout: float) -> Iterator[None]:
+    def _translate_errors(self, what: str, peer: int, timeout: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            what = f"{what} {'any rank' if peer == ANYONE else self._named([peer])}"
-            raise GroupAborted(ENDED) if self._ended else as_ours(error, what, timeout) from None
+            what = f"{what} {'any rank' if peer == ANY_SOURCE else self._format_ranks([peer])}"
+            raise GroupAborted(ENDED) if self._ended else translate(error, what, timeout) from None
 
     # -- calls
 
     def close(self) -> None:
+        """Close the inner engine and the connections."""
         super().close()
         self._inner.close()
-        self._wires.close()  # and what it still expected is forgotten
-        self._coming = []
+        self._transport.close()  # drops receives that are still posted
+        self._posted = []
 
     def _interrupt(self) -> None:
-        self._wires.cut()
+        self._transport.cut()
         self._inner.abort()
 
     def _do(self, call: EngineCall) -> None:
-        if self._broken is not None:
-            raise type(self._broken)(f"{call.kind.name.lower()}: this group has ended before: {self._broken}")
+        if self._error is not None:
+            raise type(self._error)(f"{call.kind.name.lower()}: this group has failed before: {self._error}")
         self._deadline = time.monotonic() + call.timeout if call.timeout else 0.0
         self._count += 1
         own = call.ins if call.kind == CallKind.GATHER else call.outs
         nothing = call.kind != CallKind.ALL_TO_ALL and not any(tensor.numel() for tensor in own)
-        way = self._barrier if nothing else self._ways[call.kind]
+        method = self._barrier if nothing else self._methods[call.kind]
         try:
-            way(call)
+            method(call)
         except Exception as error:
             if self._leads:
-                self._wires.cut()  # so that the other leaders give up as well
-            cause = self._causes.of(GroupAborted(ENDED) if self._ended else error, call, self._leads or self._ended)
-            self._broken = cause
+                self._transport.cut()  # so that the other leaders give up, too
+            cause = self._failures.cause(
+                GroupAborted(ENDED) if self._ended else error, call, self._leads or self._ended
+            )
+            self._error = cause
             if self._leads:
-                self._inner.abort()  # once the cause is told: who waits there asks for it
-                if not isinstance(error, PeerLost | CollectiveTimeout):  # which they have seen themselves
-                    self._causes.heard()
+                self._inner.abort()  # after the cause is published: ranks that wait there read it
+                if not isinstance(error, PeerLost | CollectiveTimeout):  # which the ranks have seen themselves
+                    self._failures.wait_for_readers()
             raise cause from error
 
     def _barrier(self, call: EngineCall) -> None:
-        self._within(CallKind.BARRIER)
-        self._agree(call)
-        self._within(CallKind.BARRIER)
+        self._run_inner(CallKind.BARRIER)
+        self._match_headers(call)
+        self._run_inner(CallKind.BARRIER)
 
     def _all_reduce(self, call: EngineCall) -> None:
-        how, pieces = _reduction(call), pieces_of(call.outs[0].view(-1), PIECE)
-        sums: list[Sum] = []
+        how, pieces = _reduction(call), split_pieces(call.outs[0].view(-1), PIECE)
+        sums: list[LeaderReduce] = []
         for step in range(len(pieces) + 2):
-            # One piece is reduced here, while the one before is on its way, and the one before that comes back.
+            # Pipelined: one piece is reduced here while the previous one is sent and the one before that comes back.
             if step < len(pieces):
-                mine = self._wide(pieces[step], f"wide {step % 3}")
-                self._within(CallKind.REDUCE, outs=[mine], reduction=Reduction(how.op, how.before))
-                along = self._agree(call, mine if len(pieces) == 1 else None) if step == 0 else []
-                sums.append(Sum(self, mine, how.op, f"{step % 3}", along))
+                mine = self._widened(pieces[step], f"wide {step % 3}")
+                self._run_inner(CallKind.REDUCE, outs=[mine], reduction=Reduction(how.op, how.scale))
+                payload = self._match_headers(call, mine if len(pieces) == 1 else None) if step == 0 else []
+                sums.append(LeaderReduce(self, mine, how.op, f"{step % 3}", payload))
             if 1 <= step <= len(pieces):
                 sums[step - 1].reduce()
             if step >= 2:
@@ -151,82 +157,82 @@ class HierarchicalEngine(Threaded):
                 total.end()
                 if self._leads:
                     finish(piece, total.mine, how, self.size)
-                self._within(CallKind.BROADCAST, outs=[piece])
+                self._run_inner(CallKind.BROADCAST, outs=[piece])
 
     def _reduce(self, call: EngineCall) -> None:
         how, root, at = _reduction(call), call.root, self._of[call.root]
         sends = []
-        for number, piece in enumerate(pieces_of(call.outs[0].view(-1), PIECE)):
-            # What is on its way has to stay; elsewhere than at the root, `piece` is not to be written.
+        for number, piece in enumerate(split_pieces(call.outs[0].view(-1), PIECE)):
+            # Keep buffers that are being sent; only the root may write to `piece`.
             name = "mine" if self._mine == at else f"mine {number}"
-            mine = self._wide(piece, name, keep=self._leads and self.rank != root)
-            self._within(CallKind.REDUCE, outs=[mine], reduction=Reduction(how.op, how.before))
+            mine = self._widened(piece, name, keep=self._leads and self.rank != root)
+            self._run_inner(CallKind.REDUCE, outs=[mine], reduction=Reduction(how.op, how.scale))
             if number == 0:
-                self._agree(call)
+                self._match_headers(call)
             if self._mine != at:
                 sends.append(self._send(mine, at))
                 continue
             parts = [
-                mine if other == at else self._room.like(f"of {other}", mine) for other in range(len(self._machines))
+                mine if other == at else self._buffers.like(f"of {other}", mine) for other in range(len(self._hosts))
             ]
             self._wait(*[self._recv(parts[other], other) for other in self._others])
-            result = self._room.like("result", piece)
+            result = self._buffers.like("result", piece)
             if self._leads:
                 finish(result, combine(mine, parts, how.op), how, self.size)
-            self._deal(
+            self._distribute(
                 [result if rank == root else result[:0] for rank in self._here],
                 piece if self.rank == root else piece[:0],
             )
         self._wait(*sends)
 
     def _broadcast(self, call: EngineCall) -> None:
-        at, pieces = self._of[call.root], pieces_of(call.outs[0].view(-1), PIECE)
-        giver, heirs = (
-            chain(self._mine, at, len(self._machines)) if len(pieces) > 1 else tree(self._mine, at, len(self._machines))
+        at, pieces = self._of[call.root], split_pieces(call.outs[0].view(-1), PIECE)
+        sender, receivers = (
+            _chain(self._mine, at, len(self._hosts)) if len(pieces) > 1 else _tree(self._mine, at, len(self._hosts))
         )
         inner_root = self._here.index(call.root) if self._mine == at else 0
         sends = []
         recvs: list[Any] = []
         for number, piece in enumerate(pieces):
             if self._mine == at:
-                self._within(CallKind.BROADCAST, outs=[piece], root=inner_root)
+                self._run_inner(CallKind.BROADCAST, outs=[piece], root=inner_root)
             if number == 0:
-                self._agree(call)
-                if giver is not None:
-                    recvs = [self._recv(piece, giver) for piece in pieces]
-            if giver is not None:
+                self._match_headers(call)
+                if sender is not None:
+                    recvs = [self._recv(piece, sender) for piece in pieces]
+            if sender is not None:
                 self._wait(recvs[number])
-            sends += [self._send(piece, heir) for heir in heirs]
+            sends += [self._send(piece, receiver) for receiver in receivers]
             if self._mine != at:
-                self._within(CallKind.BROADCAST, outs=[piece])
+                self._run_inner(CallKind.BROADCAST, outs=[piece])
         self._wait(*sends)
 
     def _all_gather(self, call: EngineCall) -> None:
         outs = [as_bytes(out) for out in spread(call.outs, self.size)]
-        self._within(CallKind.ALL_GATHER, [as_bytes(call.ins[0])], [outs[rank] for rank in self._here])
-        self._agree(call)
-        boxes, recvs = [], []
-        for number, ranks in enumerate(self._machines):
-            whole = len(call.outs) == 1 and ranks[-1] - ranks[0] == len(ranks) - 1  # lies in one piece as it is
+        self._run_inner(CallKind.ALL_GATHER, [as_bytes(call.ins[0])], [outs[rank] for rank in self._here])
+        self._match_headers(call)
+        buffers, recvs = [], []
+        for number, ranks in enumerate(self._hosts):
+            whole = len(call.outs) == 1 and ranks[-1] - ranks[0] == len(ranks) - 1  # contiguous already
             if whole:
                 part = as_bytes(call.outs[0])
                 each = part.numel() // self.size
-                box = part[ranks[0] * each : (ranks[-1] + 1) * each]
+                buffer = part[ranks[0] * each : (ranks[-1] + 1) * each]
             else:
-                box = self._room.bytes(f"of {number}", sum(outs[rank].numel() for rank in ranks))
+                buffer = self._buffers.bytes(f"of {number}", sum(outs[rank].numel() for rank in ranks))
                 if number == self._mine and self._leads:
-                    pack(box, [outs[rank] for rank in ranks])
-            pieces = pieces_of(box, PIECE)
-            boxes.append((box, whole, pieces))
+                    pack(buffer, [outs[rank] for rank in ranks])
+            pieces = split_pieces(buffer, PIECE)
+            buffers.append((buffer, whole, pieces))
             recvs.append([self._recv(piece, number) for piece in pieces] if number != self._mine else [])
-        sends = [self._send(piece, other) for piece in boxes[self._mine][2] for other in self._others]
+        sends = [self._send(piece, other) for piece in buffers[self._mine][2] for other in self._others]
         for other in self._others:
-            box, whole, pieces = boxes[other]
+            buffer, whole, pieces = buffers[other]
             for piece, recv in zip(pieces, recvs[other], strict=True):
                 self._wait(recv)
-                self._within(CallKind.BROADCAST, outs=[piece])
+                self._run_inner(CallKind.BROADCAST, outs=[piece])
             if not whole:
-                unpack(box, [outs[rank] for rank in self._machines[other]])
+                unpack(buffer, [outs[rank] for rank in self._hosts[other]])
         self._wait(*sends)
 
     def _gather(self, call: EngineCall) -> None:
@@ -234,133 +240,142 @@ class HierarchicalEngine(Threaded):
         inner_root = self._here.index(root) if self._mine == at else 0
         outs = [as_bytes(out) for out in spread(call.outs, self.size)] if self.rank == root else []
         local = [outs[rank] for rank in self._here] if outs else []
-        box = self._box("box", part, self._mine)
+        buffer = self._host_buffer("buffer", part, self._mine)
         if self._mine != at and self._leads:
-            local = list(box.chunk(len(self._here)))
-        self._within(CallKind.GATHER, [part], local, root=inner_root)
-        self._agree(call)
+            local = list(buffer.chunk(len(self._here)))
+        self._run_inner(CallKind.GATHER, [part], local, root=inner_root)
+        self._match_headers(call)
         if self._mine != at:
-            self._wait(*[self._send(piece, at) for piece in pieces_of(box, PIECE)])
+            self._wait(*[self._send(piece, at) for piece in split_pieces(buffer, PIECE)])
             return
-        boxes = {other: self._box(f"of {other}", part, other) for other in self._others}
-        self._wait(*[self._recv(piece, other) for other, box in boxes.items() for piece in pieces_of(box, PIECE)])
-        for other, box in boxes.items():
-            given = self._box("given", part, other) if self.rank == root else box[:0]
-            self._deal([box if rank == root else box[:0] for rank in self._here], given)
+        buffers = {other: self._host_buffer(f"of {other}", part, other) for other in self._others}
+        self._wait(
+            *[self._recv(piece, other) for other, buffer in buffers.items() for piece in split_pieces(buffer, PIECE)]
+        )
+        for other, buffer in buffers.items():
+            received = self._host_buffer("received", part, other) if self.rank == root else buffer[:0]
+            self._distribute([buffer if rank == root else buffer[:0] for rank in self._here], received)
             if outs:
-                unpack(given, [outs[rank] for rank in self._machines[other]])
+                unpack(received, [outs[rank] for rank in self._hosts[other]])
 
     def _scatter(self, call: EngineCall) -> None:
         part, root, at = as_bytes(call.outs[0]), call.root, self._of[call.root]
         if self._mine != at:
-            box = self._box("box", part, self._mine)
-            self._agree(call)
-            self._wait(*[self._recv(piece, at) for piece in pieces_of(box, PIECE)])
-            self._within(CallKind.SCATTER, box.chunk(len(self._here)) if self._leads else [], [part])
+            buffer = self._host_buffer("buffer", part, self._mine)
+            self._match_headers(call)
+            self._wait(*[self._recv(piece, at) for piece in split_pieces(buffer, PIECE)])
+            self._run_inner(CallKind.SCATTER, buffer.chunk(len(self._here)) if self._leads else [], [part])
             return
         ins = [as_bytes(part) for part in spread(call.ins, self.size)] if self.rank == root else []
         local = [ins[rank] for rank in self._here] if ins else []
-        self._within(CallKind.SCATTER, local, [part], root=self._here.index(root))
+        self._run_inner(CallKind.SCATTER, local, [part], root=self._here.index(root))
         sends = []
         for number, other in enumerate(self._others):
-            box = self._box("box", part, other)
-            mine = pack(box, [ins[rank] for rank in self._machines[other]]) if ins else box[:0]
-            sizes = [box.numel() if rank == root else 0 for rank in self._here]
+            buffer = self._host_buffer("buffer", part, other)
+            mine = pack(buffer, [ins[rank] for rank in self._hosts[other]]) if ins else buffer[:0]
+            sizes = [buffer.numel() if rank == root else 0 for rank in self._here]
             taken = self._collect(f"to {other}", mine, sizes)
             if number == 0:
-                self._agree(call)
-            sends += [self._send(piece, other) for piece in pieces_of(taken, PIECE)]
+                self._match_headers(call)
+            sends += [self._send(piece, other) for piece in split_pieces(taken, PIECE)]
         self._wait(*sends)
 
     def _reduce_scatter(self, call: EngineCall) -> None:
         ins, out, how = spread(call.ins, self.size), call.outs[0].view(-1), _reduction(call)
         sends: list[Any] = []
         for number, other in enumerate([*self._others, self._mine]):
-            parts = [ins[rank] for rank in self._machines[other]]
-            box = pack(self._room.get(f"to {other}", out.numel() * len(parts), wider(out.dtype)), parts)
-            self._within(CallKind.REDUCE, outs=[box], reduction=Reduction(how.op, how.before))
+            parts = [ins[rank] for rank in self._hosts[other]]
+            buffer = pack(
+                self._buffers.get(f"to {other}", out.numel() * len(parts), accumulate_dtype(out.dtype)), parts
+            )
+            self._run_inner(CallKind.REDUCE, outs=[buffer], reduction=Reduction(how.op, how.scale))
             if number == 0:
-                self._agree(call)
+                self._match_headers(call)
             if other != self._mine:
-                sends += [self._send(piece, other) for piece in pieces_of(box, PIECE)]
+                sends += [self._send(piece, other) for piece in split_pieces(buffer, PIECE)]
         sums = [
-            box if other == self._mine else self._room.like(f"of {other}", box) for other in range(len(self._machines))
+            buffer if other == self._mine else self._buffers.like(f"of {other}", buffer)
+            for other in range(len(self._hosts))
         ]
-        self._wait(*[self._recv(piece, other) for other in self._others for piece in pieces_of(sums[other], PIECE)])
+        self._wait(*[self._recv(piece, other) for other in self._others for piece in split_pieces(sums[other], PIECE)])
         local: Sequence[torch.Tensor] = []
         if self._leads:
-            result = self._room.get("result", box.numel(), out.dtype)
-            finish(result, combine(box, sums, how.op), how, self.size)
+            result = self._buffers.get("result", buffer.numel(), out.dtype)
+            finish(result, combine(buffer, sums, how.op), how, self.size)
             local = result.chunk(len(self._here))
-        self._within(CallKind.SCATTER, local, [out])
+        self._run_inner(CallKind.SCATTER, local, [out])
         self._wait(*sends)
 
     def _all_to_all(self, call: EngineCall) -> None:
         ins = [as_bytes(part) for part in spread(call.ins, self.size)]
         outs = [as_bytes(part) for part in spread(call.outs, self.size)]
-        self._within(CallKind.ALL_TO_ALL, [ins[rank] for rank in self._here], [outs[rank] for rank in self._here])
+        self._run_inner(CallKind.ALL_TO_ALL, [ins[rank] for rank in self._here], [outs[rank] for rank in self._here])
         sizes = torch.tensor([[part.numel() for part in ins], [part.numel() for part in outs]])
         all_sizes = torch.empty(len(self._here), 2, self.size, dtype=torch.int64)
-        self._within(CallKind.ALL_GATHER, [sizes], list(all_sizes))
+        self._run_inner(CallKind.ALL_GATHER, [sizes], list(all_sizes))
         leaving, coming = all_sizes[:, 0].tolist(), all_sizes[:, 1].tolist()
-        boxes, works = {}, []
+        buffers, works = {}, []
         for number, other in enumerate(self._others):
-            ranks = self._machines[other]
-            # Rank by rank of this machine, and of each what it has for the other's, in their order.
+            ranks = self._hosts[other]
+            # For each rank of this host: what it has for the ranks of the other host, in order.
             mine = pack(
-                self._room.bytes("mine", sum(ins[rank].numel() for rank in ranks)), [ins[rank] for rank in ranks]
+                self._buffers.bytes("mine", sum(ins[rank].numel() for rank in ranks)), [ins[rank] for rank in ranks]
             )
-            box = self._collect(f"to {other}", mine, [sum(row[rank] for rank in ranks) for row in leaving])
+            buffer = self._collect(f"to {other}", mine, [sum(row[rank] for rank in ranks) for row in leaving])
             if number == 0:
-                self._agree(call)
-            boxes[other] = self._room.bytes(f"of {other}", sum(row[rank] for row in coming for rank in ranks))
-            works += [self._recv(piece, other) for piece in pieces_of(boxes[other], PIECE)]
-            works += [self._send(piece, other) for piece in pieces_of(box, PIECE)]
+                self._match_headers(call)
+            buffers[other] = self._buffers.bytes(f"of {other}", sum(row[rank] for row in coming for rank in ranks))
+            works += [self._recv(piece, other) for piece in split_pieces(buffers[other], PIECE)]
+            works += [self._send(piece, other) for piece in split_pieces(buffer, PIECE)]
         self._wait(*works)
-        for other, box in boxes.items():
-            ranks = self._machines[other]
-            mine = self._room.bytes("mine", sum(outs[rank].numel() for rank in ranks))
+        for other, buffer in buffers.items():
+            ranks = self._hosts[other]
+            mine = self._buffers.bytes("mine", sum(outs[rank].numel() for rank in ranks))
             parts: list[torch.Tensor] = []
             if self._leads:
-                blocks = box.split([row[rank] for rank in ranks for row in coming])
+                blocks = buffer.split([row[rank] for rank in ranks for row in coming])
                 parts = [torch.cat(blocks[place :: len(self._here)]) for place in range(len(self._here))]
-            self._deal(parts, mine)
+            self._distribute(parts, mine)
             unpack(mine, [outs[rank] for rank in ranks])
 
-    # -- between leaders: other ranks do nothing here
+    # -- between leaders: other ranks return at once
 
-    def _agree(self, call: EngineCall, along: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """All leaders call the same. What was to travel along, of each machine, where it is small."""
+    def _match_headers(self, call: EngineCall, payload: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Check that all leaders make the same call. Return the small data of each host that was sent with the
+        headers.
+        """
         if not self._leads:
             return []
-        along = along if along is not None and travels(along) else None
-        heads, self._heads, coming = self._heads, self._next_heads, self._coming
-        self._next_heads = heads
-        heads[self._mine].write(self._count, call, along)
-        works = [self._send(heads[self._mine].tensor, other, HEAD) for other in self._others]
-        coming = coming or self._await_heads(heads)
-        self._coming = self._await_heads(self._heads)  # of the next call: who is ready for it gets it at once
+        payload = payload if payload is not None and fits_inline(payload) else None
+        headers, self._headers, coming = self._headers, self._next_headers, self._posted
+        self._next_headers = headers
+        headers[self._mine].write(self._count, call, payload)
+        works = [self._send(headers[self._mine].tensor, other, HEADER) for other in self._others]
+        coming = coming or self._post_headers(headers)
+        self._posted = self._post_headers(
+            self._headers
+        )  # post those of the next call early, so that they arrive at once
         self._wait(*coming, *works)
-        check(self._named, {ranks[0]: head for ranks, head in zip(self._machines, heads, strict=True)})
-        return [head.along(along) for head in heads] if along is not None else []
+        check_match(self._format_ranks, {ranks[0]: header for ranks, header in zip(self._hosts, headers, strict=True)})
+        return [header.payload(payload) for header in headers] if payload is not None else []
 
-    def _await_heads(self, heads: Sequence[CallHeader]) -> list[Any]:
-        return [self._recv(heads[other].tensor, other, HEAD) for other in self._others]
+    def _post_headers(self, headers: Sequence[CallHeader]) -> list[Any]:
+        return [self._recv(headers[other].tensor, other, HEADER) for other in self._others]
 
-    def _send(self, tensor: torch.Tensor, machine: int, tag: int = DATA) -> Any:
-        return self._wires.send(tensor, self._machines[machine][0], tag) if self._leads and tensor.numel() else None
+    def _send(self, tensor: torch.Tensor, host: int, tag: int = DATA) -> Any:
+        return self._transport.send(tensor, self._hosts[host][0], tag) if self._leads and tensor.numel() else None
 
-    def _recv(self, tensor: torch.Tensor, machine: int, tag: int = DATA) -> Any:
-        return self._wires.recv(tensor, self._machines[machine][0], tag) if self._leads and tensor.numel() else None
+    def _recv(self, tensor: torch.Tensor, host: int, tag: int = DATA) -> Any:
+        return self._transport.recv(tensor, self._hosts[host][0], tag) if self._leads and tensor.numel() else None
 
     def _wait(self, *works: Any) -> None:
         for work in works:
             if work is not None:
                 work.wait(within(self._left()))
 
-    # -- within the machine
+    # -- within the host
 
-    def _within(
+    def _run_inner(
         self,
         kind: CallKind,
         ins: Sequence[torch.Tensor] = (),
@@ -371,39 +386,59 @@ class HierarchicalEngine(Threaded):
         self._inner.run(EngineCall(kind, ins, outs, reduction, root, self._left()))
 
     def _collect(self, name: str, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """At the leader: the parts of all ranks of this machine, which may differ in size; nothing elsewhere."""
-        box = self._room.bytes(name, sum(sizes) if self._leads else 0)
-        none = [box[:0]] * (len(self._here) - 1)
-        self._within(CallKind.ALL_TO_ALL, [part, *none], box.split(list(sizes)) if self._leads else [box[:0], *none])
-        return box
+        """Collect the parts of this host's ranks at the leader. Parts may differ in size; empty on other ranks."""
+        buffer = self._buffers.bytes(name, sum(sizes) if self._leads else 0)
+        none = [buffer[:0]] * (len(self._here) - 1)
+        self._run_inner(
+            CallKind.ALL_TO_ALL, [part, *none], buffer.split(list(sizes)) if self._leads else [buffer[:0], *none]
+        )
+        return buffer
 
-    def _deal(self, parts: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
-        """From the leader to each rank of this machine; parts may differ in size."""
+    def _distribute(self, parts: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+        """Give each rank of this host its part from the leader. Parts may differ in size."""
         none = mine[:0]
-        self._within(
+        self._run_inner(
             CallKind.ALL_TO_ALL,
             parts if self._leads else [none] * len(self._here),
             [mine] + [none] * (len(self._here) - 1),
         )
 
-    def _box(self, name: str, part: torch.Tensor, machine: int) -> torch.Tensor:
-        """For as much of each rank of a machine."""
-        return self._room.bytes(name, part.numel() * len(self._machines[machine]))
+    def _host_buffer(self, name: str, part: torch.Tensor, host: int) -> torch.Tensor:
+        """Return a buffer for one part per rank of a host."""
+        return self._buffers.bytes(name, part.numel() * len(self._hosts[host]))
 
-    def _wide(self, piece: torch.Tensor, name: str, keep: bool = False) -> torch.Tensor:
-        """As it is reduced: itself, unless it is of 16 bits or has to stay as it is."""
-        dtype = wider(piece.dtype)
-        return self._room.copy(name, piece, dtype) if keep or dtype != piece.dtype else piece
+    def _widened(self, piece: torch.Tensor, name: str, keep: bool = False) -> torch.Tensor:
+        """Return the piece in the type that it is reduced in: a copy if it has 16 bits or must not change."""
+        dtype = accumulate_dtype(piece.dtype)
+        return self._buffers.copy(name, piece, dtype) if keep or dtype != piece.dtype else piece
 
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic()) if self._deadline else 0.0
+
+
+def _chain(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
+    """Return from which host to receive and to which to send: a chain, in which long data crosses each link once."""
+    place = (mine - root) % count
+    return None if place == 0 else (mine - 1) % count, [(mine + 1) % count] if place < count - 1 else []
+
+
+def _tree(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
+    """Return from which host to receive and to which to send: a tree, with the fewest steps."""
+    place = (mine - root) % count
+    step = 1 << place.bit_length()  # it has arrived in an earlier step
+    receivers = []
+    while place + step < count:
+        receivers.append((place + step + root) % count)
+        step *= 2
+    sender = place - (1 << (place.bit_length() - 1)) if place else None
+    return None if sender is None else (sender + root) % count, receivers
 
 
 def _reduction(call: EngineCall) -> Reduction:
     return call.reduction or Reduction()
 
 
-def _allowed(tag: int) -> int:
+def _check_tag(tag: int) -> int:
     if not 0 <= tag < DATA:
-        raise ValueError(f"tag {tag}: a tag is a number from 0 to {DATA - 1}")
+        raise ValueError(f"tag {tag}: expected a number from 0 to {DATA - 1}")
     return tag

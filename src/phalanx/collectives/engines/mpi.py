@@ -1,8 +1,8 @@
-"""The engine through MPI, by mpi4py: tensors are handed to it where they are.
+"""The engine on MPI, through mpi4py. Tensors are passed without a copy.
 
-MPI reduces in an order of its own: whether all ranks have the same bits, every time, is up to it. 16-bit floats go as
-32-bit ones and are rounded once. It cannot tell who is missing, so a timeout names nobody; and what it has begun cannot
-be called off, so a process whose wait timed out, or which failed, ends the whole job when it ends.
+MPI chooses the order of reductions: whether all ranks get the same bits is up to it. 16-bit floats are reduced as
+32-bit ones and rounded once. MPI cannot tell which rank is missing, so a timeout names none. It cannot cancel
+operations either, so a process that timed out or failed aborts the whole job when it exits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 
-from .engine import ANYONE, CallKind, EngineCall, Op, Reduction, spread
+from .engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction, spread
 from .threaded import ENDED, Threaded
 
-PIECE = 1 << 30  # elements at once: MPI counts in 31 bits
-_EAGER = 0.0005  # seconds of looks that follow each other
-_SLOW = 2e8  # bytes a second: so much longer, for it is by looks that MPI moves them
-_SHORT, _LONG = 0.00002, 0.001  # between later ones
+PIECE = 1 << 30  # elements per operation: MPI counts in 31 bits
+_EAGER = 0.0005  # seconds of polling without sleeping
+_BYTES_PER_SECOND = 2e8  # bytes per second: polls that much longer, because MPI transfers data only when polled
+_SHORT, _LONG = 0.00002, 0.001  # seconds between later polls
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
-_OF_TRUTH = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
+_BOOL_OPS = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
 _TYPES = {
     torch.uint8: "UINT8_T",
     torch.int8: "INT8_T",
@@ -48,95 +48,102 @@ _OPS = {
     Op.BOR: "BOR",
     Op.BXOR: "BXOR",
 }
-_MOVED = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+_COPY_TYPES = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
-_stranded: list[Any] = []  # memory that MPI may still read or write
-_failed = False  # the script, or a wait in MPI: to wait for the others at the end would be for ever
-_guarded = False
+_leaked: list[Any] = []  # memory that MPI may still read or write
+_failed = False  # the script or an MPI call has failed: waiting for the others at exit would hang
+_hooked = False
 
 
 def create(ranks: Sequence[int] = ()) -> MpiEngine | None:
-    """`ranks`: of the world, in this order; none: all. None: this process is not among them. Ranks call it together."""
+    """Create an engine, or return None if this process is not in the group. `ranks`: of the world, in order; empty:
+    all. Called by all ranks of the group.
+    """
     mpi = _import()
     world = mpi.COMM_WORLD
     launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
     if world.size == 1 and launched != "1":
         raise CallRefused(
-            f"the backend mpi: MPI has started this process alone, and WORLD_SIZE is {launched}",
+            f"the backend mpi: MPI has started a single process, but WORLD_SIZE is {launched}",
             f"mpirun -n {launched} python …, or another backend: shm, gloo",
         )
     if not ranks:
         return MpiEngine(mpi, world.Dup())
     if world.rank not in ranks:
         return None
-    wrong = [rank for rank in ranks if not 0 <= rank < world.size]
-    if wrong:
+    unknown = [rank for rank in ranks if not 0 <= rank < world.size]
+    if unknown:
         raise CallRefused(f"a group of ranks {', '.join(map(str, ranks))}: mpirun has started {world.size}")
     group = world.group.Incl(list(ranks))
     try:
-        # Who is in other groups does not take part: the tag keeps apart what is formed at the same time.
+        # Ranks of other groups do not take part: the tag separates groups that are created at the same time.
         return MpiEngine(mpi, world.Create_group(group, tag=zlib.crc32(repr(list(ranks)).encode()) % 32768))
     finally:
         group.Free()
 
 
 class MpiEngine(Threaded):
-    """Collectives and messages in communicators of their own, `comm` and a copy of it.
+    """MpiEngine(mpi, comm): collectives use `comm`, messages a duplicate of it.
 
-    all_reduce, broadcast and barrier besides, which make no Call.
+    Has all_reduce, broadcast and barrier methods that need no EngineCall.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
         self._mpi = mpi
         self._comm = comm
-        self._post = comm.Dup()  # messages
+        self._p2p_comm = comm.Dup()
         self._highest = comm.Get_attr(mpi.TAG_UB)
         self._types = {dtype: getattr(mpi, name) for dtype, name in _TYPES.items()}
         self._ops = {op: getattr(mpi, name) for op, name in _OPS.items()}
-        self._moved = {size: getattr(mpi, name) for size, name in _MOVED.items()}
-        # One call of MPI at a time, where the library has no more: none of ours waits within.
+        self._copy_types = {size: getattr(mpi, name) for size, name in _COPY_TYPES.items()}
+        # Serializes calls if the MPI library is not thread-safe. None of them blocks.
         alone = mpi.Query_thread() < mpi.THREAD_MULTIPLE
-        self._held: list[torch.Tensor] = []  # by what is under way
-        self._turn: Any = threading.Lock() if alone else contextlib.nullcontext()
+        self._held: list[torch.Tensor] = []  # tensors of the call in progress
+        self._lock: Any = threading.Lock() if alone else contextlib.nullcontext()
 
-    # -- without a Call
+    # -- without an EngineCall
 
     def all_reduce(self, tensor: torch.Tensor, how: Reduction, timeout: float) -> None:
-        if tensor.dtype not in self._types or how.average or how.before != 1.0 or tensor.numel() > PIECE:
+        """Reduce a tensor over all ranks, in place."""
+        if tensor.dtype not in self._types or how.average or how.scale != 1.0 or tensor.numel() > PIECE:
             self.run(EngineCall(CallKind.ALL_REDUCE, (), [tensor], how, timeout=timeout))
             return
         words = (self._mpi.IN_PLACE, [*self._spec(tensor)[:2], self._types[tensor.dtype]], self._ops[how.op])
-        self._in_turn(lambda: self._at_once("all_reduce", timeout, tensor, "Iallreduce", *words))
+        self._run_in_order(lambda: self._at_once("all_reduce", timeout, tensor, "Iallreduce", *words))
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: float) -> None:
+        """Copy the root's tensor to all ranks."""
         if tensor.numel() > PIECE:
             self.run(EngineCall(CallKind.BROADCAST, (), [tensor], root=root, timeout=timeout))
             return
-        self._in_turn(lambda: self._at_once("broadcast", timeout, tensor, "Ibcast", self._spec(tensor), root))
+        self._run_in_order(lambda: self._at_once("broadcast", timeout, tensor, "Ibcast", self._spec(tensor), root))
 
     def barrier(self, timeout: float) -> None:
-        self._in_turn(lambda: self._at_once("barrier", timeout, None, "Ibarrier"))
+        """Wait for all ranks."""
+        self._run_in_order(lambda: self._at_once("barrier", timeout, None, "Ibarrier"))
 
     def _at_once(self, what: str, timeout: float, tensor: torch.Tensor | None, name: str, *words: Any) -> None:
         if self._ended:
             raise GroupAborted(ENDED)
         self._held = [] if tensor is None else [tensor]
-        with _Ours(what):
+        with _ErrorTranslation(what):
             self._wait(what, timeout, self._begin(name, *words))
 
-    # -- from rank to rank
+    # -- messages
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> MpiMessage:
+        """Send a message."""
         self._check(tag)
-        with self._turn, _Ours("send"):
-            return MpiMessage(self, "send", self._post.Isend(self._spec(tensor), to, tag), tensor, timeout)
+        with self._lock, _ErrorTranslation("send"):
+            return MpiMessage(self, "send", self._p2p_comm.Isend(self._spec(tensor), to, tag), tensor, timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> MpiMessage:
+        """Receive a message."""
         self._check(tag)
-        whom = self._mpi.ANY_SOURCE if source == ANYONE else source
-        with self._turn, _Ours("recv"):
-            return MpiMessage(self, "recv", self._post.Irecv(self._spec(tensor), whom, tag), tensor, timeout)
+        mpi_source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
+        with self._lock, _ErrorTranslation("recv"):
+            return MpiMessage(self, "recv", self._p2p_comm.Irecv(self._spec(tensor), mpi_source, tag), tensor, timeout)
 
     def _check(self, tag: int) -> None:
         if self._ended:
@@ -147,8 +154,9 @@ class MpiEngine(Threaded):
     # -- calls
 
     def close(self) -> None:
+        """Free the communicators."""
         super().close()
-        comms, self._comm, self._post = (self._comm, self._post), None, None
+        comms, self._comm, self._p2p_comm = (self._comm, self._p2p_comm), None, None
         if not _failed and not self._mpi.Is_finalized():
             for comm in filter(None, comms):
                 with contextlib.suppress(self._mpi.Exception):
@@ -159,7 +167,7 @@ class MpiEngine(Threaded):
             raise GroupAborted(ENDED)
         what = call.kind.name.lower()
         self._held = []
-        with _Ours(what):
+        with _ErrorTranslation(what):
             match call.kind:
                 case CallKind.ALL_REDUCE | CallKind.REDUCE:
                     self._reduce(call, what)
@@ -172,13 +180,13 @@ class MpiEngine(Threaded):
                     self._all_gather(call, what)
                 case CallKind.GATHER:
                     outs = spread(call.outs, self.size) if self.rank == call.root else ()
-                    self._swap(call, what, {call.root: call.ins[0]}, dict(enumerate(outs)))
+                    self._exchange(call, what, {call.root: call.ins[0]}, dict(enumerate(outs)))
                 case CallKind.SCATTER:
                     ins = spread(call.ins, self.size) if self.rank == call.root else ()
-                    self._swap(call, what, dict(enumerate(ins)), {call.root: call.outs[0]})
+                    self._exchange(call, what, dict(enumerate(ins)), {call.root: call.outs[0]})
                 case CallKind.ALL_TO_ALL:
                     ins, outs = spread(call.ins, self.size), spread(call.outs, self.size)
-                    self._swap(call, what, dict(enumerate(ins)), dict(enumerate(outs)))
+                    self._exchange(call, what, dict(enumerate(ins)), dict(enumerate(outs)))
                 case CallKind.BARRIER:
                     self._wait(what, call.timeout, self._begin("Ibarrier"))
 
@@ -217,8 +225,10 @@ class MpiEngine(Threaded):
         requests = [self._begin("Ibcast", self._memory(out), rank) for rank, out in enumerate(call.outs)]
         self._wait(what, call.timeout, *requests)
 
-    def _swap(self, call: EngineCall, what: str, ins: dict[int, torch.Tensor], outs: dict[int, torch.Tensor]) -> None:
-        """To each rank what it has to get, from each what it gives: straight from and into the tensors."""
+    def _exchange(
+        self, call: EngineCall, what: str, ins: dict[int, torch.Tensor], outs: dict[int, torch.Tensor]
+    ) -> None:
+        """Send one tensor to each rank and receive one from each, without copies."""
         if self.rank in outs:
             own, mine = ins[self.rank], outs[self.rank]
             if own.nbytes != mine.nbytes:
@@ -231,32 +241,32 @@ class MpiEngine(Threaded):
     # -- MPI
 
     def _begin(self, name: str, *words: Any) -> Any:
-        with self._turn:
+        with self._lock:
             return getattr(self._comm, name)(*words)
 
     def _wait(self, what: str, timeout: float, *requests: Any) -> None:
-        """Until all are over."""
+        """Wait until all requests have finished."""
         if self._over(requests):
             return
-        pace = MpiPolling(sum(tensor.nbytes for tensor in self._held))
+        polling = MpiPolling(sum(tensor.nbytes for tensor in self._held))
         while not self._over(requests):
             if self._ended:
-                _give_up(self._held, requests)
+                _mark_failed(self._held, requests)
                 raise GroupAborted(ENDED)
-            if timeout and pace.waited > timeout:
-                _give_up(self._held, requests)
+            if timeout and polling.waited > timeout:
+                _mark_failed(self._held, requests)
                 self._end()
                 raise CollectiveTimeout(
-                    f"{what} timed out: it waited {timeout:g} s for other ranks, and MPI does not tell for which"
+                    f"{what} timed out: it waited {timeout:g} s for other ranks; MPI does not report which"
                 )
-            pace.rest()
+            polling.rest()
 
     def _over(self, requests: Sequence[Any]) -> bool:
-        with self._turn:
+        with self._lock:
             return bool(requests[0].Test() if len(requests) == 1 else self._mpi.Request.Testall(list(requests)))
 
     def _memory(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
-        """As something that is merely moved: so many elements, all unless said."""
+        """Describe memory to be copied: `count` elements, default: all."""
         self._held.append(tensor)
         return self._spec(tensor, count)
 
@@ -266,83 +276,88 @@ class MpiEngine(Threaded):
 
     def _spec(self, tensor: torch.Tensor, count: int = -1) -> list[Any]:
         memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        return [memory, tensor.numel() if count < 0 else count, self._moved[tensor.element_size()]]
+        return [memory, tensor.numel() if count < 0 else count, self._copy_types[tensor.element_size()]]
 
     def _op(self, dtype: torch.dtype, op: Op) -> Any:
-        return self._ops[_OF_TRUTH.get(op, op) if dtype == torch.bool else op]
+        return self._ops[_BOOL_OPS.get(op, op) if dtype == torch.bool else op]
 
 
 class MpiPolling:
-    """Looks are what MPI moves anything by: they come often while there is hope, and then leave the core to others.
+    """Poll intervals. MPI makes progress only when polled: often at first, then rarely, to leave the core to others.
 
-    With more ranks than cores MPI itself yields at each.
+    With more ranks than cores MPI itself yields on each poll.
     """
 
     def __init__(self, size: int = 0) -> None:
         self._begun = time.monotonic()
-        self._eager = _EAGER + size / _SLOW
+        self._eager = _EAGER + size / _BYTES_PER_SECOND
 
     @property
     def waited(self) -> float:
+        """Seconds since the first poll."""
         return time.monotonic() - self._begun
 
     def rest(self) -> None:
+        """Sleep until the next poll."""
         waited = self.waited
-        if waited > self._eager:  # not by sched_yield, which on a busy machine costs more than a sleep
+        if waited > self._eager:  # sched_yield costs more than a sleep on a busy host
             time.sleep(min(_LONG, max(_SHORT, waited / 100)))
 
 
 class MpiMessage:
-    """A message under way (engine.Pending)."""
+    """A message in progress (engine.PendingCall)."""
 
     def __init__(self, engine: MpiEngine, what: str, request: Any, tensor: torch.Tensor, timeout: float) -> None:
         self._engine = engine
         self._what = what
         self._request = request
-        self._tensor: torch.Tensor | None = tensor  # which has to stay while MPI reads or writes it
+        self._tensor: torch.Tensor | None = tensor  # must live while MPI reads or writes it
         self._status = engine._mpi.Status()
         self._timeout = timeout
-        self._looking = threading.Lock()
+        self._testing = threading.Lock()
 
     @property
-    def over(self) -> bool:
-        """As far as is known: for who looks on, and must not wait (journal.py)."""
+    def finished(self) -> bool:
+        """Whether it is known to have finished, without polling MPI (flight_recorder.py)."""
         return self._tensor is None
 
     def done(self) -> bool:
-        with self._looking:
+        """Return whether the message has been transferred."""
+        with self._testing:
             if self._tensor is not None:
-                with self._engine._turn, _Ours(self._what):
+                with self._engine._lock, _ErrorTranslation(self._what):
                     over = self._request.Test(self._status)
                 self._tensor = None if over else self._tensor
             return self._tensor is None
 
     def wait(self, timeout: float = 0.0) -> bool:
-        pace = MpiPolling(self._tensor.nbytes if self._tensor is not None else 0)
+        """Wait for the message; return whether it has been transferred."""
+        polling = MpiPolling(self._tensor.nbytes if self._tensor is not None else 0)
         while not self.done():
             if self._engine._ended:
-                _give_up(self._tensor, self._request)
+                _mark_failed(self._tensor, self._request)
                 raise GroupAborted(ENDED)
-            if timeout and pace.waited > timeout:
+            if timeout and polling.waited > timeout:
                 return False
-            if self._timeout and pace.waited > self._timeout:
-                _give_up(self._tensor, self._request)
+            if self._timeout and polling.waited > self._timeout:
+                _mark_failed(self._tensor, self._request)
                 raise CollectiveTimeout(f"{self._what} timed out: it waited {self._timeout:g} s for another rank")
-            pace.rest()
+            polling.rest()
         return True
 
     @property
     def source(self) -> int:
+        """The rank that the message came from."""
         return int(self._status.Get_source())
 
 
 def _prepared(tensor: torch.Tensor, how: Reduction, keep: bool) -> torch.Tensor:
-    """As MPI gets it: of a type that it knows, the factor applied. `keep`: the tensor itself stays as it is."""
+    """Return the tensor in a type that MPI knows, scaled. `keep`: do not modify the tensor itself."""
     part = tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
     if tensor.dtype == torch.bool:
         part = tensor.view(torch.uint8)
-    if how.before != 1.0:
-        factor = how.before if part.is_floating_point() else int(how.before)
+    if how.scale != 1.0:
+        factor = how.scale if part.is_floating_point() else int(how.scale)
         part = part * factor if keep and part is tensor else part.mul_(factor)
     return part
 
@@ -354,8 +369,8 @@ def _finish(out: torch.Tensor, part: torch.Tensor, how: Reduction, size: int) ->
         out.copy_(part)
 
 
-class _Ours:
-    """What MPI says is one of our errors. Not a generator: every call comes here."""
+class _ErrorTranslation:
+    """Translates errors of MPI. Not a generator, because every call uses it."""
 
     __slots__ = ("_what",)
 
@@ -371,10 +386,10 @@ class _Ours:
 
         if not isinstance(error, MPI.Exception):
             return
-        _give_up()
+        _mark_failed()
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             raise CollectiveMismatch(
-                f"{self._what}: ranks called different things: more has come than there is room for"
+                f"{self._what}: ranks called different things: a message is larger than the receive buffer"
             ) from None
         raise PeerLost(f"{self._what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
 
@@ -394,22 +409,24 @@ def _import() -> Any:
             "install one (apt install openmpi-bin libopenmpi-dev, module load …), and start ranks with its own mpirun",
         ) from None
     if MPI.Is_finalized():
-        raise CallRefused("MPI has been ended in this process, and cannot be begun again")
-    _guard(MPI)
+        raise CallRefused("MPI is finalized in this process and cannot be started again")
+    _abort_at_exit(MPI)
     return MPI
 
 
-def _guard(mpi: Any) -> None:
-    """MPI is ended by mpi4py at exit, where ranks wait for each other: one that failed must not, or all would hang."""
-    global _guarded
-    if _guarded:
+def _abort_at_exit(mpi: Any) -> None:
+    """Abort the job at exit if this process failed: mpi4py finalizes MPI there, which waits for all ranks and would
+    hang.
+    """
+    global _hooked
+    if _hooked:
         return
-    _guarded = True
+    _hooked = True
     before = sys.excepthook
 
     def failed(*error: Any) -> None:
         before(*error)
-        _give_up()
+        _mark_failed()
 
     sys.excepthook = failed
 
@@ -422,7 +439,7 @@ def _guard(mpi: Any) -> None:
     atexit.register(end)
 
 
-def _give_up(*under_way: Any) -> None:
+def _mark_failed(*in_use: Any) -> None:
     global _failed
     _failed = True
-    _stranded.append(under_way)
+    _leaked.append(in_use)

@@ -1,7 +1,7 @@
-"""Memory that every rank of a group has mapped: a tensor that lies in it is reduced where it is, in one pass.
+"""Regions: memory that all ranks of a group have mapped. A tensor in one is reduced in place, in one pass.
 
-Made by each rank by itself, and shown to the others later, by all ranks together. No name, no file: the others open it
-through the process that made it, as they did with the memory of the group.
+Each rank creates its own and later all ranks share them together. A region has no name and no file: the others open it
+through /proc of the process that made it, as they do with the memory of the group.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ import torch
 
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
 
-LEAST = 1 << 20  # bytes: less goes through the slots of the group as fast. The number is that of native/regions.c
+MIN_BYTES = 1 << 20  # bytes: smaller tensors are as fast through the group's slots. The same number as in native/phx.h
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class Region(mmap.mmap):
-    """A tensor on it (`torch.frombuffer`) holds it; with the last one it ends, and what it has mapped of others."""
+    """A memory map. Tensors on it (`torch.frombuffer`) keep it alive; with the last one it ends, with the maps of the
+    others'.
+    """
 
-    descriptor: int = -1  # until it was shown
-    others: Sequence[torch.Tensor | None] = ()  # that of each other rank
-    take_back: Callable[[], None] | None = None
+    descriptor: int = -1  # closed once it is shared
+    others: Sequence[torch.Tensor | None] = ()  # the region of each other rank
+    remove: Callable[[], None] | None = None
 
     @classmethod
-    def made(cls, size: int) -> Region:
+    def create(cls, size: int) -> Region:
+        """Create a region of `size` bytes."""
         fd = os.memfd_create("phalanx-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             made = cls(fd, size, flags=_FLAGS)
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: the descriptor must not leak
             os.close(fd)
             raise
         made.descriptor = fd
@@ -43,82 +46,86 @@ class Region(mmap.mmap):
 
     @property
     def address(self) -> int:
+        """Where it is mapped in this process."""
         return int(torch.frombuffer(self, dtype=torch.uint8).data_ptr())
 
-    def hide(self) -> None:
-        """Nobody can open it any more; who has, has it."""
+    def close_descriptor(self) -> None:
+        """Close the descriptor, so that no other process can open the region. Existing maps stay."""
         fd, self.descriptor = self.descriptor, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        if self.take_back is not None:
-            self.take_back()
-        self.hide()
+        if self.remove is not None:
+            self.remove()
+        self.close_descriptor()
 
 
-class Lending(Protocol):
-    """An engine that knows of regions."""
+class RegionEngine(Protocol):
+    """An engine that supports regions."""
 
     rank: int
     size: int
 
-    def run(self, call: EngineCall) -> None: ...
+    def run(self, call: EngineCall) -> None:
+        """Run a call and wait for it."""
 
-    def lend(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]: ...
+    def add_region(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Add a region, see ShmEngine."""
 
 
-def lender(group: Any) -> Lending | None:
-    """What a process group stands on, where its ranks share memory."""
+def region_engine(group: Any) -> RegionEngine | None:
+    """Return the engine of a process group if its ranks share memory, else None."""
     engine: Any = getattr(group, "_engine", None)
-    return engine if hasattr(engine, "lend") and engine.size > 1 else None
+    return engine if hasattr(engine, "add_region") and engine.size > 1 else None
 
 
-def show(engine: Lending, made: Sequence[Region | None], timeout: float) -> bool:
-    """By all ranks together, with as many regions of the same sizes. Whether all have mapped all of them; if not, or if
-    a rank has none where others have one, they are memory like any other."""
+def share(engine: RegionEngine, made: Sequence[Region | None], timeout: float) -> bool:
+    """Share regions, one list of the same sizes per rank, called by all ranks together. Return whether all ranks have
+    mapped all of them. If not, or if a rank could not create one, they stay ordinary memory.
+    """
     if not made:
         return False
     regions = [one for one in made if one is not None]
     own = torch.tensor(
         [(os.getpid(), one.descriptor, len(one), one.address) if one is not None else (0, -1, 0, 0) for one in made]
     )
-    told = torch.empty((engine.size, *own.shape), dtype=own.dtype)
-    engine.run(EngineCall(CallKind.ALL_GATHER, [own], [told], timeout=timeout))
+    published = torch.empty((engine.size, *own.shape), dtype=own.dtype)
+    engine.run(EngineCall(CallKind.ALL_GATHER, [own], [published], timeout=timeout))
     mapped: list[list[torch.Tensor | None]] | None = None
-    with contextlib.suppress(OSError, RuntimeError):  # which torch raises where it cannot map
+    with contextlib.suppress(OSError, RuntimeError):  # torch raises RuntimeError if it cannot map
         if len(regions) < len(made):
             raise OSError("this rank has not made all of them")
         mapped = [
             [
-                _opened(*told[rank, number].tolist(), of=one) if rank != engine.rank else None
+                _open(*published[rank, number].tolist(), of=one) if rank != engine.rank else None
                 for rank in range(engine.size)
             ]
             for number, one in enumerate(regions)
         ]
-    agreed = torch.tensor([mapped is not None], dtype=torch.uint8)
-    engine.run(EngineCall(CallKind.ALL_REDUCE, outs=[agreed], reduction=Reduction(Op.MIN), timeout=timeout))
+    all_mapped = torch.tensor([mapped is not None], dtype=torch.uint8)
+    engine.run(EngineCall(CallKind.ALL_REDUCE, outs=[all_mapped], reduction=Reduction(Op.MIN), timeout=timeout))
     for one in regions:
-        one.hide()
-    if mapped is None or not agreed.item():
+        one.close_descriptor()
+    if mapped is None or not all_mapped.item():
         return False
     for number, (one, others) in enumerate(zip(regions, mapped, strict=True)):
         places = [
-            (one.address if other is None else other.data_ptr(), int(told[rank, number, 3]))
+            (one.address if other is None else other.data_ptr(), int(published[rank, number, 3]))
             for rank, other in enumerate(others)
         ]
-        one.others, one.take_back = others, engine.lend(len(one), places)
+        one.others, one.remove = others, engine.add_region(len(one), places)
     return True
 
 
-def _opened(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torch.Tensor:
+def _open(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torch.Tensor:
     if size != len(of):
         raise OSError("another rank's is of another size")
     fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != size:
-            raise OSError("it is not what the other rank has told of")
-        # Not by mmap.mmap, which keeps a descriptor: there are as many of these as buckets times ranks.
+            raise OSError("it is not what the other rank has published of")
+        # Not mmap.mmap, which keeps a descriptor: there is one of these per bucket and rank.
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
     finally:
         os.close(fd)

@@ -1,4 +1,6 @@
-"""The engine in shared memory: tensors are moved and reduced in C, here they become addresses, and results errors."""
+"""The engine in shared memory. C code copies and reduces; this module passes addresses and turns results into
+errors.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ import torch.distributed as dist
 
 from phalanx.collectives import _native, mismatch
 from phalanx.collectives.engines import segment
-from phalanx.collectives.engines.engine import ANYONE, CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.collectives.neighbours import format_ranks
 
-# Numbers are those of native/reduce.h. What is merely moved may be of other types: one number for all of them.
+# The numbers of native/kernels.h. Copies take other types too: one number for all of them.
 DTYPES = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -38,7 +41,7 @@ DTYPES = {
 OTHER = 99
 _NAMES = {number: dtype for dtype, number in DTYPES.items()}
 
-# native/phx.h
+# Results, in native/phx.h
 _DEAD, _TIMEOUT, _ABORTED, _MISMATCH = 1, 2, 3, 4
 
 _FROM_ROOT = {CallKind.BROADCAST, CallKind.SCATTER}
@@ -47,19 +50,19 @@ _REDUCTIONS = {CallKind.ALL_REDUCE, CallKind.REDUCE, CallKind.REDUCE_SCATTER}
 
 
 def join(store: dist.Store, rank: int, here: Sequence[int], ranks: Sequence[int], timeout: float) -> ShmEngine:
-    """`rank` of a group, `here` those of it on this machine, `ranks` what the latter are called in the world."""
-    fd, pids = segment.make(store, rank, here, timeout)
+    """Create the engine of `rank`. `here`: the group's ranks on this host. `ranks`: their global ranks."""
+    fd, pids = segment.create(store, rank, here, timeout)
     try:
         engine = ShmEngine(fd, here.index(rank), pids, ranks, timeout)
     finally:
         os.close(fd)
     names = dict(zip(here, ranks, strict=True))
-    engine.differing = lambda text: mismatch.mismatch(text, store, rank, names)
+    engine.make_mismatch = lambda text: mismatch.make_error(text, store, rank, names)
     return engine
 
 
 class ShmEngine:
-    """An Engine; all_reduce, broadcast and barrier besides, which make no Call."""
+    """An Engine. Has all_reduce, broadcast and barrier methods that need no EngineCall."""
 
     def __init__(
         self,
@@ -70,153 +73,166 @@ class ShmEngine:
         timeout: float,
         *,
         slot: int = segment.SLOT,
-        direct: bool = True,  # read the memory of others, where the kernel lets all ranks
+        direct: bool = True,  # read peer memory, if the kernel allows it to all ranks
     ) -> None:
-        self.differing: Callable[[str], CollectiveMismatch] = (
-            CollectiveMismatch  # what is said where ranks called different things
+        self.make_mismatch: Callable[[str], CollectiveMismatch] = (
+            CollectiveMismatch  # makes the error for calls that do not match
         )
         self.rank = rank
         self.size = len(pids)
         self._ranks = ranks
-        self._alive: deque[tuple[int, EngineCall]] = deque()  # what the group's thread still reads and writes
-        self._first: dist.DistBackendError | None = None
-        self._lent = 0
-        self._dropped: list[tuple[int, torch.Tensor]] = []  # messages under way that nobody will wait for
+        self._running: deque[tuple[int, EngineCall]] = deque()  # calls whose tensors the group's thread may still use
+        self._first_error: dist.DistBackendError | None = None
+        self._region_count = 0
+        self._dropped: list[tuple[int, torch.Tensor]] = []  # messages in progress whose handle was dropped
         try:
             self._group = _native.join(fd, rank, self.size, slot, pids, direct, _ms(timeout))
         except OSError as error:
             raise _not_joined(error, timeout) from None
-        # Also at the end of the interpreter: the thread must not outlive the tensors.
+        # Also at interpreter exit: the thread must not outlive the tensors.
         self._leave = weakref.finalize(self, _native.leave, self._group)
 
-    # -- without a Call
+    # -- without an EngineCall
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction, timeout: float) -> None:
+        """Reduce a tensor over all ranks, in place."""
         result = _native.all_reduce(
             self._group,
             tensor.data_ptr(),
             tensor.numel(),
             DTYPES.get(tensor.dtype, OTHER),
             reduction.op,
-            reduction.before,
+            reduction.scale,
             reduction.average,
             _ms(timeout),
         )
         if result:
-            raise self._trouble(result, "all_reduce", timeout)
+            raise self._error(result, "all_reduce", timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: float) -> None:
+        """Copy the root's tensor to all ranks."""
         dtype = DTYPES.get(tensor.dtype, OTHER)
         result = _native.broadcast(self._group, tensor.data_ptr(), tensor.nbytes, dtype, root, _ms(timeout))
         if result:
-            raise self._trouble(result, "broadcast", timeout)
+            raise self._error(result, "broadcast", timeout)
 
     def barrier(self, timeout: float) -> None:
+        """Wait for all ranks."""
         result = _native.barrier(self._group, _ms(timeout))
         if result:
-            raise self._trouble(result, "barrier", timeout)
+            raise self._error(result, "barrier", timeout)
 
     # -- Engine
 
     def run(self, call: EngineCall) -> None:
-        result = _native.run(self._group, *self._words(call))
+        """Run a call, after all that were started before."""
+        result = _native.run(self._group, *self._native_args(call))
         if result:
-            raise self._trouble(result, call.kind.name.lower(), call.timeout)
+            raise self._error(result, call.kind.name.lower(), call.timeout)
 
     def start(self, call: EngineCall) -> StartedCall:
-        while self._alive and _native.done(self._group, self._alive[0][0]):
-            self._alive.popleft()
-        ticket = _native.start(self._group, *self._words(call))
-        self._alive.append((ticket, call))
+        """Start a call in the group's thread."""
+        while self._running and _native.done(self._group, self._running[0][0]):
+            self._running.popleft()
+        ticket = _native.start(self._group, *self._native_args(call))
+        self._running.append((ticket, call))
         return StartedCall(self, ticket, call)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> ShmMessage:
+        """Send a message."""
         if self._dropped:
-            self._forget()
+            self._free_dropped()
         ticket = _native.send(self._group, tensor.data_ptr(), tensor.nbytes, to, tag, _ms(timeout))
         return ShmMessage(self, "send", ticket, tensor, peer=to, tag=tag, timeout=timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> ShmMessage:
+        """Receive a message."""
         if self._dropped:
-            self._forget()
+            self._free_dropped()
         ticket = _native.recv(self._group, tensor.data_ptr(), tensor.nbytes, source, tag, _ms(timeout))
         return ShmMessage(self, "recv", ticket, tensor, peer=source, tag=tag, timeout=timeout)
 
     def abort(self) -> None:
+        """Abort the group on all ranks."""
         if self._leave.alive:
             _native.abort(self._group)
 
     def close(self) -> None:
-        if self._leave():  # else the group's thread may still be writing: they go with this object
-            self._alive.clear()
+        """Leave the group."""
+        if self._leave():  # else the group's thread may still write: the tensors are freed with this object
+            self._running.clear()
 
-    # -- memory that all have mapped: regions.py
+    # -- regions (regions.py)
 
-    def lend(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """`places`: where that of each rank is here, and there. By all ranks alike; returns what takes it back."""
-        self._lent += 1
-        _native.lend(self._group, self._lent, size, tuple(word for place in places for word in place))
-        return functools.partial(_withdraw, self._group, self._lent)
+    def add_region(self, size: int, places: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Add a region. `places`: per rank, its address here and in its own process. Called by all ranks together.
+        Return a function that removes it.
+        """
+        self._region_count += 1
+        _native.add_region(self._group, self._region_count, size, tuple(word for place in places for word in place))
+        return functools.partial(_remove_region, self._group, self._region_count)
 
-    def _forget(self) -> None:
-        """Tensors whose messages have gone meanwhile."""
+    def _free_dropped(self) -> None:
+        """Free the tensors of messages that have finished."""
         dropped, self._dropped = self._dropped, []
         for ticket, tensor in dropped:
-            if _native.parcel_done(self._group, ticket):
-                _native.parcel_wait(self._group, ticket, 0)
+            if _native.p2p_done(self._group, ticket):
+                _native.p2p_wait(self._group, ticket, 0)
             else:
                 self._dropped.append((ticket, tensor))
 
-    def _words(self, call: EngineCall) -> tuple[object, ...]:
+    def _native_args(self, call: EngineCall) -> tuple[object, ...]:
         first = call.outs[0] if call.outs else call.ins[0] if call.ins else None
         dtype = 0 if first is None else DTYPES.get(first.dtype, OTHER)
         how = call.reduction or _SUM
-        ins = _parts(call.ins, self.size if call.kind in _INS_EACH else 1)
-        outs = _parts(call.outs, self.size if call.kind in _OUTS_EACH else 1)
-        return call.kind, dtype, how.op, call.root, how.before, how.average, _ms(call.timeout), ins, outs
+        ins = _parts(call.ins, self.size if call.kind in _INS_PER_RANK else 1)
+        outs = _parts(call.outs, self.size if call.kind in _OUTS_PER_RANK else 1)
+        return call.kind, dtype, how.op, call.root, how.scale, how.average, _ms(call.timeout), ins, outs
 
-    # -- what went wrong
+    # -- errors
 
-    def _trouble(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
-        if self._first:
-            return type(self._first)(f"{what}: this group has ended before: {self._first}")
-        self._first = self._explained(result, what, timeout)
-        return self._first
+    def _error(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
+        if self._first_error:
+            return type(self._first_error)(f"{what}: this group has failed before: {self._first_error}")
+        self._first_error = self._make_error(result, what, timeout)
+        return self._first_error
 
-    def _explained(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
+    def _make_error(self, result: int, what: str, timeout: float) -> dist.DistBackendError:
         if result == _MISMATCH:
-            return self.differing(self._differences())
+            return self.make_mismatch(self._describe_mismatch())
         if result == _ABORTED:
             return GroupAborted(f"{what}: the process group was aborted")
-        culprits = _native.culprits(self._group)
-        who = self._named(culprits)
+        failed = _native.failed_ranks(self._group)
+        who = self._format_ranks(failed)
         if result == _DEAD:
-            return PeerLost(f"{what}: peer lost, {who} {'has' if len(culprits) == 1 else 'have'} ended")
-        if result == _TIMEOUT and self.rank in culprits:
-            return CollectiveTimeout(f"{what}: this rank came too late, the others' wait for {who} timed out")
+            return PeerLost(f"{what}: peer lost, {who} {'has' if len(failed) == 1 else 'have'} ended")
+        if result == _TIMEOUT and self.rank in failed:
+            return CollectiveTimeout(f"{what}: this rank arrived too late: the others timed out waiting for {who}")
         if result == _TIMEOUT:
             return CollectiveTimeout(f"{what}: {who} did not come within the timeout of {timeout:g} s")
-        return GroupAborted(f"{what}: the kernel does not let a rank read its peer's memory any more")
+        return GroupAborted(f"{what}: the kernel no longer lets a rank read the memory of a peer")
 
-    def _named(self, ranks: Sequence[int]) -> str:
-        return named([self._ranks[rank] for rank in ranks], ranks)
+    def _format_ranks(self, ranks: Sequence[int]) -> str:
+        return format_ranks(ranks, self._ranks)
 
-    def _differences(self) -> str:
-        said: dict[str, list[int]] = {}
+    def _describe_mismatch(self) -> str:
+        calls: dict[str, list[int]] = {}
         for rank in range(self.size):
-            said.setdefault(self._told(*_native.said(self._group, rank)), []).append(rank)
-        if len(said) == 1:
-            but = "what one gives is not of the size that another takes"
-            if _native.said(self._group, self.rank)[0] in (
+            calls.setdefault(self._describe(*_native.signature(self._group, rank)), []).append(rank)
+        if len(calls) == 1:
+            but = "the size that one rank sends is not the size that another receives"
+            if _native.signature(self._group, self.rank)[0] in (
                 CallKind.ALL_REDUCE,
                 CallKind.REDUCE,
-            ):  # whose sizes were said
-                but = "some for the average (AVG), or with another factor (PREMUL_SUM)"
-            return f"ranks called {next(iter(said))}, but {but}"
-        return "ranks called different things: " + ", ".join(f"{self._named(who)} {what}" for what, who in said.items())
+            ):  # sizes are compared there
+                but = "some with the average (AVG), or with another factor (PREMUL_SUM)"
+            return f"ranks called {next(iter(calls))}, but {but}"
+        return "ranks called different things: " + ", ".join(
+            f"{self._format_ranks(who)} {what}" for what, who in calls.items()
+        )
 
-    def _told(  # noqa: PLR0917
-        self, kind: int, dtype: int, op: int, root: int, average: int, bytes_: int, before: float
+    def _describe(  # noqa: PLR0917
+        self, kind: int, dtype: int, op: int, root: int, average: int, bytes_: int, scale: float
     ) -> str:
         text = CallKind(kind).name.lower()
         if kind == CallKind.BARRIER:
@@ -227,16 +243,16 @@ class ShmEngine:
         else:
             text += f" of {bytes_} bytes"
         if kind in _REDUCTIONS:
-            text += f" ({'AVG' if average else Op(op).name}{f' of {before:g} times each' if before != 1 else ''})"
+            text += f" ({'AVG' if average else Op(op).name}{f' of {scale:g} times each' if scale != 1 else ''})"
         if kind in _FROM_ROOT:
-            text += f" from {self._named([root])}"
+            text += f" from {self._format_ranks([root])}"
         if kind in _TO_ROOT:
-            text += f" to {self._named([root])}"
+            text += f" to {self._format_ranks([root])}"
         return text
 
 
 class StartedCall:
-    """A collective under way in the group's thread."""
+    """A collective in progress in the group's thread."""
 
     source = -1
 
@@ -246,22 +262,24 @@ class StartedCall:
         self._call = call
 
     def done(self) -> bool:
+        """Return whether the call has finished."""
         return bool(_native.done(self._engine._group, self._ticket))
 
     def wait(self, timeout: float = 0.0) -> bool:
+        """Wait for the call; return whether it has finished."""
         result = _native.wait(self._engine._group, self._ticket, _ms(timeout))
         if result > 0:
-            raise self._engine._trouble(result, self._call.kind.name.lower(), self._call.timeout)
+            raise self._engine._error(result, self._call.kind.name.lower(), self._call.timeout)
         return result == 0
 
 
-def _withdraw(group: _native.Group, number: int) -> None:
-    with contextlib.suppress(ValueError):  # it was left, or is another process's
-        _native.withdraw(group, number)
+def _remove_region(group: _native.Group, number: int) -> None:
+    with contextlib.suppress(ValueError):  # the group was left, or belongs to another process
+        _native.remove_region(group, number)
 
 
 class ShmMessage:
-    """A message under way."""
+    """A message in progress."""
 
     def __init__(
         self, engine: ShmEngine, what: str, ticket: int, tensor: torch.Tensor, *, peer: int, tag: int, timeout: float
@@ -270,67 +288,69 @@ class ShmMessage:
         self._engine = engine
         self._what = what
         self._ticket = ticket
-        self._tensor = tensor  # read or written by others until it is over
+        self._tensor = tensor  # others may read or write it until it is done
         self._tag = tag
         self._timeout = timeout
-        self._over = False
-        self._lock = threading.RLock()  # its result is given once
-        self._trouble: dist.DistBackendError | None = None
+        self._done = False
+        self._lock = threading.RLock()  # the result is returned once
+        self._error: dist.DistBackendError | None = None
 
     def __del__(self) -> None:
-        if not self._over and self._ticket > _SENT:
+        if not self._done and self._ticket > _SENT:
             self._engine._dropped.append((self._ticket, self._tensor))
 
     def done(self) -> bool:
-        return self._over or bool(_native.parcel_done(self._engine._group, self._ticket))
+        """Return whether the message has been transferred."""
+        return self._done or bool(_native.p2p_done(self._engine._group, self._ticket))
 
     def wait(self, timeout: float = 0.0) -> bool:
-        if not self._over and not self._trouble:
+        """Wait for the message; return whether it has been transferred."""
+        if not self._done and not self._error:
             if not self._lock.acquire(timeout=timeout or -1):
                 return False
             try:
-                if not self._over and not self._trouble and not self._settled(timeout):
+                if not self._done and not self._error and not self._finish(timeout):
                     return False
             finally:
                 self._lock.release()
-        if self._trouble:
-            raise self._trouble
+        if self._error:
+            raise self._error
         return True
 
-    def _settled(self, timeout: float) -> bool:
+    def _finish(self, timeout: float) -> bool:
         try:
-            result, peer, size = _native.parcel_wait(self._engine._group, self._ticket, _ms(timeout))
-        except BaseException:  # of a signal's handler: it was taken back
-            self._trouble = GroupAborted(f"{self._what} was interrupted before")
+            result, peer, size = _native.p2p_wait(self._engine._group, self._ticket, _ms(timeout))
+        except BaseException:  # raised by a signal handler: the request was cancelled
+            self._error = GroupAborted(f"{self._what} was interrupted")
             raise
         if result > 0:
-            self._trouble = self._explained(result, peer, size)
+            self._error = self._make_error(result, peer, size)
         elif result == 0 and self._what == "recv":
             self.source = peer
-        self._over = result >= 0
-        return self._over
+        self._done = result >= 0
+        return self._done
 
-    def _explained(self, result: int, peer: int, size: int) -> dist.DistBackendError:
+    def _make_error(self, result: int, peer: int, size: int) -> dist.DistBackendError:
         engine, what = self._engine, self._what
         if result == _MISMATCH:
-            mine, who = self._tensor.nbytes, engine._named([peer])
+            mine, who = self._tensor.nbytes, engine._format_ranks([peer])
             if what == "recv":
                 return CollectiveMismatch(f"recv of {mine} bytes from {who}: it sent {size} bytes (tag {self._tag})")
             return CollectiveMismatch(f"send of {mine} bytes to {who}: it receives {size} bytes (tag {self._tag})")
         if result == _DEAD and peer >= 0:
-            return PeerLost(f"{what}: peer lost, {engine._named([peer])} has ended")
-        if result == _DEAD and self.source == ANYONE and not _native.culprits(engine._group):
+            return PeerLost(f"{what}: peer lost, {engine._format_ranks([peer])} has ended")
+        if result == _DEAD and self.source == ANY_SOURCE and not _native.failed_ranks(engine._group):
             return PeerLost(f"{what}: peer lost, all other ranks have ended")
-        if result == _TIMEOUT and (peer >= 0 or self.source == ANYONE):
-            who = engine._named([peer]) if peer >= 0 else "any rank"
+        if result == _TIMEOUT and (peer >= 0 or self.source == ANY_SOURCE):
+            who = engine._format_ranks([peer]) if peer >= 0 else "any rank"
             return CollectiveTimeout(f"{what} timed out: it waited {self._timeout:g} s for {who} (tag {self._tag})")
-        return engine._trouble(result, what, self._timeout)
+        return engine._error(result, what, self._timeout)
 
 
-_SENT = 1  # the ticket of what was over at once: native/parcels.c
+_SENT = 1  # the ticket of a send that was complete immediately: native/p2p.c
 _SUM = Reduction()
-_INS_EACH = {CallKind.SCATTER, CallKind.REDUCE_SCATTER, CallKind.ALL_TO_ALL}
-_OUTS_EACH = {CallKind.ALL_GATHER, CallKind.GATHER, CallKind.ALL_TO_ALL}
+_INS_PER_RANK = {CallKind.SCATTER, CallKind.REDUCE_SCATTER, CallKind.ALL_TO_ALL}
+_OUTS_PER_RANK = {CallKind.ALL_GATHER, CallKind.GATHER, CallKind.ALL_TO_ALL}
 
 
 def _ms(seconds: float) -> int:
@@ -338,30 +358,20 @@ def _ms(seconds: float) -> int:
 
 
 def _parts(tensors: Sequence[torch.Tensor], wanted: int) -> tuple[int, ...]:
-    """Address and bytes of each; one alone may be a whole of as many equal parts."""
+    """Return address and size of each tensor; a single one may stand for that many equal parts."""
     if len(tensors) == 1 and wanted > 1:
         at, each = tensors[0].data_ptr(), tensors[0].nbytes // wanted
         return tuple(word for part in range(wanted) for word in (at + part * each, each))
     return tuple(word for tensor in tensors for word in (tensor.data_ptr(), tensor.nbytes))
 
 
-def named(ranks: Sequence[int], of_group: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1 and 3`, `rank 3 (of this group: 1)`."""
-    words = [
-        str(rank) if rank == own else f"{rank} (of this group: {own})"
-        for rank, own in zip(ranks, of_group, strict=True)
-    ]
-    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "nobody"
-    return f"{'rank' if len(words) == 1 else 'ranks'} {listed}"
-
-
 def _not_joined(error: OSError, timeout: float) -> Exception:
     if error.errno == errno.ESRCH:
-        return PeerLost("joining: peer lost, a rank of this machine has ended")
+        return PeerLost("joining: peer lost, a rank of this host has ended")
     if error.errno == errno.ETIMEDOUT:
-        return CollectiveTimeout(f"joining timed out: a rank of this machine has not come in {timeout:g} s")
+        return CollectiveTimeout(f"joining timed out: a rank of this host did not join within {timeout:g} s")
     if error.errno == errno.ECONNABORTED:
         return GroupAborted("joining: the process group was aborted")
     if error.errno in {errno.EMFILE, errno.ENFILE}:
-        return CallRefused(f"joining: {error.strerror}; a group takes one for each other rank", "ulimit -n 65536")
+        return CallRefused(f"joining: {error.strerror}; a group needs one file descriptor per peer", "ulimit -n 65536")
     return error

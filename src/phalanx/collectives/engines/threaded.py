@@ -1,4 +1,4 @@
-"""Calls in their order, in a thread where they go on while Python computes: for engines that have none of their own."""
+"""A queue of calls with a thread, for engines that have no thread themselves."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from phalanx.collectives.errors import GroupAborted
 
 from .engine import EngineCall
 
-ENDED = "the group was ended while something was under way in it"
+ENDED = "the group was closed or aborted during a call"
 
 
 class ThreadedTask:
-    """Something under way (engine.Pending)."""
+    """A call in progress (engine.PendingCall)."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job: Callable[[], None] | None = job
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        job, self._job = self._job, None  # what it holds is let go once it is done
+        """Run the job and store its outcome."""
+        job, self._job = self._job, None  # releases what it holds once it is done
         try:
             if job is not None:
                 job()
-        except BaseException as error:
+        except BaseException as error:  # raised by `wait`, in the caller's thread
             self._error = error
-        self._over.set()
+        self._finished.set()
 
     def fail(self, error: BaseException) -> None:
+        """Finish with an error, without running the job."""
         self._job, self._error = None, error
-        self._over.set()
+        self._finished.set()
 
     @property
     def source(self) -> int:
+        """-1: a collective has no source."""
         return -1
 
     @property
-    def over(self) -> bool:
-        """As far as is known: for who looks on, and must neither wait nor set anything going (journal.py)."""
-        return self._over.is_set()
+    def finished(self) -> bool:
+        """Whether it is known to have finished, without waiting or starting anything (flight_recorder.py)."""
+        return self._finished.is_set()
 
     def done(self) -> bool:
-        return self._over.is_set()
+        """Return whether it has finished."""
+        return self._finished.is_set()
 
     def wait(self, timeout: float = 0.0) -> bool:
-        if not self._over.wait(timeout or None):
+        """Wait for it; return whether it has finished. Raises its error."""
+        if not self._finished.wait(timeout or None):
             return False
         if self._error is not None:
             raise self._error
@@ -57,94 +62,96 @@ class ThreadedTask:
 
 
 class Threaded:
-    """An engine's `run` and `start`, one call after the other: the subclass has `_do`, and calls `close`.
+    """`run` and `start` of an engine, one call at a time. A subclass implements `_do`.
 
-    A call that nothing is waiting before is done in the thread that asks. Then its `_do` is never in two threads at
-    once.
+    A call with no other before it runs in the calling thread. `_do` never runs in two threads at once.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._waiting: deque[ThreadedTask] = deque()
-        self._busy = False  # somebody is in `_do`
+        self._busy = False  # a thread is in `_do`
         self._ended = False
-        self._change = threading.Condition()
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def _do(self, call: EngineCall) -> None:
         raise NotImplementedError
 
     def _interrupt(self) -> None:
-        """From any thread: whoever is in `_do`, or waits for a message, gives up as soon as it can."""
+        """Make threads that are in `_do`, or wait for a message, give up soon. Thread-safe."""
 
     def run(self, call: EngineCall) -> None:
-        self._in_turn(lambda: self._silently(call))
+        """Run a call after those before it, and wait for it."""
+        self._run_in_order(lambda: self._without_grad(call))
 
     def start(self, call: EngineCall) -> ThreadedTask:
-        return self._later(lambda: self._silently(call))
+        """Start a call in the thread."""
+        return self._enqueue(lambda: self._without_grad(call))
 
-    def _silently(self, call: EngineCall) -> None:
-        with torch.no_grad():  # what is reduced may want a gradient: this is nothing to take one of
+    def _without_grad(self, call: EngineCall) -> None:
+        with torch.no_grad():  # a collective is not differentiable
             self._do(call)
 
-    def _in_turn(self, job: Callable[[], None]) -> None:
-        with self._change:
+    def _run_in_order(self, job: Callable[[], None]) -> None:
+        with self._changed:
             at_once = not self._busy and not self._waiting and not self._ended
             if at_once:
                 self._busy = True
         if not at_once:
-            self._later(job).wait()
+            self._enqueue(job).wait()
             return
         try:
             job()
         finally:
-            self._free()
+            self._release()
 
-    def _later(self, job: Callable[[], None]) -> ThreadedTask:
+    def _enqueue(self, job: Callable[[], None]) -> ThreadedTask:
         task = ThreadedTask(job)
-        with self._change:
+        with self._changed:
             if self._ended:
                 raise GroupAborted(ENDED)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
                 self._thread.start()
             self._waiting.append(task)
-            self._change.notify_all()
+            self._changed.notify_all()
         return task
 
     def abort(self) -> None:
+        """Fail waiting calls and interrupt the running one. Thread-safe."""
         self._end()
         self._interrupt()
 
     def close(self) -> None:
-        """What still waits is aborted; what is being done is waited for."""
+        """Abort calls that wait, and wait for the one that is running."""
         self._end()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(10)
 
     def _end(self) -> None:
-        with self._change:
+        with self._changed:
             self._ended = True
-            given_up = list(self._waiting)
+            aborted = list(self._waiting)
             self._waiting.clear()
-            self._change.notify_all()
-        for task in given_up:
+            self._changed.notify_all()
+        for task in aborted:
             task.fail(GroupAborted(ENDED))
 
-    def _free(self) -> None:
-        with self._change:
+    def _release(self) -> None:
+        with self._changed:
             self._busy = False
-            self._change.notify_all()
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
-            with self._change:
-                self._change.wait_for(lambda: self._ended or (self._waiting and not self._busy))
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or (self._waiting and not self._busy))
                 if not self._waiting:
                     return
                 task = self._waiting.popleft()
                 self._busy = True
             task.run()
-            self._free()
+            self._release()

@@ -1,4 +1,4 @@
-/* The library as a Python module: numbers in, a phx_result out. What they mean is said in shared.py. */
+/* The Python module. Functions take numbers and return a phx_result; engines/shm.py is the only caller. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -7,34 +7,34 @@
 #include <stdlib.h>
 
 #include "phx.h"
-#include "reduce.h"
+#include "kernels.h"
 
-/* -- groups: a capsule each. Who calls holds it, and the last who lets go of one that was left ends it */
+/* -- groups: one capsule each. A call acquires the handle; the last one to release it after `leave` frees the group */
 
 #define NAME "phalanx.collectives.group"
 
-struct holder {
+struct handle {
     phx_group *group;
-    long calls; /* under way, in all threads; the interpreter's lock guards it */
+    long calls; /* in progress, in all threads; guarded by the GIL */
     int left;
 };
 
-static struct holder *hold(PyObject *capsule) {
-    struct holder *h = PyCapsule_GetPointer(capsule, NAME);
+static struct handle *acquire(PyObject *capsule) {
+    struct handle *h = PyCapsule_GetPointer(capsule, NAME);
     if (!h) return NULL;
     if (h->left) {
-        PyErr_SetString(PyExc_ValueError, "this group was left");
+        PyErr_SetString(PyExc_ValueError, "this process has left the group");
         return NULL;
     }
-    if (!phx_own(h->group)) {
-        PyErr_SetString(PyExc_ValueError, "this group belongs to the process that made it, and not to its forks");
+    if (!phx_is_owner(h->group)) {
+        PyErr_SetString(PyExc_ValueError, "this group belongs to the process that joined it, not to its forks");
         return NULL;
     }
     h->calls++;
     return h;
 }
 
-static void let_go(struct holder *h) {
+static void release(struct handle *h) {
     if (--h->calls || !h->left) return;
     phx_group *g = h->group;
     h->group = NULL;
@@ -43,48 +43,50 @@ static void let_go(struct holder *h) {
     Py_END_ALLOW_THREADS
 }
 
-static void dropped(PyObject *capsule) {
-    struct holder *h = PyCapsule_GetPointer(capsule, NAME);
-    if (h->group) phx_leave(h->group); /* nobody calls: who does has a reference */
+static void destroy_capsule(PyObject *capsule) {
+    struct handle *h = PyCapsule_GetPointer(capsule, NAME);
+    if (h->group) phx_leave(h->group); /* no call is in progress: it would hold a reference */
     free(h);
 }
 
-/* Who waits in `join` has no group yet that could be aborted: all of them give up when this changes. */
-static _Atomic uint64_t joinings;
-static _Thread_local uint64_t joining; /* 1 + that, as it was when this thread began to wait; 0: it does not */
+/* A thread that waits in `join` has no group yet to abort: it gives up when this counter changes. */
+static _Atomic uint64_t join_aborts;
+static _Thread_local uint64_t joining; /* 1 + the counter when this thread began to wait; 0: it does not wait */
 
 static PyObject *py_abort_joining(PyObject *self, PyObject *none) {
     (void)self, (void)none;
-    atomic_fetch_add(&joinings, 1);
+    atomic_fetch_add(&join_aborts, 1);
     Py_RETURN_NONE;
 }
 
-/* Ctrl-C, and whatever else Python has to do when a signal has come. */
+/* Run Python's signal handlers, for Ctrl-C and others; return whether one raised. */
 static int interrupted(void) {
-    if (joining && joining != atomic_load(&joinings) + 1) return 1;
+    if (joining && joining != atomic_load(&join_aborts) + 1) return 1;
     PyGILState_STATE state = PyGILState_Ensure();
     int raised = PyErr_CheckSignals();
     PyGILState_Release(state);
     return raised;
 }
 
-/* Calls of this thread that are not over: more than one where a signal's handler, which runs while one waits, makes another. */
-struct within {
-    struct holder *holder;
-    struct within *outer;
+/* Calls in progress in this thread. There are several if a signal handler, which runs while one waits, makes another call. */
+struct nested_call {
+    struct handle *handle;
+    struct nested_call *outer;
 };
-static _Thread_local struct within *innermost;
+static _Thread_local struct nested_call *innermost;
 
-/* What comes after a call of the same thread would wait for ever: that one cannot go on before the handler returns. */
-static int in_its_own_way(const struct holder *h) {
-    const struct within *w = innermost;
-    while (w && w->holder != h) w = w->outer;
-    if (w) PyErr_SetString(PyExc_RuntimeError, "a signal handler cannot wait for a collective of a group in which its thread waits already: let it set a flag, and call this afterwards");
+/* A nested call on the same group would wait forever: the outer one cannot finish before the handler returns. */
+static int would_deadlock(const struct handle *h) {
+    const struct nested_call *w = innermost;
+    while (w && w->handle != h) w = w->outer;
+    if (w)
+        PyErr_SetString(PyExc_RuntimeError, "a signal handler cannot run a collective on a group on which its thread is already "
+                                            "waiting; set a flag in the handler and run the collective later");
     return w != NULL;
 }
 
-static int run(struct holder *h, const struct phx_call *call) {
-    struct within own = {h, innermost};
+static int run(struct handle *h, const struct phx_call *call) {
+    struct nested_call own = {h, innermost};
     int result;
     innermost = &own;
     Py_BEGIN_ALLOW_THREADS
@@ -96,22 +98,22 @@ static int run(struct holder *h, const struct phx_call *call) {
 
 /* -- arguments */
 
-static int64_t number(PyObject *o) { return PyLong_AsLongLong(o); }
+static int64_t as_int(PyObject *o) { return PyLong_AsLongLong(o); }
 
-static int few(const char *name, Py_ssize_t have, Py_ssize_t want) {
+static int wrong_count(const char *name, Py_ssize_t have, Py_ssize_t want) {
     if (have == want) return 0;
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, want, have);
     return 1;
 }
 
-/* The end of a call: its result, or what a signal raised. */
-static PyObject *answer(struct holder *h, int64_t result) {
-    let_go(h);
+/* End a call: return its result, or NULL if a signal handler raised. */
+static PyObject *finish_call(struct handle *h, int64_t result) {
+    release(h);
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(result);
 }
 
-/* (address, bytes, address, bytes, ...). NULL where there are none, or with an error. */
-static struct phx_part *parts(PyObject *flat, int *count) {
+/* Parse (address, bytes, address, bytes, ...). Return NULL if it is empty, or with an error set. */
+static struct phx_part *parse_parts(PyObject *flat, int *count) {
     Py_ssize_t n = PyTuple_Size(flat);
     *count = 0;
     if (n <= 0) return NULL;
@@ -125,68 +127,68 @@ static struct phx_part *parts(PyObject *flat, int *count) {
     return all;
 }
 
-/* group, kind, dtype, op, root, before, average, patience_ms, ins, outs */
-struct request {
-    struct holder *holder;
+/* group, kind, dtype, op, root, scale, average, timeout_ms, ins, outs */
+struct call_args {
+    struct handle *handle;
     struct phx_call call;
     struct phx_part *in, *out;
 };
 
-static int request(struct request *r, const char *name, PyObject *const *args, Py_ssize_t n) {
-    if (few(name, n, 10)) return -1;
+static int call_args(struct call_args *r, const char *name, PyObject *const *args, Py_ssize_t n) {
+    if (wrong_count(name, n, 10)) return -1;
     struct phx_call *c = &r->call;
-    c->kind = (int)number(args[1]), c->dtype = (int)number(args[2]), c->op = (int)number(args[3]);
-    c->root = (int)number(args[4]), c->before = PyFloat_AsDouble(args[5]), c->average = PyObject_IsTrue(args[6]);
-    c->patience = number(args[7]);
-    c->in = r->in = parts(args[8], &c->ins);
-    c->out = r->out = PyErr_Occurred() ? NULL : parts(args[9], &c->outs);
-    if (!PyErr_Occurred() && (r->holder = hold(args[0]))) {
-        const char *wrong = phx_wrong(r->holder->group, c);
-        if (!wrong) return 0;
-        PyErr_SetString(PyExc_ValueError, wrong);
-        let_go(r->holder);
+    c->kind = (int)as_int(args[1]), c->dtype = (int)as_int(args[2]), c->op = (int)as_int(args[3]);
+    c->root = (int)as_int(args[4]), c->scale = PyFloat_AsDouble(args[5]), c->average = PyObject_IsTrue(args[6]);
+    c->timeout_ms = as_int(args[7]);
+    c->in = r->in = parse_parts(args[8], &c->ins);
+    c->out = r->out = PyErr_Occurred() ? NULL : parse_parts(args[9], &c->outs);
+    if (!PyErr_Occurred() && (r->handle = acquire(args[0]))) {
+        const char *problem = phx_validate(r->handle->group, c);
+        if (!problem) return 0;
+        PyErr_SetString(PyExc_ValueError, problem);
+        release(r->handle);
     }
     free(r->in);
     free(r->out);
     return -1;
 }
 
-/* -- coming and going */
+/* -- join and leave */
 
 static PyObject *py_memory(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("memory", n, 2)) return NULL;
-    int64_t ranks = number(args[0]), slot = number(args[1]);
+    if (wrong_count("memory", n, 2)) return NULL;
+    int64_t ranks = as_int(args[0]), slot = as_int(args[1]);
     return PyErr_Occurred() ? NULL : PyLong_FromSize_t(phx_memory((int)ranks, (size_t)slot));
 }
 
-static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* fd, rank, ranks, slot, pids, direct, patience_ms */
+static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* fd, rank, ranks, slot, pids, direct, timeout_ms */
     (void)self;
-    if (few("join", n, 7)) return NULL;
-    int64_t fd = number(args[0]), rank = number(args[1]), ranks = number(args[2]), slot = number(args[3]), patience = number(args[6]);
+    if (wrong_count("join", n, 7)) return NULL;
+    int64_t fd = as_int(args[0]), rank = as_int(args[1]), ranks = as_int(args[2]), slot = as_int(args[3]), timeout_ms = as_int(args[6]);
     int direct = PyObject_IsTrue(args[5]);
     if (PyErr_Occurred()) return NULL;
-    if (ranks < 1 || ranks > PHX_MOST || rank < 0 || rank >= ranks || slot < 1 || PySequence_Size(args[4]) != ranks) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "not a group: rank %d of %d (at most %d), a pid for each", (int)rank, (int)ranks, PHX_MOST);
+    if (ranks < 1 || ranks > PHX_MAX_RANKS || rank < 0 || rank >= ranks || slot < 1 || PySequence_Size(args[4]) != ranks) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "invalid group: rank %d of %d (at most %d), expected one pid per rank", (int)rank, (int)ranks, PHX_MAX_RANKS);
         return NULL;
     }
-    int32_t pids[PHX_MOST];
+    int32_t pids[PHX_MAX_RANKS];
     for (int64_t r = 0; r < ranks; r++) {
         PyObject *pid = PySequence_GetItem(args[4], r);
         if (!pid) return NULL;
-        pids[r] = (int32_t)number(pid);
+        pids[r] = (int32_t)as_int(pid);
         Py_DecRef(pid);
     }
-    struct holder *h = PyErr_Occurred() ? NULL : calloc(1, sizeof *h);
+    struct handle *h = PyErr_Occurred() ? NULL : calloc(1, sizeof *h);
     if (!h) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     int why;
-    joining = atomic_load(&joinings) + 1;
+    joining = atomic_load(&join_aborts) + 1;
     Py_BEGIN_ALLOW_THREADS
-    h->group = phx_join((int)fd, (int)rank, (int)ranks, (size_t)slot, pids, direct, patience, interrupted);
+    h->group = phx_join((int)fd, (int)rank, (int)ranks, (size_t)slot, pids, direct, timeout_ms, interrupted);
     why = errno;
     Py_END_ALLOW_THREADS
     joining = 0;
-    PyObject *capsule = h->group ? PyCapsule_New(h, NAME, dropped) : NULL;
+    PyObject *capsule = h->group ? PyCapsule_New(h, NAME, destroy_capsule) : NULL;
     if (capsule) return capsule;
     if (h->group) phx_leave(h->group);
     free(h);
@@ -194,38 +196,38 @@ static PyObject *py_join(PyObject *self, PyObject *const *args, Py_ssize_t n) { 
     return PyErr_Occurred() ? NULL : PyErr_SetFromErrno(PyExc_OSError);
 }
 
-static PyObject *py_leave(PyObject *self, PyObject *capsule) { /* whether it has ended: nobody was in a call */
+static PyObject *py_leave(PyObject *self, PyObject *capsule) { /* returns whether the group was freed: no call was in progress */
     (void)self;
-    struct holder *h = PyCapsule_GetPointer(capsule, NAME);
+    struct handle *h = PyCapsule_GetPointer(capsule, NAME);
     if (!h) return NULL;
     if (!h->left) {
         h->left = 1;
         h->calls++;
-        if (phx_own(h->group)) phx_depart(h->group); /* whoever is in a call returns, and the last of them ends the group */
-        let_go(h);
+        if (phx_is_owner(h->group)) phx_announce_leave(h->group); /* calls in progress return, and the last of them frees the group */
+        release(h);
     }
     return PyBool_FromLong(!h->group);
 }
 
 static PyObject *py_abort(PyObject *self, PyObject *capsule) {
     (void)self;
-    struct holder *h = hold(capsule);
+    struct handle *h = acquire(capsule);
     if (!h) return NULL;
     phx_abort(h->group);
-    let_go(h);
+    release(h);
     Py_RETURN_NONE;
 }
 
-static PyObject *py_culprits(PyObject *self, PyObject *capsule) { /* [rank, ...] */
+static PyObject *py_failed_ranks(PyObject *self, PyObject *capsule) { /* [rank, ...] */
     (void)self;
-    struct holder *h = hold(capsule);
+    struct handle *h = acquire(capsule);
     if (!h) return NULL;
-    uint8_t blamed[PHX_MOST] = {0};
-    phx_culprits(h->group, blamed);
-    let_go(h);
+    uint8_t failed[PHX_MAX_RANKS] = {0};
+    phx_failed_ranks(h->group, failed);
+    release(h);
     PyObject *list = PyList_New(0);
-    for (int r = 0; list && r < PHX_MOST; r++) {
-        if (!blamed[r]) continue;
+    for (int r = 0; list && r < PHX_MAX_RANKS; r++) {
+        if (!failed[r]) continue;
         PyObject *rank = PyLong_FromLong(r);
         if (!rank || PyList_Append(list, rank)) {
             Py_DecRef(list);
@@ -236,229 +238,229 @@ static PyObject *py_culprits(PyObject *self, PyObject *capsule) { /* [rank, ...]
     return list;
 }
 
-static PyObject *py_said(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* kind, dtype, op, root, average, bytes, before */
+static PyObject *py_signature(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* kind, dtype, op, root, average, bytes, scale */
     (void)self;
-    if (few("said", n, 2)) return NULL;
-    int64_t rank = number(args[1]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (wrong_count("signature", n, 2)) return NULL;
+    int64_t rank = as_int(args[1]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     if (!h) return NULL;
-    struct phx_said said = {0};
-    phx_said(h->group, (int)rank, &said);
-    let_go(h);
-    return Py_BuildValue("(iiiiiKd)", said.kind, said.dtype, said.op, said.root, said.average, (unsigned long long)said.bytes, said.before);
+    struct phx_signature signature = {0};
+    phx_signature(h->group, (int)rank, &signature);
+    release(h);
+    return Py_BuildValue("(iiiiiKd)", signature.kind, signature.dtype, signature.op, signature.root, signature.average, (unsigned long long)signature.bytes, signature.scale);
 }
 
 static PyObject *py_direct(PyObject *self, PyObject *capsule) {
     (void)self;
-    struct holder *h = hold(capsule);
+    struct handle *h = acquire(capsule);
     if (!h) return NULL;
     int direct = phx_direct(h->group);
-    let_go(h);
+    release(h);
     return PyBool_FromLong(direct);
 }
 
 /* -- collectives */
 
-static PyObject *run_one(struct holder *h, const struct phx_call *call) {
-    const char *wrong = phx_wrong(h->group, call);
-    if (wrong) {
-        PyErr_SetString(PyExc_ValueError, wrong);
-        return answer(h, 0);
+static PyObject *run_one(struct handle *h, const struct phx_call *call) {
+    const char *problem = phx_validate(h->group, call);
+    if (problem) {
+        PyErr_SetString(PyExc_ValueError, problem);
+        return finish_call(h, 0);
     }
-    return answer(h, in_its_own_way(h) ? 0 : run(h, call));
+    return finish_call(h, would_deadlock(h) ? 0 : run(h, call));
 }
 
-/* group, address, count, dtype, op, before, average, patience_ms */
+/* group, address, count, dtype, op, scale, average, timeout_ms */
 static PyObject *py_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("all_reduce", n, 8)) return NULL;
+    if (wrong_count("all_reduce", n, 8)) return NULL;
     struct phx_part part = {PyLong_AsVoidPtr(args[1]), 0};
     struct phx_call call = {.kind = PHX_ALL_REDUCE, .outs = 1, .out = &part};
     size_t count = PyLong_AsSize_t(args[2]);
-    call.dtype = (int)number(args[3]), call.op = (int)number(args[4]), call.before = PyFloat_AsDouble(args[5]);
-    call.average = PyObject_IsTrue(args[6]), call.patience = number(args[7]);
+    call.dtype = (int)as_int(args[3]), call.op = (int)as_int(args[4]), call.scale = PyFloat_AsDouble(args[5]);
+    call.average = PyObject_IsTrue(args[6]), call.timeout_ms = as_int(args[7]);
     part.bytes = count * phx_itemsize(call.dtype);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     return h ? run_one(h, &call) : NULL;
 }
 
-/* group, address, bytes, dtype, root, patience_ms */
+/* group, address, bytes, dtype, root, timeout_ms */
 static PyObject *py_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("broadcast", n, 6)) return NULL;
+    if (wrong_count("broadcast", n, 6)) return NULL;
     struct phx_part part = {PyLong_AsVoidPtr(args[1]), PyLong_AsSize_t(args[2])};
-    struct phx_call call = {.kind = PHX_BROADCAST, .before = 1.0, .outs = 1, .out = &part};
-    call.dtype = (int)number(args[3]), call.root = (int)number(args[4]), call.patience = number(args[5]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    struct phx_call call = {.kind = PHX_BROADCAST, .scale = 1.0, .outs = 1, .out = &part};
+    call.dtype = (int)as_int(args[3]), call.root = (int)as_int(args[4]), call.timeout_ms = as_int(args[5]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     return h ? run_one(h, &call) : NULL;
 }
 
-static PyObject *py_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, patience_ms */
+static PyObject *py_barrier(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, timeout_ms */
     (void)self;
-    if (few("barrier", n, 2)) return NULL;
-    struct phx_call call = {.kind = PHX_BARRIER, .before = 1.0, .patience = number(args[1])};
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (wrong_count("barrier", n, 2)) return NULL;
+    struct phx_call call = {.kind = PHX_BARRIER, .scale = 1.0, .timeout_ms = as_int(args[1])};
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     return h ? run_one(h, &call) : NULL;
 }
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    struct request r = {0};
-    if (request(&r, "run", args, n)) return NULL;
-    int result = in_its_own_way(r.holder) ? 0 : run(r.holder, &r.call);
+    struct call_args r = {0};
+    if (call_args(&r, "run", args, n)) return NULL;
+    int result = would_deadlock(r.handle) ? 0 : run(r.handle, &r.call);
     free(r.in);
     free(r.out);
-    return answer(r.holder, result);
+    return finish_call(r.handle, result);
 }
 
 static PyObject *py_start(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* a ticket */
     (void)self;
-    struct request r = {0};
-    if (request(&r, "start", args, n)) return NULL;
-    uint64_t ticket = phx_start(r.holder->group, &r.call);
+    struct call_args r = {0};
+    if (call_args(&r, "start", args, n)) return NULL;
+    uint64_t ticket = phx_start(r.handle->group, &r.call);
     free(r.in);
     free(r.out);
     if (!ticket) PyErr_NoMemory();
-    return answer(r.holder, (int64_t)ticket);
+    return finish_call(r.handle, (int64_t)ticket);
 }
 
 static PyObject *py_done(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, ticket */
     (void)self;
-    if (few("done", n, 2)) return NULL;
-    int64_t ticket = number(args[1]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
-    return h ? answer(h, phx_done(h->group, (uint64_t)ticket)) : NULL;
+    if (wrong_count("done", n, 2)) return NULL;
+    int64_t ticket = as_int(args[1]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
+    return h ? finish_call(h, phx_done(h->group, (uint64_t)ticket)) : NULL;
 }
 
 static PyObject *py_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, ticket, ms: a phx_result, or -1 */
     (void)self;
-    if (few("wait", n, 3)) return NULL;
-    int64_t ticket = number(args[1]), patience = number(args[2]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (wrong_count("wait", n, 3)) return NULL;
+    int64_t ticket = as_int(args[1]), timeout_ms = as_int(args[2]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     if (!h) return NULL;
-    if (!phx_done(h->group, (uint64_t)ticket) && in_its_own_way(h)) return answer(h, 0);
+    if (!phx_done(h->group, (uint64_t)ticket) && would_deadlock(h)) return finish_call(h, 0);
     int result;
     Py_BEGIN_ALLOW_THREADS
-    result = phx_wait(h->group, (uint64_t)ticket, patience);
+    result = phx_wait(h->group, (uint64_t)ticket, timeout_ms);
     Py_END_ALLOW_THREADS
-    return answer(h, result);
+    return finish_call(h, result);
 }
 
-/* -- memory that all have mapped */
+/* -- regions */
 
-/* group, number, bytes, (address here, address there, ...) */
-static PyObject *py_lend(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+/* group, number, bytes, (local address, remote address, ...) */
+static PyObject *py_add_region(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("lend", n, 4)) return NULL;
-    void *here[PHX_MOST];
-    uint64_t there[PHX_MOST];
-    uint32_t name = (uint32_t)number(args[1]);
+    if (wrong_count("add_region", n, 4)) return NULL;
+    void *local[PHX_MAX_RANKS];
+    uint64_t remote[PHX_MAX_RANKS];
+    uint32_t name = (uint32_t)as_int(args[1]);
     size_t bytes = PyLong_AsSize_t(args[2]);
     Py_ssize_t places = PyTuple_Size(args[3]) / 2;
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     if (!h) return NULL;
-    for (Py_ssize_t r = 0; r < places && r < PHX_MOST; r++) {
-        here[r] = PyLong_AsVoidPtr(PyTuple_GetItem(args[3], 2 * r));
-        there[r] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 2 * r + 1));
+    for (Py_ssize_t r = 0; r < places && r < PHX_MAX_RANKS; r++) {
+        local[r] = PyLong_AsVoidPtr(PyTuple_GetItem(args[3], 2 * r));
+        remote[r] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 2 * r + 1));
     }
-    if (!PyErr_Occurred() && places != phx_ranks(h->group)) PyErr_SetString(PyExc_ValueError, "a place for each rank");
-    if (!PyErr_Occurred() && phx_lend(h->group, name, bytes, here, there)) PyErr_NoMemory();
-    return answer(h, 0);
+    if (!PyErr_Occurred() && places != phx_ranks(h->group)) PyErr_SetString(PyExc_ValueError, "expected two addresses per rank");
+    if (!PyErr_Occurred() && phx_add_region(h->group, name, bytes, local, remote)) PyErr_NoMemory();
+    return finish_call(h, 0);
 }
 
-static PyObject *py_withdraw(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, number */
+static PyObject *py_remove_region(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, number */
     (void)self;
-    if (few("withdraw", n, 2)) return NULL;
-    int64_t name = number(args[1]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (wrong_count("remove_region", n, 2)) return NULL;
+    int64_t name = as_int(args[1]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     if (!h) return NULL;
-    phx_withdraw(h->group, (uint32_t)name);
-    return answer(h, 0);
+    phx_remove_region(h->group, (uint32_t)name);
+    return finish_call(h, 0);
 }
 
-/* out, inputs (addresses), count, dtype, op, before, average: no group, for whoever wants to see the arithmetic */
+/* out, inputs (addresses), count, dtype, op, scale, average: without a group, to test the arithmetic */
 static PyObject *py_reduce(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("reduce", n, 7)) return NULL;
-    const void *inputs[PHX_MOST];
+    if (wrong_count("reduce", n, 7)) return NULL;
+    const void *inputs[PHX_MAX_RANKS];
     Py_ssize_t ranks = PyTuple_Size(args[1]);
-    for (Py_ssize_t r = 0; r < ranks && r < PHX_MOST; r++) inputs[r] = PyLong_AsVoidPtr(PyTuple_GetItem(args[1], r));
+    for (Py_ssize_t r = 0; r < ranks && r < PHX_MAX_RANKS; r++) inputs[r] = PyLong_AsVoidPtr(PyTuple_GetItem(args[1], r));
     void *out = PyLong_AsVoidPtr(args[0]);
     size_t count = PyLong_AsSize_t(args[2]);
-    int dtype = (int)number(args[3]), op = (int)number(args[4]), average = PyObject_IsTrue(args[6]);
-    double before = PyFloat_AsDouble(args[5]);
+    int dtype = (int)as_int(args[3]), op = (int)as_int(args[4]), average = PyObject_IsTrue(args[6]);
+    double scale = PyFloat_AsDouble(args[5]);
     if (PyErr_Occurred()) return NULL;
-    if (ranks < 1 || ranks > PHX_MOST || !phx_reduces(dtype, op)) {
-        PyErr_SetString(PyExc_ValueError, "there is no such reduction");
+    if (ranks < 1 || ranks > PHX_MAX_RANKS || !phx_has_reduction(dtype, op)) {
+        PyErr_SetString(PyExc_ValueError, "unsupported reduction");
         return NULL;
     }
-    phx_reduce(out, inputs, (int)ranks, count, dtype, op, before, average);
+    phx_reduce(out, inputs, (int)ranks, count, dtype, op, scale, average);
     Py_RETURN_NONE;
 }
 
-/* -- from rank to rank */
+/* -- point-to-point */
 
-/* group, address, bytes, peer, tag, patience_ms */
-struct parcel_args {
-    struct holder *holder;
+/* group, address, bytes, peer, tag, timeout_ms */
+struct p2p_args {
+    struct handle *handle;
     void *at;
     size_t bytes;
     int peer;
-    int64_t tag, patience;
+    int64_t tag, timeout_ms;
 };
 
-static int parcel_args(struct parcel_args *a, const char *name, PyObject *const *args, Py_ssize_t n) {
-    if (few(name, n, 6)) return -1;
-    a->at = PyLong_AsVoidPtr(args[1]), a->bytes = PyLong_AsSize_t(args[2]), a->peer = (int)number(args[3]);
-    a->tag = number(args[4]), a->patience = number(args[5]);
-    a->holder = PyErr_Occurred() ? NULL : hold(args[0]);
-    return a->holder ? 0 : -1;
+static int p2p_args(struct p2p_args *a, const char *name, PyObject *const *args, Py_ssize_t n) {
+    if (wrong_count(name, n, 6)) return -1;
+    a->at = PyLong_AsVoidPtr(args[1]), a->bytes = PyLong_AsSize_t(args[2]), a->peer = (int)as_int(args[3]);
+    a->tag = as_int(args[4]), a->timeout_ms = as_int(args[5]);
+    a->handle = PyErr_Occurred() ? NULL : acquire(args[0]);
+    return a->handle ? 0 : -1;
 }
 
-static PyObject *ticket_of(struct holder *h, uint64_t ticket) {
-    if (!ticket) PyErr_SetString(PyExc_ValueError, "there is no such rank in the group, or no memory");
-    return answer(h, (int64_t)ticket);
+static PyObject *ticket_of(struct handle *h, uint64_t ticket) {
+    if (!ticket) PyErr_SetString(PyExc_ValueError, "no such rank in the group, or out of memory");
+    return finish_call(h, (int64_t)ticket);
 }
 
 static PyObject *py_send(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* a ticket */
     (void)self;
-    struct parcel_args a;
-    if (parcel_args(&a, "send", args, n)) return NULL;
-    return ticket_of(a.holder, phx_send(a.holder->group, a.at, a.bytes, a.peer, a.tag, a.patience));
+    struct p2p_args a;
+    if (p2p_args(&a, "send", args, n)) return NULL;
+    return ticket_of(a.handle, phx_send(a.handle->group, a.at, a.bytes, a.peer, a.tag, a.timeout_ms));
 }
 
 static PyObject *py_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* a ticket */
     (void)self;
-    struct parcel_args a;
-    if (parcel_args(&a, "recv", args, n)) return NULL;
+    struct p2p_args a;
+    if (p2p_args(&a, "recv", args, n)) return NULL;
     uint64_t ticket;
-    Py_BEGIN_ALLOW_THREADS /* may read what has come already */
-    ticket = phx_recv(a.holder->group, a.at, a.bytes, a.peer, a.tag, a.patience);
+    Py_BEGIN_ALLOW_THREADS /* may read a message that has arrived already */
+    ticket = phx_recv(a.handle->group, a.at, a.bytes, a.peer, a.tag, a.timeout_ms);
     Py_END_ALLOW_THREADS
-    return ticket_of(a.holder, ticket);
+    return ticket_of(a.handle, ticket);
 }
 
-static PyObject *py_parcel_done(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, ticket */
+static PyObject *py_p2p_done(PyObject *self, PyObject *const *args, Py_ssize_t n) { /* group, ticket */
     (void)self;
-    if (few("parcel_done", n, 2)) return NULL;
-    int64_t ticket = number(args[1]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
-    return h ? answer(h, phx_parcel_done(h->group, (uint64_t)ticket)) : NULL;
+    if (wrong_count("p2p_done", n, 2)) return NULL;
+    int64_t ticket = as_int(args[1]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
+    return h ? finish_call(h, phx_p2p_done(h->group, (uint64_t)ticket)) : NULL;
 }
 
 /* group, ticket, ms: a phx_result or -1, a rank, bytes */
-static PyObject *py_parcel_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static PyObject *py_p2p_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (few("parcel_wait", n, 3)) return NULL;
-    int64_t ticket = number(args[1]), patience = number(args[2]);
-    struct holder *h = PyErr_Occurred() ? NULL : hold(args[0]);
+    if (wrong_count("p2p_wait", n, 3)) return NULL;
+    int64_t ticket = as_int(args[1]), timeout_ms = as_int(args[2]);
+    struct handle *h = PyErr_Occurred() ? NULL : acquire(args[0]);
     if (!h) return NULL;
     int result, from;
     size_t bytes;
     Py_BEGIN_ALLOW_THREADS
-    result = phx_parcel_wait(h->group, (uint64_t)ticket, patience, &from, &bytes);
+    result = phx_p2p_wait(h->group, (uint64_t)ticket, timeout_ms, &from, &bytes);
     Py_END_ALLOW_THREADS
-    let_go(h);
+    release(h);
     return PyErr_Occurred() ? NULL : Py_BuildValue("(iin)", result, from, (Py_ssize_t)bytes);
 }
 
@@ -471,8 +473,8 @@ static PyMethodDef methods[] = {
     ONE("leave", py_leave),
     ONE("abort", py_abort),
     {"abort_joining", py_abort_joining, METH_NOARGS, NULL},
-    ONE("culprits", py_culprits),
-    FAST("said", py_said),
+    ONE("failed_ranks", py_failed_ranks),
+    FAST("signature", py_signature),
     ONE("direct", py_direct),
     FAST("all_reduce", py_all_reduce),
     FAST("broadcast", py_broadcast),
@@ -481,13 +483,13 @@ static PyMethodDef methods[] = {
     FAST("start", py_start),
     FAST("done", py_done),
     FAST("wait", py_wait),
-    FAST("lend", py_lend),
-    FAST("withdraw", py_withdraw),
+    FAST("add_region", py_add_region),
+    FAST("remove_region", py_remove_region),
     FAST("reduce", py_reduce),
     FAST("send", py_send),
     FAST("recv", py_recv),
-    FAST("parcel_done", py_parcel_done),
-    FAST("parcel_wait", py_parcel_wait),
+    FAST("p2p_done", py_p2p_done),
+    FAST("p2p_wait", py_p2p_wait),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* What the parts of the library share: seats, meetings, liveness. */
+/* The core of a group, on which everything else builds: its shared memory, barriers, failure and peer memory.
+   It calls nothing above it; see `wake_queue` and `wake_mailbox`. */
 #ifndef PHX_GROUP_H
 #define PHX_GROUP_H
 
@@ -10,77 +11,80 @@
 #include <time.h>
 
 #include "phx.h"
-#include "reduce.h"
 
-#define LINE 64
-#define CORES 1024
-#define LOOK_MS 20 /* how often who waits looks whether the others live */
-#define PIECES (1u << 20) /* bytes that are read from the others' memory at once: few calls of the kernel, and they stay in the second cache */
+#define CACHE_LINE 64
+#define MAX_CORES 1024
+#define POLL_MS 20 /* how often a waiting thread checks whether its peers are alive */
 
-typedef _Atomic uint32_t word;
+typedef _Atomic uint32_t atomic_u32;
 
-/* What a rank says of the call that it begins. */
-struct notice {
-    uint64_t address; /* of its tensor, in its own memory */
-    struct phx_said said;
-    uint32_t placed;  /* what it gives lies in its slot already */
-    uint32_t region;  /* in which its tensor lies; 0: in none */
+/* What a rank publishes about the call that it starts. */
+struct call_info {
+    uint64_t address; /* of its tensor, in its own address space */
+    struct phx_signature signature;
+    uint32_t in_slot; /* whether its data is in its slot already */
+    uint32_t region;  /* number of the region that contains its tensor; 0: none */
 };
 
-/* And of what goes between it and another rank. */
-struct share {
-    uint64_t address; /* of what it gives */
-    uint64_t gives, takes; /* bytes */
+/* What a rank publishes about the data that it exchanges with one other rank. */
+struct transfer {
+    uint64_t address; /* of the data that it sends */
+    uint64_t send_bytes, recv_bytes;
 };
 
-struct seat {
-    _Alignas(2 * LINE) word posted; /* rounds that it has filled: who is missing is seen from that */
-    word left;
+/* The state of one rank, in shared memory. */
+struct member {
+    _Alignas(2 * CACHE_LINE) atomic_u32 round; /* the last barrier that it has entered: shows who is missing */
+    atomic_u32 left;
     int32_t pid;
-    uint64_t token; /* where others try whether they may read our memory */
-    struct notice notice[2];
+    uint64_t token; /* address of a known value: peers read it to test whether they may read our memory */
+    struct call_info call_info[2];
 };
 
+/* The state of the group, in shared memory. */
 struct header {
-    _Alignas(2 * LINE) word arrived; /* of all rounds together */
-    _Alignas(2 * LINE) word met;     /* rounds that all ranks have filled: who waits sleeps here */
-    _Alignas(2 * LINE) word sleepers;
-    _Alignas(2 * LINE) word broken;  /* 1 + phx_result: nothing works any more, and why */
-    word unreadable[2];              /* somebody cannot read another's memory, at the first try and at the second */
-    word lost[PHX_MOST / 32];        /* who is to blame, a bit each */
-    word cores[CORES / 32];          /* that one rank or another may run on, a bit each */
+    _Alignas(2 * CACHE_LINE) atomic_u32 arrived;   /* arrivals at all barriers so far */
+    _Alignas(2 * CACHE_LINE) atomic_u32 completed; /* barriers that all ranks have entered; waiting ranks sleep on it */
+    _Alignas(2 * CACHE_LINE) atomic_u32 sleepers;
+    _Alignas(2 * CACHE_LINE) atomic_u32 error;   /* 1 + phx_result once the group has failed */
+    atomic_u32 unreadable[2];                    /* a rank cannot read a peer's memory: first attempt, second attempt */
+    atomic_u32 failed_ranks[PHX_MAX_RANKS / 32]; /* ranks to blame for the failure, one bit each */
+    atomic_u32 cores[MAX_CORES / 32];            /* cores that any of the ranks may run on, one bit each */
 };
 
-struct queue;    /* queue.c */
-struct region;   /* regions.c */
-struct phx_post; /* post.h */
+struct queue;   /* queue.c */
+struct region;  /* regions.c */
+struct mailbox; /* mailbox.h */
 
 struct phx_group {
     int rank, ranks;
     size_t slot, size, piece;
-    uint32_t round; /* meetings */
-    uint32_t turn;  /* times that slots were filled: each is followed by a meeting before the next but one */
-    int spins, spins_beside, spins_least; /* how often one looks before it sleeps: at most in a caller's thread, in the own */
+    uint32_t round;                         /* barriers so far */
+    uint32_t turn;                          /* how often slots were filled; a slot is reused two turns later, after a barrier */
+    int spins, spins_background, spins_min; /* polls before sleeping: in a caller's thread, in our own, and at least */
     int tries, waits;
     int direct;
-    int64_t patience, until; /* of the call under way: how long it may wait, and from its first wait on until when */
-    int asks;         /* whether it runs in a thread of the caller's, who may be interrupted */
+    int64_t timeout_ms, deadline; /* of the current call; the deadline is set when it first waits */
+    int interruptible;            /* whether the call runs in the caller's thread */
     int (*interrupted)(void);
-    _Atomic int departed;
+    _Atomic int leaving;
     unsigned forks;
     struct header *head;
-    struct seat *seats;
-    struct share *shares; /* of each rank, for each turn of two, with each rank */
+    struct member *members;
+    struct transfer *transfers; /* [rank][turn & 1][peer] */
     uint8_t *slots;
     void *memory;
     uint8_t *scratch;
     struct pollfd *peers; /* pidfds */
     struct queue *queue;
     struct region *regions;
-    struct phx_post *post;
+    struct mailbox *mailbox;
+    /* Called when the group fails or this rank leaves. Set by the queue and the mailbox, which are layers above. */
+    void (*wake_queue)(phx_group *);
+    void (*wake_mailbox)(phx_group *);
 };
 
-long phx_futex(word *at, int op, uint32_t value, const struct timespec *timeout);
+long phx_futex(atomic_u32 *at, int op, uint32_t value, const struct timespec *timeout);
 int64_t phx_now_ms(void);
 
 static inline void relax(void) {
@@ -91,45 +95,38 @@ static inline void relax(void) {
 #endif
 }
 
-/* Counters go round. */
+/* Whether a counter that wraps around has reached a value. */
 static inline int reached(uint32_t count, uint32_t wanted) { return (int32_t)(count - wanted) >= 0; }
 
-/* What the group has ended by, for this rank; PHX_OK: it has not. */
-int phx_broken(const phx_group *);
+static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
-/* End it for all ranks, and wake whoever waits. Returns how it has ended, which may be another's reason. */
-int phx_give_up(phx_group *, int how);
+/* The error of the group, as seen by this rank; PHX_OK: none. */
+int phx_error(const phx_group *);
 
-/* The same because a rank is gone that this one needs. */
-int phx_lost(phx_group *, int rank);
+/* Fail the group for all ranks and wake all waiting threads. Return the error, which may be an earlier one. */
+int phx_fail(phx_group *, int error);
 
-/* Whether a rank has ended or left. */
-int phx_gone(const phx_group *, int rank);
+/* Fail the group because this rank needs one that is gone. */
+int phx_fail_lost(phx_group *, int rank);
 
-/* What a rank has written before is seen by all of them after. */
-int phx_meet(phx_group *);
+/* Whether a rank has exited or left. */
+int phx_is_gone(const phx_group *, int rank);
 
-/* Bytes of another rank's memory, without its doing. 0, or -1 with errno. */
+/* Wait for all ranks. Writes before the barrier are visible to all ranks after it. */
+int phx_barrier(phx_group *);
+
+/* Read another rank's memory. Return 0, or -1 with errno. */
 int phx_read_peer(const phx_group *, int rank, void *to, uint64_t from, size_t bytes);
 
-/* The same; where that fails, the group has ended. */
-int phx_read(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
+/* Read another rank's memory; fail the group if that is not possible. */
+int phx_read_or_fail(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
 
-/* One collective, from its first meeting to its last (rounds.c). */
-int phx_execute(phx_group *, const struct phx_call *);
+/* How often this process and its ancestors have forked since the first group was joined. */
+unsigned phx_fork_count(void);
 
-/* Calls that wait for their turn (queue.c). */
-int phx_queue_open(phx_group *);
-void phx_queue_wake(phx_group *);
-void phx_queue_close(phx_group *);
-
-/* In which region all of it lies; 0: in none, or it is too small to be worth it (regions.c). */
-uint32_t phx_region_of(phx_group *, const void *data, size_t bytes);
-void phx_regions_close(phx_group *);
-
-/* A point where a rank may be made to die: tests alone. */
+/* Fault injection, for tests: a point at which a rank may be made to exit. */
 #ifdef PHX_FAULTS
-extern _Atomic long phx_fault_in; /* so many points from now; 0: never */
+extern _Atomic long phx_fault_in; /* exit at this many points from now; 0: never */
 void phx_fault(const phx_group *);
 #else
 #define phx_fault(g) ((void)(g))

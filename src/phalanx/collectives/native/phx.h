@@ -1,27 +1,31 @@
-/* Ranks of one machine that work together in memory they share.
+/* Collectives and messages between the ranks of one host, through shared memory.
 
-   Every collective is made of rounds: each rank fills its slot, all meet, each takes what it needs from the slots of the
-   others. Slots are double, so that the next round may be filled while a slow rank still reads this one: who has met the
-   others in round k knows that they are through with round k-1. What is large goes through slots in pieces that stay in
-   the caches; or only addresses are exchanged, where the kernel lets a rank read the memory of another
-   (process_vm_readv) and that is faster.
+   A collective consists of rounds: each rank fills its slot, all ranks wait at a barrier, and each copies what it needs
+   from the slots of the others. Slots are double-buffered, so that the next round can be filled while a slow rank still
+   reads this one: a rank that has passed barrier k knows that all ranks are done with round k-1. Large data goes through
+   slots in pieces that fit into the caches. Where the kernel allows ranks to read each other's memory
+   (process_vm_readv) and that is faster, they exchange addresses instead.
 
-   Nothing here knows of Python or PyTorch. */
+   Nothing here depends on Python or PyTorch. Calls point in one direction:
+
+       binding -> join -> p2p -> mailbox -> rings -> group
+                       -> queue -> copy_ops, reduce_ops -> call -> regions -> group
+                                   reduce_ops -> kernels */
 #ifndef PHX_H
 #define PHX_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define PHX_MOST 256 /* ranks of a machine */
+#define PHX_MAX_RANKS 256 /* per host */
 
 enum phx_result {
     PHX_OK,
-    PHX_DEAD,     /* a rank has ended, or left the group */
-    PHX_TIMEOUT,  /* a rank has not come in time */
-    PHX_ABORTED,  /* somebody said so */
-    PHX_MISMATCH, /* ranks called different things */
-    PHX_FAILED,   /* the kernel refused something */
+    PHX_DEAD,     /* a rank has exited or left the group */
+    PHX_TIMEOUT,  /* a rank did not arrive in time */
+    PHX_ABORTED,  /* the group was aborted */
+    PHX_MISMATCH, /* ranks made different calls */
+    PHX_FAILED,   /* a system call failed */
 };
 
 enum phx_kind {
@@ -37,99 +41,101 @@ struct phx_part {
     size_t bytes;
 };
 
-/* One collective. Of parts there are none, one, or one for each rank:
+/* One collective. The number of parts is zero, one, or one per rank:
 
                      in                         out
    ALL_REDUCE        -                          1: in place
    REDUCE            -                          1: in place at the root, untouched elsewhere
    BROADCAST         -                          1: read at the root, written elsewhere
-   ALL_GATHER        1                          one for each rank
-   GATHER            1                          one for each rank at the root, else none
-   SCATTER           one for each at the root   1
-   REDUCE_SCATTER    one for each rank          1
-   ALL_TO_ALL        one for each rank          one for each rank; all may differ in size
+   ALL_GATHER        1                          one per rank
+   GATHER            1                          one per rank at the root, else none
+   SCATTER           one per rank at the root   1
+   REDUCE_SCATTER    one per rank               1
+   ALL_TO_ALL        one per rank               one per rank; all may differ in size
    BARRIER           -                          -                                                        */
 struct phx_call {
     int kind;
-    int dtype, op;  /* of reductions; dtype elsewhere: for the message where ranks differ */
+    int dtype, op; /* for reductions; elsewhere dtype is only used to report a mismatch */
     int root;
-    double before;  /* times each input: 1 unless a factor is asked for */
-    int average;    /* the result divided by the number of ranks */
-    int64_t patience; /* milliseconds; 0: for ever */
-    int ins, outs;  /* how many */
+    double scale;       /* multiplies each input; 1: not scaled */
+    int average;        /* whether to divide the result by the number of ranks */
+    int64_t timeout_ms; /* 0: no timeout */
+    int ins, outs;      /* number of parts */
     const struct phx_part *in, *out;
 };
 
-/* Bytes of shared memory for so many ranks, each with two slots of so many bytes. */
+/* Bytes of shared memory for this many ranks, each with two slots of `slot` bytes. */
 size_t phx_memory(int ranks, size_t slot);
 
-/* Map the memory (zeroed, from whoever made it), take a seat and meet the others. `pids`: of all ranks. `direct`: they read
-   each other's memory if the kernel lets all of them. `interrupted`, if any, is asked now and then by a thread that waits in a function of this header; not 0: the group is aborted.
-   NULL: errno says why. */
-phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int direct, int64_t patience,
+/* Map the memory (zeroed by its creator), register this rank and wait for the others. `pids`: one per rank. `direct`: read
+   each other's memory if the kernel allows it to all ranks. `interrupted`, if given, is called regularly by threads that
+   wait in a function of this header; if it returns nonzero, the group is aborted. Return NULL on failure, with errno. */
+phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pids, int direct, int64_t timeout_ms,
                     int (*interrupted)(void));
 
-/* The others learn that this rank has left, and whoever of it is in a call returns. From any thread. */
-void phx_depart(phx_group *);
+/* Announce to the others that this rank leaves, and make its own calls return. Thread-safe. */
+void phx_announce_leave(phx_group *);
 
-/* The end, also of a group's copy in a forked process: nobody may be in a call. */
+/* Free the group, or the copy of it in a forked process. No thread may be in a call. */
 void phx_leave(phx_group *);
 
-/* Who waits, in any rank, returns PHX_ABORTED from now on. From any thread. */
+/* Make all calls, in every rank, return PHX_ABORTED. Thread-safe. */
 void phx_abort(phx_group *);
 
-/* Whether this process has joined it, and is not a fork of one that has. */
-int phx_own(const phx_group *);
+/* Whether this process has joined the group; false in a fork of such a process. */
+int phx_is_owner(const phx_group *);
 
 int phx_ranks(const phx_group *);
 
-/* Whether ranks read the memory of others. */
+/* Whether ranks read each other's memory. */
 int phx_direct(const phx_group *);
 
-/* After PHX_DEAD or PHX_TIMEOUT: which ranks, a byte each. */
-void phx_culprits(phx_group *, uint8_t *ranks);
+/* After PHX_DEAD or PHX_TIMEOUT: which ranks caused it, one byte per rank. */
+void phx_failed_ranks(phx_group *, uint8_t *ranks);
 
-/* After PHX_MISMATCH: what this rank had called. */
-struct phx_said {
+/* After PHX_MISMATCH: what a rank has called. */
+struct phx_signature {
     int32_t kind, dtype, op, root, average;
     uint64_t bytes;
-    double before;
+    double scale;
 };
-void phx_said(phx_group *, int rank, struct phx_said *);
+void phx_signature(phx_group *, int rank, struct phx_signature *);
 
-/* What is wrong with a call, in words; NULL: nothing. Whoever calls has asked this. */
-const char *phx_wrong(const phx_group *, const struct phx_call *);
+/* Return what is wrong with a call, or NULL. The functions below expect a valid call. */
+const char *phx_validate(const phx_group *, const struct phx_call *);
 
-/* -- collectives: in the order of the calls, whichever thread they come from */
+/* -- collectives: executed in the order of the calls, from any thread */
 
 int phx_run(phx_group *, const struct phx_call *);
 
-/* In a thread of the group's own. The call is copied; the memory it speaks of has to stay. Returns a ticket, from 1;
-   0: there is no memory or no thread for it. */
+/* Start a call in the group's own thread. The call is copied; the memory it refers to must stay valid. Return a ticket,
+   from 1, or 0: no memory or no thread. */
 uint64_t phx_start(phx_group *, const struct phx_call *);
 int phx_done(phx_group *, uint64_t ticket);
 
-/* Its result; -1: not over after so many milliseconds (0: for ever). */
+/* The result of a call; -1: not finished after this time (0: no timeout). */
 int phx_wait(phx_group *, uint64_t ticket, int64_t milliseconds);
 
-/* -- memory that all ranks have mapped: what lies in it is reduced where it is */
+/* -- regions: memory that all ranks have mapped, in which tensors are reduced in place */
 
-#define PHX_REGION (1u << 20) /* bytes: less goes through slots as fast */
+#define PHX_REGION (1u << 20) /* smallest size in bytes: below it, slots are as fast */
 
-/* By all ranks, each at the same place among its calls. `number`: from 1, the same everywhere. `here`: the memory of each
-   rank in this process; `there`: in its own. 0, or -1: no memory. */
-int phx_lend(phx_group *, uint32_t number, size_t bytes, void *const *here, const uint64_t *there);
+/* Add a region. Called by all ranks at the same point among their calls. `number`: from 1, the same in all ranks.
+   `local`: the memory of each rank, mapped in this process; `remote`: its address in that rank's process. Return 0, or
+   -1: no memory. */
+int phx_add_region(phx_group *, uint32_t number, size_t bytes, void *const *local, const uint64_t *remote);
 
-/* By one alone: nothing is under way in it. */
-void phx_withdraw(phx_group *, uint32_t number);
+/* Remove a region, in this rank only. No call may be using it. */
+void phx_remove_region(phx_group *, uint32_t number);
 
-/* -- from rank to rank: in the order they were sent, by tag; they neither wait for collectives nor keep them waiting */
+/* -- point-to-point messages: ordered per tag, independent of collectives */
 
-uint64_t phx_send(phx_group *, const void *data, size_t bytes, int to, int64_t tag, int64_t patience);
-uint64_t phx_recv(phx_group *, void *data, size_t bytes, int from, int64_t tag, int64_t patience); /* from -1: anyone */
-int phx_parcel_done(phx_group *, uint64_t ticket);
+uint64_t phx_send(phx_group *, const void *data, size_t bytes, int to, int64_t tag, int64_t timeout_ms);
+uint64_t phx_recv(phx_group *, void *data, size_t bytes, int from, int64_t tag, int64_t timeout_ms); /* from -1: any source */
+int phx_p2p_done(phx_group *, uint64_t ticket);
 
-/* Its result, once: the ticket is void then. `from` and `bytes`: of what has come. -1: not over in time. */
-int phx_parcel_wait(phx_group *, uint64_t ticket, int64_t milliseconds, int *from, size_t *bytes);
+/* The result of a request, once: its ticket is invalid afterwards. `from` and `bytes` describe the received message.
+   -1: not finished in time. */
+int phx_p2p_wait(phx_group *, uint64_t ticket, int64_t milliseconds, int *from, size_t *bytes);
 
 #endif

@@ -33,6 +33,7 @@ _KEPT: dict[What, tuple[str, str, str]] = {
 
 
 def verdicts(field: Field, accused: Container[int]) -> Iterator[Verdict]:
+    """Yield a verdict for each rank that keeps the others waiting and is not in `accused`."""
     yield from _never_came(field)
     away = {node.node for node in lost_nodes(field.evidence)}
     alike: dict[tuple[object, ...], list[RankState]] = {}
@@ -76,6 +77,7 @@ def overdue(field: Field, standing: RankState) -> bool:
 
 
 def slow(field: Field, standing: RankState) -> bool:
+    """Return whether a rank makes progress and is only slow."""
     return standing.proceeds or (standing.moves and not overdue(field, standing))
 
 

@@ -14,6 +14,7 @@ _ORDER = "the same order of the groups on all ranks"
 
 
 def verdicts(field: Field) -> Iterator[Verdict]:
+    """Yield a verdict for each cycle of ranks that wait for each other."""
     left = _entangled(field)
     while left:
         circle = _circle(field, left)

@@ -105,6 +105,7 @@ class _Case:
 
 
 def judge(field: Field, parting: Divergence) -> Verdict:
+    """Return why ranks are in different collectives."""
     case = _Case(field, parting)
     same_place = case.here is not None and case.here == case.there
     if case.call.op == case.beside.op and same_place:

@@ -38,10 +38,12 @@ class Divergence:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks that differ from the majority."""
         return tuple(standing.number for standing, _ in self.odd)
 
     @property
     def others(self) -> tuple[int, ...]:
+        """The ranks of the majority."""
         return tuple(standing.number for standing, _ in self.rest)
 
 
@@ -240,6 +242,7 @@ def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame
 
 
 def past(standing: RankState, parting: Divergence) -> list[CallEvidence]:
+    """Return the calls of a rank before the divergence."""
     if parting.earlier.get(standing.number):
         return list(parting.earlier[standing.number])
     return [call for call in standing.rank.calls if call.group == parting.group and 0 < call.seq < parting.seq]

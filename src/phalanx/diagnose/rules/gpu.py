@@ -20,6 +20,7 @@ _OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # Xids: an illegal address, a kernel th
 
 
 def idle(gpu: Gpu | None) -> bool:
+    """Return whether a GPU is known to be idle."""
     return gpu is not None and not gpu.lost and 0 <= gpu.use <= _IDLE
 
 

@@ -18,6 +18,7 @@ _FULL = 0.03  # of a node's memory is left: it has none
 
 
 def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
+    """Return the nodes that are lost or do not answer."""
     seen = {
         rank.node for rank in evidence.ranks if rank.threads or rank.process or rank.calls or rank.ended is not None
     }
@@ -29,6 +30,7 @@ def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
 
 
 def nodes(field: Field) -> Iterator[Verdict]:
+    """Yield a verdict for each lost node."""
     for node in lost_nodes(field.evidence):
         ranks = tuple(sorted(rank.rank for rank in field.evidence.ranks if rank.node == node.node))
         seen = "its connection has ended" if node.lost else f"nothing heard of it for {words.duration(node.silent)}"
@@ -47,6 +49,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
 
 
 def verdicts(field: Field) -> Iterator[Verdict]:
+    """Yield a verdict for each rank whose process explains the stall."""
     away = {node.node for node in lost_nodes(field.evidence)}
     for standing in field.of(field.standings):
         if standing.rank.node in away:

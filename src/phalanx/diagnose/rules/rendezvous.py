@@ -10,6 +10,7 @@ from phalanx.diagnose.verdict import Verdict
 
 
 def verdicts(field: Field) -> Iterator[Verdict]:
+    """Yield verdicts about ranks that cannot join the group."""
     joining = [
         each
         for each in field.of(field.standings)

@@ -40,11 +40,14 @@ class StragglerRow:
 
     @property
     def whole(self) -> float:
+        """Seconds per step in total."""
         return self.data + self.compute + self.waiting
 
 
 @dataclass(frozen=True)
 class Straggler:
+    """A rank that is slower than the median."""
+
     rank: int
     what: str  # data, compute
     factor: float
@@ -52,6 +55,7 @@ class Straggler:
 
 
 def rows(totals: Sequence[Total]) -> list[StragglerRow]:
+    """Return one row per rank."""
     by_step = all(total.steps > 0 for total in totals)
     return [_row(total, by_step) for total in sorted(totals, key=lambda total: total.rank)]
 

@@ -70,4 +70,5 @@ def read(text: str) -> Timeout | None:
 
 
 def timed_out(text: str) -> bool:
+    """Return whether an error message is about a timeout of a collective."""
     return read(text) is not None

@@ -17,6 +17,8 @@ _PROBE = 1 << 16
 
 @dataclass(frozen=True)
 class Disk:
+    """Free space below a folder."""
+
     folder: str  # as asked for
     existing: str = ""  # the part of its path that is there
     trouble: str = ""  # why nothing can be written
@@ -27,6 +29,7 @@ class Disk:
 
 
 def read(folder: str) -> Disk:
+    """Return what is known of the disk of `folder`."""
     existing = os.path.abspath(folder)
     while not os.path.lexists(existing) and os.path.dirname(existing) != existing:
         existing = os.path.dirname(existing)
@@ -65,6 +68,7 @@ def _write(folder: str) -> str:
 
 
 def judge(disk: Disk) -> list[Finding]:
+    """Return findings about a disk."""
     elsewhere = "set PHALANX_HOME to a folder on another disk"
     where = disk.folder if disk.existing == os.path.abspath(disk.folder) else f"{disk.folder} (in {disk.existing})"
     room = f"{size(disk.free)} free of {size(disk.total)}"

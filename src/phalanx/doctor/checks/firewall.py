@@ -16,11 +16,14 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Firewall:
+    """Firewall chains that refuse connections by default."""
+
     readable: bool  # only root may read them
     refusing: tuple[str, ...] = ()  # chains that refuse what no rule lets in
 
 
 def read() -> Firewall:
+    """Read the firewall rules, if this process may."""
     if os.geteuid() != 0:
         return Firewall(readable=False)
     refusing = [*nft_chains(_output("nft", "list", "ruleset"))]
@@ -75,6 +78,7 @@ def _holds(path: str, word: str) -> bool:
 
 
 def judge(firewall: Firewall) -> list[Finding]:
+    """Return findings about the firewall."""
     if not firewall.readable:
         return [Finding(CHECK, "green", "rules are for root to read; the test between nodes shows what passes")]
     if firewall.refusing:

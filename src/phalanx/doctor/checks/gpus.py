@@ -65,6 +65,8 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Gpus:
+    """The GPUs of this machine."""
+
     gpus: tuple[GpuFacts, ...] = ()
     bus: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()  # on the bus, but not in the driver's list
@@ -80,6 +82,7 @@ class Gpus:
 
 
 def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
+    """Read the state of all GPUs."""
     inventory = nvidia.survey(environ, root)
     if not inventory.bus and not inventory.driver and not inventory.trouble:
         return Gpus()
@@ -237,6 +240,7 @@ def _word(text: str | bytes | None) -> str:
 
 
 def judge(facts: Gpus) -> list[Finding]:
+    """Return findings about the GPUs."""
     found = [*_judge_count(facts), *_judge_driver(facts), *_judge_memory(facts), *xids.judge(facts.xids)]
     found += [*_judge_use(facts), *_judge_power(facts), *_judge_links(facts)]
     if found:
@@ -247,6 +251,7 @@ def judge(facts: Gpus) -> list[Finding]:
 
 
 def describe(facts: Gpus) -> str:
+    """Return the GPUs in one line."""
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:
         kinds[gpu.name] = kinds.get(gpu.name, 0) + 1

@@ -30,6 +30,7 @@ class Limits:
 
 
 def read(root: str = "/") -> Limits:
+    """Read the resource limits of this process."""
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return Limits(
@@ -70,6 +71,7 @@ def _none(limit: int) -> int | None:
 
 
 def judge(limits: Limits, *, ranks: int = 0) -> list[Finding]:
+    """Return findings about the limits. `ranks`: on this machine."""
     found: list[Finding] = []
     needed = max(_FILES, _FILES_AT_ALL + _FILES_A_RANK * ranks)
     if limits.files is not None and limits.files < needed:

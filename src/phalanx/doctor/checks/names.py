@@ -62,6 +62,7 @@ def _backward(addresses: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def loopback(address: str) -> bool:
+    """Return whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

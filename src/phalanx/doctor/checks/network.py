@@ -21,6 +21,8 @@ _ROUTE_REJECT = 0x200
 
 @dataclass(frozen=True)
 class NetworkInterface:
+    """A network interface."""
+
     name: str
     up: bool
     mtu: int
@@ -31,11 +33,14 @@ class NetworkInterface:
 
     @property
     def outward(self) -> bool:
+        """Whether it leads to other machines."""
         return self.up and not self.loopback and not self.inner and bool(self.addresses)
 
 
 @dataclass(frozen=True)
 class Network:
+    """The network interfaces and default routes."""
+
     interfaces: tuple[NetworkInterface, ...] = ()
     default: tuple[str, ...] = ()  # interfaces of the default routes
 
@@ -48,6 +53,7 @@ class Network:
 
 
 def read(root: str = "/") -> Network:
+    """Read the network interfaces."""
     import psutil
 
     addresses: dict[str, list[str]] = {}
@@ -117,6 +123,7 @@ def _text(path: Path) -> str:
 
 
 def judge(network: Network) -> list[Finding]:
+    """Return findings about the network."""
     found: list[Finding] = []
     loop = [way for way in network.interfaces if way.loopback]
     if not any(way.up for way in loop):

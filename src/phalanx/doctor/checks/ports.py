@@ -17,6 +17,8 @@ _FEW = 1000
 
 @dataclass(frozen=True)
 class Ports:
+    """The default control port and the range of free ports."""
+
     port: int = USUAL
     free: bool = True
     holder: str = ""  # who has it, if that may be seen
@@ -26,6 +28,7 @@ class Ports:
 
 
 def read(port: int = USUAL, root: str = "/") -> Ports:
+    """Read whether the port is free."""
     first, last = _range(Path(root, "proc/sys/net/ipv4/ip_local_port_range"))
     free = _free(port)
     holder = "" if free else _holder(port)
@@ -76,6 +79,7 @@ def _reserved(path: Path, port: int) -> bool:
 
 
 def judge(ports: Ports) -> list[Finding]:
+    """Return findings about the port."""
     found: list[Finding] = []
     if not ports.free:
         found.append(

@@ -43,9 +43,11 @@ class Echo:
 
     @property
     def port(self) -> int:
+        """The port that it listens on."""
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
+        """Stop listening."""
         self._closing.set()
         self._thread.join()
         self._listener.close()
@@ -109,6 +111,7 @@ def ask(
 
 
 def judge(tries: Sequence[Reach]) -> list[Finding]:
+    """Return findings about which nodes reach each other."""
     found = list(_judge(tries))
     if tries and not found:
         found.append(Finding(CHECK, "green", "each reaches every other on a free port"))

@@ -17,6 +17,8 @@ _USELESS = 1 << 20
 
 @dataclass(frozen=True)
 class SharedMemory:
+    """Size and free space of /dev/shm."""
+
     total: int = 0
     free: int = 0
     trouble: str = ""
@@ -24,6 +26,7 @@ class SharedMemory:
 
 
 def read(path: str = _PLACE) -> SharedMemory:
+    """Read the size of /dev/shm."""
     try:
         stat = os.statvfs(path)
     except OSError as error:

@@ -19,6 +19,8 @@ CHECK = "versions"
 
 @dataclass(frozen=True)
 class Versions:
+    """The versions of Python, phalanx, torch and its libraries."""
+
     python: str
     phalanx: str
     torch: str = ""  # empty: not installed
@@ -29,14 +31,17 @@ class Versions:
     interpreter: str = ""
 
     def installed(self, name: str) -> list[str]:
+        """Return the installed versions of a package."""
         return [version for package, version in self.packages if package == name]
 
     @property
     def nccl(self) -> list[tuple[str, str]]:
+        """The installed NCCL packages with their versions."""
         return [(name, version) for name, version in self.packages if name.startswith("nvidia-nccl")]
 
 
 def read(root: str = "/") -> Versions:
+    """Read the installed versions, without importing torch."""
     torch = torch_build()
     return Versions(
         python=platform.python_version(),
@@ -80,6 +85,7 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def judge(versions: Versions) -> list[Finding]:
+    """Return findings about the versions."""
     if not versions.torch:
         return [
             Finding(
@@ -124,6 +130,7 @@ def judge(versions: Versions) -> list[Finding]:
 
 
 def describe(versions: Versions) -> str:
+    """Return the versions in one line."""
     words = [f"phalanx {versions.phalanx}", f"Python {versions.python}", f"torch {versions.torch}"]
     if versions.cuda:
         words.append(f"CUDA {versions.cuda}")

@@ -28,6 +28,7 @@ _XIDS: Mapping[int, tuple[Level, str]] = {
 
 
 def judge(xids: Sequence[XidLine]) -> Iterator[Finding]:
+    """Yield a finding for each kind of GPU error in the kernel log."""
     seen: dict[tuple[int, str], list[XidLine]] = {}
     for xid in xids:
         if xid.number in _XIDS:

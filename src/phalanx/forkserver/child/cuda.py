@@ -1,6 +1,6 @@
-"""A CUDA context for a worker that takes the place of one which used a GPU.
+"""Creates the CUDA context of a worker that replaces one which used a GPU.
 
-To create one takes about 0.4 s. It begins when the process does, and goes on while the script is imported.
+That takes about 0.4 s. It starts with the process and runs while the script is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 
 
 def open_context(device: int) -> None:
-    """In a thread. What fails here fails again, and is told, when the script uses the device."""
+    """Create the context in a thread. If that fails, it fails again, with an error, when the script uses the device."""
     _thread.start_new_thread(_open, (device,))
 
 
@@ -21,4 +21,4 @@ def _open(device: int) -> None:
         return
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), device) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)  # the one that torch uses
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)  # the context that torch uses

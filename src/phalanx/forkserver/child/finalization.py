@@ -1,9 +1,10 @@
 """The end of a forked worker: the script's objects are finalized as at the end of plain Python.
 
-At exit, Python collects everything that is left and calls each finalizer once: files are flushed and closed, `__del__`
-runs, while all names are still there. In a forked worker the modules imported before the fork are frozen (`gc.freeze`),
-so the collector does not see them. An object that a frozen one refers to, such as a handler of `logging`, and all that
-it refers to in turn, would never be finalized. Collecting frozen objects as well would take each rank half a second.
+At exit, Python collects everything that is left and calls each finalizer once: files are flushed and closed,
+`__del__` runs, while all names still exist. In a forked worker the modules imported before the fork are frozen
+(`gc.freeze`), so the collector does not see them. An object that a frozen one refers to, such as a handler of
+`logging`, and all that it refers to in turn, would never be finalized. Collecting frozen objects too would take half
+a second per rank.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-_FAR = 10_000  # objects that a stream or a thread may refer to
+_MAX_OBJECTS = 10_000  # objects that a stream or a thread may refer to
 
-# Of files on top of each other; a GzipFile, say, is none of these.
+# Layers of files on top of each other; a GzipFile, for example, is none of these.
 _DEPTHS = {io.TextIOBase: 1, io.BufferedReader: 3, io.BufferedWriter: 3, io.BufferedRandom: 3, io.RawIOBase: 4}
 
-_then: Callable[[], None] | None = None  # None: this is no forked worker
+_after: Callable[[], None] | None = None  # None: not a forked worker
 
 
-def begin(then: Callable[[], None]) -> None:
-    """In a worker, just before its script. `then` is called after the last finalizer."""
-    global _then
-    _then = then
+def begin(after: Callable[[], None]) -> None:
+    """Prepare a worker, just before its script. `then` is called after the last finalizer."""
+    global _after
+    _after = after
     gc.freeze()  # what exists now is not the script's
     main = sys.modules["__main__"]
-    for one in (main, vars(main)):  # but these are: the collector is to find them
+    for one in (main, vars(main)):  # but these are: the collector must find them
         ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
         ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 
 
 def finalize() -> None:
-    """The last function called at exit, so it has to be the first that is registered."""
-    if _then is None:
+    """Finalize the script's objects. Called last at exit, so it must be registered first."""
+    if _after is None:
         return
-    gc.collect()  # as Python does; the objects are in the order of the collector afterwards
+    gc.collect()  # as Python does; afterwards the objects are in the collector's order
     depths: dict[type, int] = {}
     found: list[Any] = []
     for one in gc.get_objects():
@@ -51,19 +52,20 @@ def finalize() -> None:
         if depths[kind] >= 0:
             found.append(one)
     found.sort(key=lambda one: depths[type(one)])
-    spared = _in_use()
+    in_use = _in_use()
     call = ctypes.pythonapi.PyObject_CallFinalizer
     call.argtypes, call.restype = (ctypes.py_object,), None
     for one in found:
-        if id(one) not in spared:
+        if id(one) not in in_use:
             call(one)
-    _then()
+    _after()
 
 
 def _depth(kind: type) -> int:
-    """Files last, and those last that others write to: the collector's order may close a file before its buffer.
+    """Return the order of finalization: files last, and of those the innermost last. The collector's order may close
+    a file before its buffer.
 
-    Negative: there is nothing to finalize.
+    Negative: nothing to finalize.
     """
     try:
         if not hasattr(kind, "__del__"):
@@ -71,12 +73,12 @@ def _depth(kind: type) -> int:
         return next(
             (depth for file, depth in _DEPTHS.items() if issubclass(kind, file)), 2 * issubclass(kind, io.IOBase)
         )
-    except Exception:  # of a class of classes that answers otherwise
+    except Exception:  # a metaclass may raise anything. Not logged: at exit, once per class
         return -1
 
 
 def _in_use() -> set[int]:
-    """By `id`, objects that Python keeps to its very end: standard streams, and what running threads use."""
+    """Return the ids of objects that Python keeps to the very end: standard streams, and what running threads use."""
     held = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
     roots: list[Any] = [getattr(sys, name, None) for name in ("stdin", "stdout", "stderr")]
     for thread, innermost in sys._current_frames().items():
@@ -88,11 +90,11 @@ def _in_use() -> set[int]:
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:
-    """From these objects, but not by way of a module's names."""
+    """Return the ids of what these objects refer to, except through the names of modules."""
     names = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     found: set[int] = set()
     waiting = list(roots)
-    while waiting and len(found) < _FAR:
+    while waiting and len(found) < _MAX_OBJECTS:
         one = waiting.pop()
         if id(one) in found or id(one) in names or isinstance(one, ModuleType | FunctionType | type):
             continue

@@ -1,4 +1,4 @@
-"""What Python does to run its main module, for a worker whose interpreter was started before the script was known."""
+"""Runs the main module as Python does, in a worker whose interpreter was started before the script was known."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from typing import Any
 _HEADER = 16  # bytes of a .pyc before its code
 
 
-def prepare(order: dict[str, Any]) -> Callable[[], object]:
-    """Everything that comes before the first line of the script; calling the result is that line.
+def prepare(spec: dict[str, Any]) -> Callable[[], object]:
+    """Do everything that precedes the first line of the script. Calling the result runs the script.
 
-    The result is called by the module at the bottom of the stack, so that one frame is all that a script sees of us.
+    The module at the bottom of the stack calls it, so that a script sees only one frame of phalanx.
     """
-    kind, target = order["main"]
+    kind, target = spec["main"]
     main = _fresh_main()
     match kind:
         case "module":
-            sys.argv[:] = ["-m", *order["args"]]
+            sys.argv[:] = ["-m", *spec["args"]]
             _first_on_path(os.getcwd())
             return functools.partial(runpy._run_module_as_main, target)  # type: ignore[attr-defined]
         case "path":
-            sys.argv[:] = order["args"]
+            sys.argv[:] = spec["args"]
             _first_on_path("")
             return functools.partial(runpy.run_path, target, run_name="__main__")
         case "stdin":
-            sys.argv[:] = ["-", *order["args"]]
+            sys.argv[:] = ["-", *spec["args"]]
             _first_on_path("")
             main.__loader__ = BuiltinImporter
             return functools.partial(exec, _standard_input(main), main.__dict__)
-    sys.argv[:] = [target, *order["args"]]
+    sys.argv[:] = [target, *spec["args"]]
     real = os.path.realpath(target)
-    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # joined, not tidied: as Python does
+    path = target if os.path.isabs(target) else f"{os.getcwd()}/{target}"  # joined, not normalized: as Python does
     if os.path.isdir(real) or zipfile.is_zipfile(real):
         _first_on_path(path)
         return functools.partial(runpy._run_module_as_main, "__main__", False)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def prepare(order: dict[str, Any]) -> Callable[[], object]:
 
 
 def _file(main: types.ModuleType, path: str) -> types.CodeType:
-    """Python recognizes compiled files by their first bytes too, whatever their name."""
+    """Compile a file. Python recognizes compiled files by their first bytes, whatever their name."""
     main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
     with open(path, "rb") as file:
         text = file.read()
@@ -73,7 +73,7 @@ def _fresh_main() -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's other name for it, by which children send its classes
+    if "__mp_main__" in sys.modules:  # the name multiprocessing uses, by which children send its classes
         sys.modules["__mp_main__"] = main
     return main
 

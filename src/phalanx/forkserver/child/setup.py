@@ -1,4 +1,4 @@
-"""A new child, until it is an ordinary process: session, streams, environment, randomness."""
+"""Turns a forked child into an ordinary process: session, streams, environment, random state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .. import linux
 ChildSpec = dict[str, Any]
 
 
-# What a scheduler may send to every process of a job.
-SCHEDULERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals that a scheduler may send to every process of a job.
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def default_signals() -> None:
-    """What ends a worker must not be ignored because the shell ignored it: nohup does, and so does `&` in a script.
+    """Restore signals that the shell ignored, as nohup and `&` in a script do: they must be able to end a worker.
 
-    torchrun's workers have it so, because torchrun handles these itself.
+    torchrun's workers have them too, because torchrun handles these signals itself.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -29,15 +29,15 @@ def default_signals() -> None:
 
 
 class Parent(NamedTuple):
-    """What a child has to know of the fork server."""
+    """What a child needs to know of the fork server."""
 
     pid: int
-    dispositions: Mapping[int, Any]  # of signals, before the fork server took them
+    dispositions: Mapping[int, Any]  # of signals, before the fork server handled them
     mask: set[int]
 
 
-def settle(order: ChildSpec, fds: list[int], parent: Parent) -> None:
-    """First thing in the child. From here on nothing of the fork server's is left but its modules."""
+def detach(spec: ChildSpec, fds: list[int], parent: Parent) -> None:
+    """Detach from the fork server, first thing in the child. Only its modules remain."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, disposition in parent.dispositions.items():
@@ -47,37 +47,37 @@ def settle(order: ChildSpec, fds: list[int], parent: Parent) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, parent.mask)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
-    if order.get("cwd"):
-        os.chdir(order["cwd"])
-    if order.get("umask") is not None:
-        os.umask(order["umask"])
-    if order.get("cores"):
-        os.sched_setaffinity(0, order["cores"])
+    if spec.get("cwd"):
+        os.chdir(spec["cwd"])
+    if spec.get("umask") is not None:
+        os.umask(spec["umask"])
+    if spec.get("cores"):
+        os.sched_setaffinity(0, spec["cores"])
 
 
-def dress(order: ChildSpec) -> None:
-    """What a fresh interpreter would have found: its environment, its arguments, a random state of its own."""
-    environ = order["environ"]
+def apply_spec(spec: ChildSpec) -> None:
+    """Set what a fresh interpreter would find: environment, arguments, streams, random state."""
+    environ = spec["environ"]
     for name in [name for name in os.environ if name not in environ]:
         del os.environ[name]
     for name, value in environ.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    sys.argv[1:] = order["args"]
-    if sys.orig_argv != order["command"]:
-        sys.orig_argv[:] = order["command"]
-        linux.set_command_line(order["command"])
+    sys.argv[1:] = spec["args"]
+    if sys.orig_argv != spec["command"]:
+        sys.orig_argv[:] = spec["command"]
+        linux.set_command_line(spec["command"])
     for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
         if stream is not None:
             _reopen(stream, mode)
     _reseed()
-    if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes what it has found at the very end
-        linux.leave_what_was_loaded()
-    record_exceptions(order["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
+    if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes its results at the very end
+        linux.skip_destructors()
+    record_exceptions(spec["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 def _reopen(stream: Any, mode: str) -> None:
-    """The same stream on what its descriptor is now: Python looks only once whether one can seek in a file."""
+    """Reopen a stream on its new descriptor: Python checks only once whether a file is seekable."""
     raw: Any = io.FileIO(stream.fileno(), mode, closefd=False)
     raw.name = stream.name
     through = stream.write_through
@@ -95,7 +95,7 @@ def _reopen(stream: Any, mode: str) -> None:
 
 
 def _reseed() -> None:
-    """What a process draws when it starts and a fork would share. Python's own generator reseeds itself."""
+    """Reseed what a fork would share. Python's own generator reseeds itself."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -103,12 +103,12 @@ def _reseed() -> None:
     if "multiprocessing.process" in sys.modules:
         process = sys.modules["multiprocessing.process"]
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
-    if "threading" in sys.modules:  # it still has the number that the kernel gave the fork server's
+    if "threading" in sys.modules:  # it still has the fork server's thread id
         sys.modules["threading"].main_thread()._set_native_id()
 
 
 def record_exceptions(path: str) -> None:
-    """An exception that ends the script is also written to `path`, in torchrun's form, with the exact time."""
+    """Also write an exception that ends the script to `path`, in torchrun's format, with the exact time."""
     plain = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
@@ -119,10 +119,10 @@ def record_exceptions(path: str) -> None:
             value = value.with_traceback(trace)
         if path:
             error_file.write(path, kind, value, trace)
-        error_file.tell(value, trace)
+        error_file.report(value, trace)
         plain(kind, value, trace)
 
-    # Both names, so that a library which asks "has somebody replaced the hook?" is told no.
+    # Both names, so that a library which checks whether the hook was replaced sees that it was not.
     sys.excepthook = sys.__excepthook__ = excepthook
 
 
@@ -130,27 +130,27 @@ _hidden: dict[str, Any] | None = None
 
 
 def hide_frames_of(namespace: dict[str, Any]) -> None:
-    """Tracebacks begin with the script: the frame of this module, at the bottom of the stack, is left out."""
+    """Leave out this module's frame, at the bottom of the stack, from tracebacks: they begin with the script."""
     global _hidden
     _hidden = namespace
 
 
-def hook(order: ChildSpec, fds: list[int]) -> None:
-    """The interpreter that is executed has a probe too: hook/sitecustomize.py begins it, and hides all this."""
-    environ = order["environ"]
+def add_probe_hook(spec: ChildSpec, fds: list[int]) -> None:
+    """Give an interpreter that is executed a probe, too: hook/sitecustomize.py starts it and hides all this."""
+    environ = spec["environ"]
     if "PYTHONPATH" in environ:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
-    environ["PYTHONPATH"] = os.pathsep.join([order["hook"], *filter(None, [environ.get("PYTHONPATH")])])
-    environ["PHALANX_PROBE"] = ":".join(map(str, [order["probe"], *fds, order.get("path0") or ""]))
+    environ["PYTHONPATH"] = os.pathsep.join([spec["hook"], *filter(None, [environ.get("PYTHONPATH")])])
+    environ["PHALANX_PROBE"] = ":".join(map(str, [spec["probe"], *fds, spec.get("path0") or ""]))
     for fd in fds:
         os.set_inheritable(fd, True)
 
 
-def execute(order: ChildSpec) -> None:
-    """Become another program; does not return."""
-    command = order["exec"]
+def execute(spec: ChildSpec) -> None:
+    """Execute another program. Does not return."""
+    command = spec["exec"]
     try:
-        os.execvpe(command[0], command, order["environ"])
+        os.execvpe(command[0], command, spec["environ"])
     except OSError as error:
         os.write(2, f"phalanx: cannot run {command[0]}: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)

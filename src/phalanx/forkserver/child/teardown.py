@@ -1,4 +1,4 @@
-"""What a worker need not take back at its end: it was made before the fork, and the process is gone afterwards."""
+"""What a worker need not undo at exit: it was made before the fork, and the process is gone afterwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import weakref
 
 
 def keep_operators() -> None:
-    """torch takes back every operator it has registered from Python when a process ends: not those of its own imports.
+    """Keep torch from unregistering, at exit, the operators that its own imports have registered from Python.
 
-    A library of operators that a script registers is not here yet, and is taken back as ever.
+    Operators that a script registers later are unregistered as usual.
     """
     registered = getattr(sys.modules.get("torch.library"), "_del_library", None)
     for finalizer, info in list(getattr(weakref.finalize, "_registry", {}).items()):

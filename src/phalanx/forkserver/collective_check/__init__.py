@@ -1,1 +1,1 @@
-"""--check-collectives: compare what ranks are about to call."""
+"""--check-collectives: compares what ranks are about to call."""

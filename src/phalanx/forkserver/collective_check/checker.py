@@ -1,8 +1,8 @@
-"""--check-collectives: whatever collective a rank calls is compared with what the others call, before it is started.
+"""--check-collectives: compares each collective with those of the other ranks before it starts.
 
-torch gives every collective to its dispatcher (c10d::allreduce_ …), whoever calls it: torch.distributed's functions,
-DDP's buckets in C++, functional and compiled ones. A kernel in front of the backends' sees them all. What does not pass
-there: send and receive, a backend that is called directly, and kernels that move data themselves (symmetric memory).
+torch passes every collective to its dispatcher (c10d::allreduce_ …), from torch.distributed's functions, DDP's
+buckets in C++, functional and compiled collectives. A kernel in front of those of the backends sees them all. It
+does not see send and receive, direct calls of a backend, and kernels that move data themselves (symmetric memory).
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from .. import paths
+from .. import log, paths
 from . import mismatch
 from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
 from .fingerprint import CALLS, CallReader, CollectiveCall, describe, fingerprint, own_call
 from .ledger import CallLedger
 
-_MOST = 4096  # of what is remembered
+_MAX_CACHED = 4096  # cached entries
 
 _OURS = tuple(paths.ROOT + folder for folder in paths.LIBRARY)
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(os.__file__)), "")
-_kept: list[Any] = []
+_libraries: list[Any] = []
 
 current: Checker | None = None  # of this process
 
 
 def begin(ledger: CallLedger, slot: int) -> None:
-    """Before the script, or as soon as it has imported torch: all ranks must count from the first collective on."""
+    """Install the checker before the script, or as soon as torch is imported: all ranks count from the first
+    collective.
+    """
 
-    def lay() -> None:
+    def install() -> None:
         try:
-            _lay(ledger, slot)
-        except Exception as error:  # another torch than those that it was made for
+            _install(ledger, slot)
+        except Exception as error:  # an unknown version of torch
+            log.swallowed("forkserver.collective_check.checker")
             sys.stderr.write(f"phalanx: collectives cannot be checked with this torch: {error!r}\n")
 
     if "torch" in sys.modules:
-        lay()
+        install()
     else:
-        sys.meta_path.insert(0, _Torch(lay))
+        sys.meta_path.insert(0, _TorchImportHook(install))
 
 
-class _Torch:
-    """Finds torch as others do, and calls when it is there."""
+class _TorchImportHook:
+    """Finds torch like the other finders, and calls `then` after the import."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -72,7 +75,7 @@ class _Torch:
         return spec
 
 
-def _lay(ledger: CallLedger, slot: int) -> None:
+def _install(ledger: CallLedger, slot: int) -> None:
     torch: Any = sys.modules["torch"]
     if not torch.distributed.is_available():
         return
@@ -83,10 +86,10 @@ def _lay(ledger: CallLedger, slot: int) -> None:
     for name in CALLS:
         operator = getattr(getattr(torch.ops.c10d, name, None), "default", None)
         if operator is not None:
-            # The last stop of any call before it comes to a backend: under autograd, in inference mode, in C++.
+            # The last stop of any call before a backend: under autograd, in inference mode, in C++.
             library.impl(name, _kernel(checker, name, operator, after), "BackendSelect", with_keyset=True)
-    _kept.append(library)
-    os.register_at_fork(after_in_child=checker.leave)
+    _libraries.append(library)
+    os.register_at_fork(after_in_child=checker.detach)
 
 
 def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[..., Any]:
@@ -103,15 +106,17 @@ def _kernel(checker: Checker, name: str, operator: Any, after: Any) -> Callable[
 class CheckedGroup:
     """One group, as one of its ranks sees it."""
 
-    def __init__(self, name: str, own: int, ranks: list[int], world: int, way: CallExchange) -> None:
-        self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.few(ranks)}"
+    def __init__(self, name: str, own: int, ranks: list[int], world: int, exchange: CallExchange) -> None:
+        self.name = "all ranks" if len(ranks) == world else f"group {name}, ranks {mismatch.list_ranks(ranks)}"
         self.own = own
         self.ranks = ranks
         self.number = 0
-        self.way: CallExchange | None = way
+        self.exchange: CallExchange | None = exchange
 
 
 class Checker:
+    """Compares the collectives of this rank with those of the others."""
+
     def __init__(self, ledger: CallLedger, slot: int) -> None:
         self._ledger = ledger
         self._slot = slot
@@ -124,70 +129,75 @@ class Checker:
         self._unbox = sys.modules["torch._C._distributed_c10d"].ProcessGroup.unbox
         self._torch = os.path.join(os.path.dirname(sys.modules["torch"].__file__ or ""), "")
 
-    def leave(self) -> None:
-        """In a child of the worker."""
+    def detach(self) -> None:
+        """Stop checking, in a child of the worker."""
         self._off = True
 
     def check(self, reader: CallReader, args: tuple[Any, ...]) -> None:
+        """Check a call; raise CollectiveMismatchError if it differs."""
         if self._off:
             return
         group = None
         try:
             group = self._group(self._unbox(args[reader.group]))
-            if group is not None and group.way is not None:
-                self._compare(group, group.way, reader, args)
+            if group is not None and group.exchange is not None:
+                self._compare(group, group.exchange, reader, args)
         except mismatch.CollectiveMismatchError:
             raise
-        except Exception:  # what only looks must not end what is run
+        except Exception:  # the check must not end the script
+            log.swallowed("forkserver.collective_check.checker")
             if group is not None:
-                group.way = None
+                group.exchange = None
 
-    def called(self, name: str, op: str, tensors: Any, reduction: str, root: int | None) -> None:
-        """By a group of ours, which no dispatcher sees. Whether its caller waits is not known: all are held back."""
+    def check_own(self, name: str, op: str, tensors: Any, reduction: str, root: int | None) -> None:
+        """Check a call of one of phalanx's groups, which the dispatcher does not see. Whether its caller waits is
+        not known: all calls are held back.
+        """
         if self._off:
             return
         world = sys.modules["torch.distributed.distributed_c10d"]._world
         group = None
         try:
             group = self._group(next(each for each, known in list(world.pg_names.items()) if known == name))
-            if group is not None and group.way is not None:
-                self._judge(group, group.way, own_call(op, tensors, reduction, root), waits=True)
+            if group is not None and group.exchange is not None:
+                self._compare_call(group, group.exchange, own_call(op, tensors, reduction, root), waits=True)
         except mismatch.CollectiveMismatchError:
             raise
-        except Exception:
+        except Exception:  # likewise
+            log.swallowed("forkserver.collective_check.checker")
             if group is not None:
-                group.way = None
+                group.exchange = None
 
-    def _compare(self, group: CheckedGroup, way: CallExchange, reader: CallReader, args: tuple[Any, ...]) -> None:
-        self._judge(group, way, reader.call(args), waits=reader.waits(args))
+    def _compare(self, group: CheckedGroup, exchange: CallExchange, reader: CallReader, args: tuple[Any, ...]) -> None:
+        self._compare_call(group, exchange, reader.call(args), waits=reader.waits(args))
 
-    def _judge(self, group: CheckedGroup, way: CallExchange, call: CollectiveCall, *, waits: bool) -> None:
+    def _compare_call(self, group: CheckedGroup, exchange: CallExchange, call: CollectiveCall, *, waits: bool) -> None:
         if call.root >= 0:
-            call = call._replace(root=group.ranks[call.root])  # as everybody knows it
+            call = call._replace(root=group.ranks[call.root])  # global rank
         known = self._calls.get(call)
         if known is None:
-            if len(self._calls) > _MOST:
+            if len(self._calls) > _MAX_CACHED:
                 self._calls.clear()
             known = self._calls[call] = (fingerprint(call), describe(call).encode())
         mark, text = known
         group.number += 1
-        sides = way.compare(group.number, mark, text[:200] + b"\0" + self._site(), waits=waits)
+        sides = exchange.compare(group.number, mark, text[:200] + b"\0" + self._site(), waits=waits)
         if sides:
-            loud = mismatch.loud(sides)
-            if loud == group.own or not way.hold(loud):
-                raise mismatch.CollectiveMismatchError(mismatch.told(sides, group.number, group.name))
+            reporter = mismatch.reporter(sides)
+            if reporter == group.own or not exchange.wait_for_reporter(reporter):
+                raise mismatch.CollectiveMismatchError(mismatch.message(sides, group.number, group.name))
 
     def _site(self) -> bytes:
-        """File, line and text of the user's own line."""
+        """Return file, line and text of the line of user code."""
         frame: Any = sys._getframe(4)
-        bottom: Any = None  # the last of all
-        outer: Any = None  # the last of torch
+        bottom: Any = None  # the outermost frame
+        outer: Any = None  # the outermost frame of torch
         while frame is not None and self._is_foreign(frame.f_code.co_filename):
             bottom = frame
             outer = frame if frame.f_code.co_filename.startswith(self._torch) else outer
             frame = frame.f_back
         if frame is None and outer is not None and _is_pythons(bottom.f_code.co_filename):
-            frame = outer  # a thread of torch's, for its own ends
+            frame = outer  # a thread of torch
         if frame is None:  # a thread of autograd: the main thread waits for it
             frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
             while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
@@ -200,7 +210,7 @@ class Checker:
             file = frame.f_code.co_filename
             line = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
             site = f"{file[-160:]}\0{frame.f_lineno}\0{line[:100]}".encode(errors="replace")
-            if len(self._sites) > _MOST:
+            if len(self._sites) > _MAX_CACHED:
                 self._sites.clear()
             self._sites[key] = site
         return site
@@ -215,12 +225,14 @@ class Checker:
         try:
             return self._groups[group]
         except KeyError:
-            self._groups[group] = None  # if it cannot be known, it is not asked for again
-            self._groups[group] = found = self._meet(group)
+            self._groups[group] = None  # if that fails, it is not tried again
+            self._groups[group] = found = self._open_group(group)
             return found
 
-    def _meet(self, group: Any) -> CheckedGroup | None:
-        """Before the first collective of a group. None: it cannot be known who is in it, or nobody else is."""
+    def _open_group(self, group: Any) -> CheckedGroup | None:
+        """Return what is needed to check a group, before its first collective. None: its ranks are not known, or it
+        has only one.
+        """
         world = sys.modules["torch.distributed.distributed_c10d"]._world
         places: dict[int, int] = world.pg_group_ranks.get(group) or {}
         if len(places) < 2 or group not in world.pg_map:
@@ -228,28 +240,29 @@ class Checker:
         store = self._store(world, group)
         ranks = sorted(places, key=lambda rank: places[rank])
         own = ranks[group.rank()]
-        mark = _agree(store, len(ranks))
+        mark = _group_number(store, len(ranks))
         if mark is None:
             return None
-        seats = self._ledger.seats()
-        way: CallExchange
-        if seats.get(own) == self._slot and all(rank in seats for rank in ranks):
-            peers = {rank: seats[rank] for rank in ranks if rank != own}
-            way = nearby = SharedMemoryExchange(self._ledger, mark, own, self._slot, peers)
-            weakref.finalize(group, self._ledger.close, nearby.lane).atexit = False
+        slots_by_rank = self._ledger.slots_by_rank()
+        exchange: CallExchange
+        if slots_by_rank.get(own) == self._slot and all(rank in slots_by_rank for rank in ranks):
+            peers = {rank: slots_by_rank[rank] for rank in ranks if rank != own}
+            exchange = shared = SharedMemoryExchange(self._ledger, mark, own, self._slot, peers)
+            weakref.finalize(group, self._ledger.close, shared.lane).atexit = False
         else:
-            way = StoreExchange(store, mark, own, group.rank(), len(ranks))
+            exchange = StoreExchange(store, mark, own, group.rank(), len(ranks))
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
-        return CheckedGroup(str(group.group_name), own, ranks, whole, way)
+        return CheckedGroup(str(group.group_name), own, ranks, whole, exchange)
 
     def _store(self, world: Any, group: Any) -> Any:
-        """A connection of our own, for another thread may wait with the first; one for all groups, as torch is seconds
-        late with every 25th."""
+        """Return our own connection to the store, because another thread may wait with the script's. One for all
+        groups: every 25th connection takes torch seconds.
+        """
         first = world.default_pg if world.default_pg in world.pg_map else group
         store = self._stores.get(first)
         if store is None:
             store = world.pg_map[first][1]
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(RuntimeError):  # not all stores can be cloned
                 store = store.clone()
             self._stores[first] = store
         return sys.modules["torch._C._distributed_c10d"].PrefixStore(f"phalanx-check-{group.group_name}", store)
@@ -259,11 +272,11 @@ def _is_pythons(file: str) -> bool:
     return file.startswith(_LIBRARY) and not file.startswith(("site-packages", "dist-packages"), len(_LIBRARY))
 
 
-def _agree(store: Any, size: int) -> int | None:
-    """A number that is this group's alone, not that of one before with the same name: the first to come draws it."""
-    came = store.add("phalanx-check", 1) - 1
-    key = f"phalanx-check-{came // size}"
-    if came % size == 0:
+def _group_number(store: Any, size: int) -> int | None:
+    """Return a number that only this group has, not an earlier one of the same name. The first rank chooses it."""
+    arrived = store.add("phalanx-check", 1) - 1
+    key = f"phalanx-check-{arrived // size}"
+    if arrived % size == 0:
         mark = int.from_bytes(os.urandom(8), "little") | 1
         store.set(key, str(mark))
         return mark

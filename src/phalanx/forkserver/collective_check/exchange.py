@@ -1,7 +1,7 @@
-"""How the ranks of a group see what the others are about to call: by shared memory, or by the store.
+"""How the ranks of a group exchange what they are about to call: through shared memory, or the store.
 
-One whose caller waits for it is held back until all ranks have come to it, so that all can say the same. An async one
-is not: whoever comes last to it sees the difference, and has not started it.
+A synchronous call is held back until all ranks have made theirs, so that all report the same. An async one is not:
+the last rank sees the difference, before it starts its own.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from . import mismatch
 from .ledger import CallLedger
 from .mismatch import Side
 
-WAIT = 5.0  # seconds for a rank that does not come: then it is a stall, which is for others to tell
-_REST = 0.5  # the same, once two differ
-_HOLD = 1.0  # for the one rank that tells it to end the run
+WAIT = 5.0  # seconds to wait for a rank; then it is a stall, which the hang detector reports
+_MISMATCH_WAIT = 0.5  # seconds to wait for the others once two calls differ
+_REPORT_WAIT = 1.0  # seconds for the reporting rank to end the run
 _SPIN = 0.00002
-_KEPT = 128  # newest keys in the store that are not deleted yet
+_KEPT_KEYS = 128  # newest keys in the store, not deleted yet
 
 
 class CallExchange(Protocol):
-    """How the ranks of a group see what the others call."""
+    """Exchanges the calls of a group."""
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:
-        """Empty: all that is known is the same."""
+        """Compare a call with those of the other ranks. Empty: no difference."""
         ...
 
-    def hold(self, loud: int) -> bool:
-        """Leave the word to one rank. True: it has ended, and what it meant for us is on its way."""
+    def wait_for_reporter(self, reporter: int) -> bool:
+        """Wait for the rank that reports. Return True if it has ended: the signal that ends us is on its way."""
         ...
 
 
 class SharedMemoryExchange:
-    """All ranks of the group are on this node: through shared memory."""
+    """For groups whose ranks are all on this node."""
 
     def __init__(self, ledger: CallLedger, mark: int, own: int, slot: int, peers: dict[int, int]) -> None:
         self._ledger = ledger
@@ -43,24 +43,25 @@ class SharedMemoryExchange:
         self._peers = peers  # rank -> slot
         self.lane = ledger.open(mark)
         self._lanes: dict[int, int] = {}
-        self._late: set[int] = set()  # who did not come, once: not waited for until it has
+        self._late: set[int] = set()  # ranks that did not arrive once: not waited for until they do
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:
+        """Compare a call with those of the other ranks."""
         self._ledger.write(self.lane, self._mark, number, mark, text)
         marks = {self._own: mark}
-        missing = self._look(list(self._peers), number, marks)
+        missing = self._read_all(list(self._peers), number, marks)
         differ = len(set(marks.values())) > 1
         began = now = time.monotonic() if missing else 0.0
         while missing and (waits or differ):
-            awaited = [rank for rank in missing if rank not in self._late and self._sits(rank)]
+            awaited = [rank for rank in missing if rank not in self._late and self._is_alive(rank)]
             if not awaited:
                 break
-            if now - began > (_REST if differ else WAIT):
+            if now - began > (_MISMATCH_WAIT if differ else WAIT):
                 self._late.update(awaited)
                 break
             slot = self._peers[awaited[0]]
             bell = self._ledger.bell(slot)
-            missing = self._look(missing, number, marks)
+            missing = self._read_all(missing, number, marks)
             if awaited[0] in missing and now - began > _SPIN:
                 self._ledger.sleep(slot, bell, WAIT)
             now = time.monotonic()
@@ -68,8 +69,8 @@ class SharedMemoryExchange:
                 differ, began = True, now
         return self._sides(number, marks, text) if differ else []
 
-    def _look(self, ranks: list[int], number: int, marks: dict[int, int]) -> list[int]:
-        """Who has not come yet. What the others call goes to `marks`."""
+    def _read_all(self, ranks: list[int], number: int, marks: dict[int, int]) -> list[int]:
+        """Return the ranks that have not arrived. Adds the calls of the others to `marks`."""
         missing = []
         for rank in ranks:
             found = self._read(rank, number)
@@ -86,7 +87,7 @@ class SharedMemoryExchange:
         found = self._ledger.read(slot, known, self._mark, number) if known is not None else None
         if found is None:
             lane = self._ledger.lane(slot, self._mark)
-            if lane is not None and lane != known:  # it has come to this group, or has had to move it
+            if lane is not None and lane != known:  # it has joined this group, or has moved it
                 self._lanes[rank] = lane
                 found = self._ledger.read(slot, lane, self._mark, number)
         return found
@@ -97,21 +98,22 @@ class SharedMemoryExchange:
         }
         return mismatch.sides(marks, {**texts, self._own: text})
 
-    def _sits(self, rank: int) -> bool:
-        return self._ledger.sits(rank, self._peers[rank])
+    def _is_alive(self, rank: int) -> bool:
+        return self._ledger.has_rank(rank, self._peers[rank])
 
-    def hold(self, loud: int) -> bool:
-        end = time.monotonic() + _HOLD
+    def wait_for_reporter(self, reporter: int) -> bool:
+        """Wait for the rank that reports."""
+        end = time.monotonic() + _REPORT_WAIT
         while time.monotonic() < end:
-            if not self._sits(loud):  # the signal that ends us is on its way, or another group is
-                time.sleep(_REST)
+            if not self._is_alive(reporter):  # the signal that ends us is on its way, or another group is
+                time.sleep(_MISMATCH_WAIT)
                 return True
             time.sleep(0.01)
         return False
 
 
 class StoreExchange:
-    """Through the store: each compares with the first who came, and nobody waits for those who come later."""
+    """Through the store: each rank compares with the first that arrived, and does not wait for later ones."""
 
     def __init__(self, store: Any, mark: int, own: int, place: int, size: int) -> None:
         self._store = store
@@ -121,20 +123,21 @@ class StoreExchange:
         self._size = size
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:  # noqa: ARG002
-        ours = f"{mark} {self._own} {text.decode(errors='replace')}"
-        first = self._store.compare_set(self._key(number), "", ours).decode(errors="replace")
-        if number > _KEPT and number % self._size == self._place:
-            self._store.delete_key(self._key(number - _KEPT))
-        their_mark, rank, said = first.split(" ", 2)
-        if int(their_mark) == mark or int(rank) == self._own:  # our own: of a group before, that came to nothing
+        """Compare a call with that of the first rank."""
+        own = f"{mark} {self._own} {text.decode(errors='replace')}"
+        first = self._store.compare_set(self._key(number), "", own).decode(errors="replace")
+        if number > _KEPT_KEYS and number % self._size == self._place:
+            self._store.delete_key(self._key(number - _KEPT_KEYS))
+        their_mark, rank, first_text = first.split(" ", 2)
+        if int(their_mark) == mark or int(rank) == self._own:  # our own, of an earlier group that failed
             return []
         return mismatch.sides(
-            {self._own: mark, int(rank): int(their_mark)}, {self._own: text, int(rank): said.encode()}
+            {self._own: mark, int(rank): int(their_mark)}, {self._own: text, int(rank): first_text.encode()}
         )
 
     def _key(self, number: int) -> str:
         return f"phalanx-check-{self._mark}-{number}"
 
-    def hold(self, loud: int) -> bool:  # noqa: ARG002
-        """The first is in the collective, and cannot say anything."""
+    def wait_for_reporter(self, reporter: int) -> bool:  # noqa: ARG002
+        """Return False: the first rank is in the collective, and cannot report."""
         return False

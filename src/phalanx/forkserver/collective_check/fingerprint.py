@@ -1,4 +1,4 @@
-"""What a collective is, as far as all ranks of its group must agree on it, and how that is told."""
+"""What all ranks of a group must agree on in a collective, and how it is described."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
-# Of torch's operators (c10d::allreduce_ …): the name a user knows, and which argument has the tensors whose sizes all
-# ranks share. Of an all-to-all, and of what only one rank gives, sizes may differ.
+# torch's operators (c10d::allreduce_ …) -> the name that users know, and the argument whose tensors have the same sizes
+# on all ranks. Sizes may differ in an all-to-all, and in what only one rank contributes.
 CALLS: dict[str, tuple[str, str]] = {
     "allreduce_": ("all_reduce", "tensors"),
     "allreduce_coalesced_": ("all_reduce_coalesced", "tensors"),
@@ -32,7 +32,7 @@ _SIZES_DIFFER = ("all_to_all", "all_to_all_single")
 
 
 class CollectiveCall(NamedTuple):
-    """Hashable, so that what is made of it is made once."""
+    """A collective. Hashable, so that its fingerprint is computed once."""
 
     op: str
     dtype: Any = None
@@ -42,7 +42,7 @@ class CollectiveCall(NamedTuple):
 
 
 class CallReader:
-    """Of the arguments of one operator, wherever this version of torch has them."""
+    """Reads the arguments of one operator, wherever this version of torch has them."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.op, tensors = CALLS[name]
@@ -54,10 +54,11 @@ class CallReader:
         self._async = where.get("async_op", -1)
 
     def waits(self, args: tuple[Any, ...]) -> bool:
-        """Whether the caller waits for it in any case. Arguments that are what they are by default are left out."""
+        """Return whether the call is synchronous. Arguments that have their default are left out."""
         return self._async < 0 or (len(args) > self._async and not args[self._async])
 
     def call(self, args: tuple[Any, ...]) -> CollectiveCall:
+        """Return the call."""
         tensors = args[self._tensors] if self._tensors >= 0 else ()
         if not isinstance(tensors, (list, tuple)):
             tensors = (tensors,)
@@ -73,7 +74,7 @@ class CallReader:
 
 
 def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> CollectiveCall:
-    """Of a group of ours."""
+    """Return the call of one of phalanx's groups."""
     return CollectiveCall(
         op,
         tensors[0].dtype if tensors else None,
@@ -84,14 +85,16 @@ def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> Collect
 
 
 def fingerprint(call: CollectiveCall) -> int:
-    """The same in every process. Not of the shapes: ten numbers are ten numbers, however they are laid out."""
+    """Return a number that is the same in all processes. It does not depend on the shapes: only the number of
+    elements has to match.
+    """
     sizes = [_product(shape) for shape in call.shapes] if call.op not in _SIZES_DIFFER else []
     agreed = f"{call.op} {call.dtype} {sizes} {call.reduction} {call.root}"
     return int.from_bytes(hashlib.blake2b(agreed.encode(), digest_size=8).digest(), "little")
 
 
 def describe(call: CollectiveCall) -> str:
-    """all_reduce(float32 [10], SUM)"""
+    """Return a description, such as: all_reduce(float32 [10], SUM)"""
     parts = []
     if call.dtype is not None:
         shapes = [str(list(shape)) for shape in call.shapes]

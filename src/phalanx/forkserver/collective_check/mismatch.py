@@ -1,4 +1,4 @@
-"""Two ranks call different collectives: told with both places, once."""
+"""The error for ranks that call different collectives: it names all places, and is reported once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 
 class CollectiveMismatchError(RuntimeError):
-    in_words = True  # its text names the places that matter: the one that it was raised at does not
+    """Ranks are about to call different collectives (--check-collectives)."""
+
+    in_words = True  # the message names the places that matter, not the one it was raised at
 
 
-CollectiveMismatchError.__module__ = "phalanx"  # under which a traceback names it
+CollectiveMismatchError.__module__ = "phalanx"  # as a traceback names it
 
 
 class Side(NamedTuple):
-    """Ranks that call the same, and where the first of them does."""
+    """Ranks that make the same call, and where the first of them does."""
 
     ranks: tuple[int, ...]
     call: str  # all_reduce(float32 [10], SUM)
@@ -24,7 +26,9 @@ class Side(NamedTuple):
 
 
 def sides(marks: dict[int, int], texts: dict[int, bytes]) -> list[Side]:
-    """The fewest first: they are rather the ones who are wrong. Of two alike, those without the lowest rank."""
+    """Group the ranks by call, the smallest group first: it is more likely wrong. Of two equal ones, the one without
+    the lowest rank.
+    """
     by_mark: dict[int, list[int]] = {}
     for rank in sorted(marks):
         by_mark.setdefault(marks[rank], []).append(rank)
@@ -35,32 +39,35 @@ def sides(marks: dict[int, int], texts: dict[int, bytes]) -> list[Side]:
     return found
 
 
-def loud(found: list[Side]) -> int:
-    """Who tells it, so that it is told once."""
+def reporter(found: list[Side]) -> int:
+    """Return the rank that reports the mismatch, so that it is reported once."""
     return found[0].ranks[0]
 
 
-def told(found: list[Side], number: int, group: str) -> str:
+def message(found: list[Side], number: int, group: str) -> str:
+    """Return the message."""
     names = [side.call.partition("(")[0] for side in found]
     calls = names if len(set(names)) == len(names) else [side.call for side in found]
-    first, *others = [(who(side.ranks), call) for side, call in zip(found, calls, strict=True)]
+    first, *others = [(format_ranks(side.ranks), call) for side, call in zip(found, calls, strict=True)]
     where = " and ".join(f"{ranks} called {call}" for ranks, call in others)
     lines = [f"{first[0]} called {first[1]} where {where} (collective {number} of {group})"]
     for side in found:
-        lines.append(f"  {who(side.ranks)}: {side.call} at {_short(side.file)}:{side.line}")
+        lines.append(f"  {format_ranks(side.ranks)}: {side.call} at {_relative(side.file)}:{side.line}")
         if side.source:
             lines.append(f"      {side.source}")
     return "\n".join(lines)
 
 
-def who(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {few(ranks)}"
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Return "rank 3" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {list_ranks(ranks)}"
 
 
-def few(ranks: tuple[int, ...] | list[int]) -> str:
+def list_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """Return the ranks as text, at most eight."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _short(file: str) -> str:
+def _relative(file: str) -> str:
     here = os.path.join(os.getcwd(), "")
     return file.removeprefix(here)

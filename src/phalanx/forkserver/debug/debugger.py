@@ -1,4 +1,4 @@
-"""Somebody attaches to this worker: a debugger wherever its main thread is, or debugpy for an IDE."""
+"""Attaches a debugger to this worker: pdb where its main thread is, or debugpy for an IDE."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from .. import log
 from . import breakpoints, terminal
-from .terminal import Say, TerminalStream
+from .terminal import Send, TerminalStream
 
-SIGNAL = signal.SIGRTMIN + 8  # the main thread is to come to the debugger
+SIGNAL = signal.SIGRTMIN + 8  # makes the main thread enter the debugger
 
-_COMES = 1.0  # seconds for the main thread: it is in native code if it does not
-_SOON = 0.2  # for one who is just leaving
-_STEPS = (
+_RESPONSE_TIMEOUT = 1.0  # seconds for the main thread to respond; else it is in native code
+_TURN_TIMEOUT = 0.2  # seconds for a session that is just ending
+_UNAVAILABLE = (
     "step",
     "s",
     "next",
@@ -39,65 +40,66 @@ _STEPS = (
 Answer = Callable[[dict[str, Any]], None]
 
 _DEBUGGERS = ("bdb", "pdb", "cmd", __name__, terminal.__name__)
-_callers: list[tuple[socket.socket, Any]] = []  # who attaches, and what to release once the main thread has come
-_interrupts: list[Any] = []  # likewise
-_listens: tuple[str, int] | None = None  # where debugpy does
+_callers: list[tuple[socket.socket, Any]] = []  # socket, and a lock to release once the main thread has responded
+_interrupts: list[Any] = []  # locks, likewise
+_debugpy_address: tuple[str, int] | None = None  # where debugpy listens
 
 
-def lay(say: Say) -> None:
-    """In the main thread, before the script."""
-    terminal.reach(say)
-    signal.signal(SIGNAL, _called)
-    breakpoints.lay()
+def install(send: Send) -> None:
+    """Install the signal handler and patch pdb. In the main thread, before the script."""
+    terminal.connect(send)
+    signal.signal(SIGNAL, _on_signal)
+    breakpoints.install()
 
 
-def forget() -> None:
-    """In a child of the worker: nobody listens to it, and it must not ask at a terminal that is not its own."""
+def detach() -> None:
+    """Detach in a child of the worker: it has no channel, and must not use a terminal that is not its own."""
     untrace()
-    terminal.reach(None)
+    terminal.connect(None)
 
 
 def untrace() -> None:
-    """A debugger with breakpoints has no business in what comes now."""
+    """Stop tracing for a debugger that was attached here."""
     tracer = getattr(sys.gettrace(), "__self__", None)
     if isinstance(getattr(tracer, "stdin", None), TerminalStream):
         sys.settrace(None)
 
 
 def attach(sock: socket.socket, answer: Answer) -> None:
-    """In a thread of its own."""
-    if not _there(sock):  # it has waited in vain, for Python's lock was held
+    """Attach pdb to the main thread. Runs in a thread of its own."""
+    if not _is_open(sock):  # the other side has given up, because the GIL was held
         sock.close()
         return
-    if not terminal.take_turn(_SOON):
+    if not terminal.acquire_turn(_TURN_TIMEOUT):
         sock.close()
         answer({"how": "busy"})
         return
     try:
         import pdb
 
-        if signal.getsignal(SIGNAL) is not _called:
+        if signal.getsignal(SIGNAL) is not _on_signal:
             raise RuntimeError(f"the script uses signal {SIGNAL} for something else")
 
-        came = _thread.allocate_lock()
-        came.acquire()
-        _callers.append((sock, came))
+        responded = _thread.allocate_lock()
+        responded.acquire()
+        _callers.append((sock, responded))
         signal.pthread_kill(terminal.main(), SIGNAL)
-        stopped = came.acquire(timeout=_COMES) or not _uncalled()
-    except Exception as error:  # no thread any more, or a pdb that is not Python's
-        _uncalled()
-        terminal.leave_turn()
+        stopped = responded.acquire(timeout=_RESPONSE_TIMEOUT) or not _withdraw()
+    except Exception as error:  # the main thread has ended, or pdb is not Python's
+        log.swallowed("forkserver.debug.debugger")
+        _withdraw()
+        terminal.release_turn()
         sock.close()
         answer({"how": "failed", "why": f"{type(error).__name__}: {error}"})
         return
     if stopped:
         answer({"how": "stopped"})
     else:
-        _look(pdb, sock, answer)
+        _look_beside(pdb, sock, answer)
 
 
-def _uncalled() -> bool:
-    """False: the main thread has just come."""
+def _withdraw() -> bool:
+    """Return False if the main thread has just responded."""
     try:
         _callers.pop()
     except IndexError:
@@ -106,28 +108,32 @@ def _uncalled() -> bool:
 
 
 def interrupt(answer: Answer) -> None:
-    """Ctrl-C at the terminal of a debugger. In a thread of its own."""
+    """Handle Ctrl-C at the terminal of a debugger. Runs in a thread of its own."""
     session = terminal.session()
     if session is None or session.thread != terminal.main():
         answer({"came": True})  # there is only a prompt
         return
-    came = _thread.allocate_lock()
-    came.acquire()
-    _interrupts.append(came)
+    responded = _thread.allocate_lock()
+    responded.acquire()
+    _interrupts.append(responded)
     signal.pthread_kill(terminal.main(), SIGNAL)
-    answer({"came": came.acquire(timeout=_COMES)})
+    answer({"came": responded.acquire(timeout=_RESPONSE_TIMEOUT)})
 
 
-def _called(_: int, frame: FrameType | None) -> None:
-    """In the main thread, wherever it is in Python: also in a sleep, or before a lock."""
+def _on_signal(_: int, frame: FrameType | None) -> None:
+    """Signal handler: runs in the main thread wherever it is in Python, also in a sleep or while it waits for a
+    lock.
+    """
     session = terminal.session()
     if _callers:
-        sock, came = _callers.pop()
-        came.release()
+        sock, responded = _callers.pop()
+        responded.release()
         stream = TerminalStream(sock)
         try:
-            pdb = _attached()(stream)
-        except Exception:  # a .pdbrc that cannot be read: not the script's to fail of
+            pdb = _attached_class()(stream)
+        # A .pdbrc that cannot be read must not fail the script. Not logged: this is a signal handler, which may have
+        # interrupted `logging` itself.
+        except Exception:
             terminal.begin(None, stream, waits=False).end()
             return
         terminal.begin(pdb, pdb.stdin, waits=False)
@@ -145,8 +151,8 @@ def _called(_: int, frame: FrameType | None) -> None:
 
 
 def _break_in(pdb: Any, frame: FrameType | None) -> None:
-    """Here and now. `Pdb.set_trace` would stop at the next line, and a sleep is not over before."""
-    sys.settrace(None)  # it is not the debugger that is looked at
+    """Stop here. `Pdb.set_trace` would stop at the next line, and a sleep has to finish first."""
+    sys.settrace(None)  # do not trace the debugger itself
     while frame is not None and frame.f_back is not None and frame.f_globals.get("__name__") in _DEBUGGERS:
         frame = frame.f_back
     pdb.reset()
@@ -161,10 +167,10 @@ def _break_in(pdb: Any, frame: FrameType | None) -> None:
         sys.settrace(pdb.trace_dispatch)
 
 
-def _attached() -> Any:
+def _attached_class() -> Any:
     import pdb
 
-    class Attached(pdb.Pdb):
+    class AttachedPdb(pdb.Pdb):
         def __init__(self, stream: TerminalStream) -> None:
             super().__init__(stdin=stream, stdout=stream, nosigint=True, skip=[__name__])  # type: ignore[arg-type]
 
@@ -181,22 +187,22 @@ def _attached() -> Any:
                     session.end()
 
         def do_quit(self, arg: str) -> bool | None:  # noqa: ARG002
-            """q(uit): leave the debugger. The rank goes on."""
+            """q(uit): leave the debugger. The rank continues."""
             self.clear_all_breaks()
             self.set_continue()
             return True
 
         do_q = do_exit = do_EOF = do_quit  # noqa: N815 - pdb's names
 
-    return Attached
+    return AttachedPdb
 
 
-def _look(pdb: Any, sock: socket.socket, answer: Answer) -> None:
-    """Beside a main thread that is in native code."""
+def _look_beside(pdb: Any, sock: socket.socket, answer: Answer) -> None:
+    """Debug beside a main thread that is in native code."""
 
-    class Looking(pdb.Pdb):  # type: ignore[misc]
+    class ReadOnlyPdb(pdb.Pdb):  # type: ignore[misc]
         def setup(self, *args: Any) -> Any:
-            """In the user's own code, where there is any: nobody steps from here."""
+            """Select user code, if there is any: stepping is not possible here."""
             found = super().setup(*args)
             own = [at for at, (frame, _) in enumerate(self.stack) if breakpoints.is_own(frame)]
             if own:
@@ -211,15 +217,15 @@ def _look(pdb: Any, sock: socket.socket, answer: Answer) -> None:
 
         def native(self, _: str) -> None:
             """Not here: the main thread is in native code."""
-            self.message("It is in native code, and cannot be stopped there: look (where, up, down, p), or quit.")
+            self.message("The main thread is in native code and cannot be stopped: use where, up, down and p, or quit.")
 
         do_q = do_exit = do_EOF = do_continue = do_cont = do_c = do_quit  # noqa: N815
 
-    for name in _STEPS:
-        setattr(Looking, f"do_{name}", Looking.native)
+    for name in _UNAVAILABLE:
+        setattr(ReadOnlyPdb, f"do_{name}", ReadOnlyPdb.native)
     frame = sys._current_frames().get(terminal.main())
     stream = TerminalStream(sock)
-    looking = Looking(stdin=stream, stdout=stream, nosigint=True)
+    looking = ReadOnlyPdb(stdin=stream, stdout=stream, nosigint=True)
     session = terminal.begin(looking, stream, waits=False)
     try:
         answer({"how": "looking"})
@@ -229,7 +235,7 @@ def _look(pdb: Any, sock: socket.socket, answer: Answer) -> None:
         session.end()
 
 
-def _there(sock: socket.socket) -> bool:
+def _is_open(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return not poll.poll(0)
@@ -239,15 +245,16 @@ def _there(sock: socket.socket) -> bool:
 
 
 def listen(port: int, answer: Answer) -> None:
-    """An IDE may connect, from this machine alone. In a thread of its own."""
-    global _listens
+    """Let an IDE connect, from this host only. Runs in a thread of its own."""
+    global _debugpy_address
     try:
         import debugpy
 
-        _listens = _listens or debugpy.listen(("127.0.0.1", port))
+        _debugpy_address = _debugpy_address or debugpy.listen(("127.0.0.1", port))
     except ImportError:
         answer({"how": "missing", "why": sys.executable})
     except Exception as error:
+        log.swallowed("forkserver.debug.debugger")
         answer({"how": "failed", "why": f"debugpy: {type(error).__name__}: {error}"})
     else:
-        answer({"how": "listens", "port": _listens[1]})
+        answer({"how": "listens", "port": _debugpy_address[1]})

@@ -1,56 +1,64 @@
-"""How long the groups of this process wait: while somebody debugs, a day.
+"""Extends the timeouts of all process groups during a debug session.
 
-What waits already keeps the time that it was given.
+Operations that wait already keep their timeout.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from datetime import timedelta
 from typing import Any
 
+from .. import log
+
 LONG = timedelta(days=1)
 
-_before: dict[int, tuple[Any, timedelta]] = {}  # whose, and what it was
+_saved: dict[int, tuple[Any, timedelta]] = {}  # id -> object, timeout before
 
 
 def suspend() -> None:
-    for one in _patient():
-        with contextlib.suppress(Exception):
-            if _time(one) < LONG:
-                _before[id(one)] = (one, _time(one))
-                _give(one, LONG)
+    """Set the timeouts of all groups and stores to a day."""
+    for one in _with_timeouts():
+        try:
+            if _get(one) < LONG:
+                _saved[id(one)] = (one, _get(one))
+                _set(one, LONG)
+        except Exception:  # another version of torch, or a group being destroyed
+            log.swallowed("forkserver.debug.group_timeouts")
 
 
 def resume() -> None:
-    """As it was, unless the script has said something else since."""
-    for one, time in _before.values():
-        with contextlib.suppress(Exception):
-            if _time(one) == LONG:
-                _give(one, time)
-    _before.clear()
+    """Restore the timeouts, except those that the script has changed since."""
+    for one, time in _saved.values():
+        try:
+            if _get(one) == LONG:
+                _set(one, time)
+        except Exception:
+            log.swallowed("forkserver.debug.group_timeouts")
+    _saved.clear()
 
 
-def _patient() -> list[Any]:
+def _with_timeouts() -> list[Any]:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return []
     found: list[Any] = []
     for group, (_, store) in list(c10d._pg_map.items()):
-        with contextlib.suppress(Exception):
+        try:
             found += [store, *(group._get_backend(device) for device in group._device_types)]
+        except Exception:
+            log.swallowed("forkserver.debug.group_timeouts")
     return list({id(one): one for one in found}.values())
 
 
-def _time(one: Any) -> timedelta:
-    if isinstance(seconds := getattr(one, "_timeout", None), float):  # a group of ours
+def _get(one: Any) -> timedelta:
+    if isinstance(seconds := getattr(one, "_timeout", None), float):  # a group of phalanx
         return timedelta(seconds=seconds)
     found: timedelta = one.options._timeout if hasattr(one, "_set_default_timeout") else one.timeout
     return found
 
 
-def _give(one: Any, time: timedelta) -> None:
+def _set(one: Any, time: timedelta) -> None:
     if hasattr(one, "_set_default_timeout"):
         one._set_default_timeout(time)
     else:

@@ -1,4 +1,4 @@
-"""Whoever is at the debugger of this process: a terminal elsewhere, by a socket. One at a time."""
+"""The terminal of this process's debugger, which is elsewhere, through a socket. One session at a time."""
 
 from __future__ import annotations
 
@@ -12,69 +12,77 @@ from typing import Any
 
 LEAVE = "\x04\n"  # what a terminal sends for Ctrl-D
 
-Say = Callable[[dict[str, Any], list[int]], None]
+Send = Callable[[dict[str, Any], list[int]], None]
 
-_say: Say | None = None  # None: nobody is there who has a terminal
+_send: Send | None = None  # None: there is no agent that has a terminal
 _session: Session | None = None
 _turn = _thread.allocate_lock()
 
 
-def reach(say: Say | None) -> None:
-    """Who is asked for a terminal. None, in a child of the worker: nobody."""
-    global _say, _session, _turn
-    _say, _session, _turn = say, None, _thread.allocate_lock()
+def connect(send: Send | None) -> None:
+    """Set the function that sends to the agent. None, in a child of the worker: there is none."""
+    global _send, _session, _turn
+    _send, _session, _turn = send, None, _thread.allocate_lock()
 
 
-def reachable() -> bool:
-    return _say is not None
+def is_connected() -> bool:
+    """Return whether there is an agent to ask for a terminal."""
+    return _send is not None
 
 
-def tell(message: dict[str, Any], fds: list[int] | None = None) -> bool:
-    if _say is None:
+def notify(message: dict[str, Any], fds: list[int] | None = None) -> bool:
+    """Send a message to the agent; return whether that worked."""
+    if _send is None:
         return False
     try:
-        _say(message, fds or [])
-    except OSError:  # the agent is gone, and so will we be
+        _send(message, fds or [])
+    except OSError:  # the agent is gone
         return False
     return True
 
 
 def session() -> Session | None:
+    """Return the current session, or None."""
     return _session
 
 
-def tidy() -> None:
-    """Of a thread that was stepped through to its end, nobody else would say that it is through."""
+def end_stale_session() -> None:
+    """End the session of a thread that was stepped through to its end: nothing else would."""
     if _session is not None and _session.thread not in sys._current_frames():
         _session.end()
 
 
-def take_turn(timeout: float = -1) -> bool:
+def acquire_turn(timeout: float = -1) -> bool:
+    """Wait for the right to start a session; return whether it was granted."""
     return _turn.acquire(timeout=timeout)
 
 
-def leave_turn() -> None:
+def release_turn() -> None:
+    """Give the right back."""
     _turn.release()
 
 
 def main() -> int:
+    """Return the id of the main thread."""
     return threading.main_thread().ident or 0
 
 
 class TerminalStream:
-    """A terminal elsewhere, as pdb reads and writes it. Whatever becomes of it, the script does not end of that."""
+    """A remote terminal, as pdb reads and writes it. Its errors do not end the script."""
 
     encoding = "utf-8"
 
     def __init__(self, sock: socket.socket) -> None:
-        self.renew(sock)
+        self.reconnect(sock)
 
-    def renew(self, sock: socket.socket) -> None:
+    def reconnect(self, sock: socket.socket) -> None:
+        """Use another socket."""
         self._sock = sock
         self._lines = sock.makefile("r", encoding="utf-8", errors="replace", newline="\n")
         self.lost = False
 
     def readline(self, *_: Any) -> str:
+        """Return the next line; empty at the end."""
         try:
             line = self._lines.readline()
         except (OSError, ValueError):
@@ -83,18 +91,20 @@ class TerminalStream:
         return "" if line == LEAVE else line
 
     def write(self, text: str) -> int:
+        """Send text."""
         with contextlib.suppress(OSError):
             self._sock.sendall(text.encode(errors="replace"))
         return len(text)
 
     def flush(self) -> None:
-        pass
+        """Do nothing: text is sent at once."""
 
     def isatty(self) -> bool:
+        """Return False."""
         return False
 
     def close(self) -> None:
-        """For whoever is at the other end, too: a child that was forked meanwhile has the socket as well."""
+        """Shut the socket down too: a child that was forked meanwhile has a copy."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -103,27 +113,28 @@ class TerminalStream:
 
 
 class Session:
-    """Somebody is at the debugger."""
+    """A debugger session."""
 
     def __init__(self, pdb: Any, stream: TerminalStream, waits: bool) -> None:
         self.pdb = pdb
         self.stream = stream
-        self.waits = waits  # for somebody else, if the one who is there goes
+        self.waits = waits  # for another terminal, if this one is closed
         self.thread = _thread.get_ident()
-        self.prompts = 0  # it is in here, and not in the script
+        self.prompts = 0  # number of prompts on the stack
 
     def end(self) -> None:
+        """Close the terminal and let the next session start."""
         global _session
         if _session is not self:
             return
-        _session = None  # first: Ctrl-C in the middle of this has nobody to call
+        _session = None  # first: Ctrl-C meanwhile must not find it
         self.stream.close()
-        tell({"is": "released"})
+        notify({"is": "released"})
         _turn.release()
 
 
 def begin(pdb: Any, stream: TerminalStream, *, waits: bool) -> Session:
-    """Whose turn it is."""
+    """Start a session. The caller holds the turn."""
     global _session
     _session = Session(pdb, stream, waits)
     return _session

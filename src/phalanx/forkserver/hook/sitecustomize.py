@@ -1,18 +1,19 @@
-"""Runs when an interpreter that phalanx started has read its site packages, just before its main module.
+"""Runs in an interpreter that phalanx started, after site packages were read and just before the main module.
 
-It stands first on PYTHONPATH, steps aside at once, and lets the sitecustomize it had hidden run in every worker.
+This folder is first on PYTHONPATH. The module removes it at once, and imports the sitecustomize that it hid in every
+worker.
 """
 
 import sys
 
-_plain = frozenset(sys.modules)  # what Python itself has imported
+_preimported = frozenset(sys.modules)  # imported by Python itself
 
 import importlib.util  # noqa: E402
 import os  # noqa: E402
 import traceback  # noqa: E402
 
 
-def _step_aside() -> tuple[str | None, str | None]:
+def _remove_self() -> tuple[str | None, str | None]:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     kept = os.environ.pop("PHALANX_PYTHONPATH", None)
@@ -24,7 +25,7 @@ def _step_aside() -> tuple[str | None, str | None]:
 
 
 def _load() -> None:
-    """By path: this interpreter need not have phalanx installed."""
+    """Load the fork server by path: this interpreter need not have phalanx installed."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     spec = importlib.util.spec_from_file_location(
         "_phalanx_forkserver", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
@@ -36,11 +37,11 @@ def _load() -> None:
     spec.loader.exec_module(package)
     from _phalanx_forkserver.imports import shadows
 
-    shadows.plain = _plain
+    shadows.preimported = _preimported
 
 
 def _serve(task: str) -> None:
-    """Returns in a worker only."""
+    """Serve as a fork server. Returns in a worker only."""
     _load()
     from _phalanx_forkserver import cold
 
@@ -48,8 +49,8 @@ def _serve(task: str) -> None:
     cold.serve(fd, parent)
 
 
-def _be_witnessed(task: str) -> None:
-    """A worker that was executed. Without a probe it runs as well."""
+def _start_probe(task: str) -> None:
+    """Start the probe of a worker that was executed. Without one it runs as well."""
     *numbers, path0 = task.split(":", 4)
     slot, *fds = map(int, numbers)
     try:
@@ -64,33 +65,34 @@ def _be_witnessed(task: str) -> None:
         kept = probe.begin(board, slot, channel, stacks)
         if kept:
             os.close(kept[0])  # the board is mapped
-        shadows.uncover(path0 or None)
+        shadows.unshadow(path0 or None)
         setup.record_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    except Exception:
-        pass
+    except Exception:  # the script runs without a probe. The fork server's `log` may not be loaded
+        if os.environ.get("PHALANX_LOG"):
+            traceback.print_exc()
 
 
 def _hidden_sitecustomize() -> None:
-    """What would have been imported here, had we not stood in front of it."""
+    """Import the sitecustomize that this one hid."""
     ours = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
-        # The import that brought us here looks for its module when we return.
+        # The import that is running looks for this module when we return.
         if ours is not None:
             sys.modules["sitecustomize"] = ours
 
 
-_fork_server, _probe = _step_aside()
+_fork_server, _probe = _remove_self()
 if _fork_server is not None:
     try:
         _serve(_fork_server)
-    except BaseException:
-        # Python would say so and go on, and run the user's script here, as no rank at all.
+    except BaseException:  # also SystemExit and KeyboardInterrupt
+        # Python would print the error and continue, running the user's script here without a rank.
         traceback.print_exc()
         os._exit(70)
 elif _probe is not None:
-    _be_witnessed(_probe)
+    _start_probe(_probe)
 _hidden_sitecustomize()

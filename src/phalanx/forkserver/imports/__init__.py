@@ -1,1 +1,1 @@
-"""What is imported before the fork, and how a worker sees it."""
+"""Imports before the fork, and how a worker sees them."""

@@ -4,8 +4,8 @@
     modules.hide(…)           in a worker: sys.modules is as it was before
     import torch              in its script: the modules reappear, without being executed again
 
-An import may read environment variables. If the script has given one of them another value since, `stale` is called
-before the modules reappear: the worker then starts again as a fresh interpreter, in which that value counts.
+An import may read environment variables. If the script has changed one of them since, `stale` is called before the
+modules reappear: the worker then restarts as a fresh interpreter, in which that value counts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _finalize: Any = weakref.finalize
-_FINALIZE = _finalize._exitfunc  # which the very first finalizer registers
+_FINALIZE = _finalize._exitfunc  # registered by the very first finalizer
 
 Environment = dict[bytes, bytes]
 Changed = dict[str, "str | None"]  # variable -> its value now; None: not set
 
-# Read by native libraries while they are loaded, which cannot be recorded; TQDM_ is looked for in all variables.
+# Read by native libraries while they are loaded, which cannot be recorded. TQDM_ is searched for in all variables.
 _NATIVE = tuple(
     b"""
     OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ GOTO_ BLIS_ ONEDNN_ DNNL_ MKLDNN_ GFORTRAN_ ATEN_ NPY_ NUMPY_ TORCH_ PYTORCH_ KINETO_
@@ -39,7 +39,7 @@ _NATIVE = tuple(
     """.split()
 )
 _READ_LATER = (b"TORCH_NCCL_", b"TORCH_FR_", b"TORCH_HOME", b"TORCH_EXTENSIONS_DIR", b"TORCH_SHOW_CPP_STACKTRACES")
-# Recorded, but what was made of them is not kept.
+# Recorded, but their values are not stored.
 _NOT_KEPT = frozenset(b"TMPDIR TEMP TMP LOGNAME USER LNAME USERNAME PYTHONUSERBASE".split())
 
 
@@ -50,35 +50,36 @@ class Layer:
         self.root = root
         self.modules: dict[str, ModuleType] = {}
         self.reads: dict[bytes, set[str]] = {}  # variable -> modules that were being imported
-        self.imports: dict[str, set[str]] = {}  # module -> those that it imports
+        self.imports: dict[str, set[str]] = {}  # module -> modules that it imports
         self.writes: Environment = {}
         self.exits: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []  # module, arguments of atexit.register
 
     def in_root_package(self, name: str) -> bool:
+        """Return whether the module is in the same top-level package as the root."""
         return name.partition(".")[0] == self.root.partition(".")[0]
 
-    def brings(self, name: str) -> list[str]:
-        """What reappears with a module outside the root's package."""
+    def dependencies(self, name: str) -> list[str]:
+        """Return what reappears with a module outside the root's package."""
         return [name.rpartition(".")[0], *self.imports.get(name, ())]
 
 
 class Preloaded:
-    """Also the finder and loader of what is hidden."""
+    """The modules, and the finder and loader of those that are hidden."""
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []
-        self._seen: Environment = {}  # by the imports
+        self._environment: Environment = {}  # environment during the imports
         self._hidden: dict[str, Layer] = {}
-        self._parents: dict[str, ModuleType] = {}  # of hidden modules, which are no attributes of them meanwhile
-        self._replaced: dict[int, tuple[Any, Any]] = {}  # specification and loader of a module that is reappearing
-        self._launchers: set[bytes] = set()  # variables that the launcher gave this worker
+        self._parents: dict[str, ModuleType] = {}  # parents of hidden modules, whose attributes are removed meanwhile
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # spec and loader of a module that is reappearing
+        self._launcher_variables: set[bytes] = set()  # variables that the launcher set for this worker
         self._stale: Callable[[Changed], None] = lambda _: None
 
     def load(self, root: str) -> None:
-        """In the fork server. Raises what the import raises."""
+        """Import a module, in the fork server. Raises what the import raises."""
         layer = Layer(root)
         self._layers.append(layer)
-        self._seen = self._seen or environment()
+        self._environment = self._environment or environment()
         before = frozenset(sys.modules)
         try:
             with _recorded(layer):
@@ -89,11 +90,13 @@ class Preloaded:
             layer.modules = {name: module for name, module in list(sys.modules.items()) if name not in before}
 
     def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
-        """In a worker. `assumed`: variables that the imports saw because the script was expected to set them."""
+        """Hide the modules, in a worker. `assumed`: variables that were set for the imports because the script is
+        expected to set them.
+        """
         self._stale = stale
         now = environment()
-        changed = {name for name in {*now, *self._seen} if now.get(name) != self._seen.get(name)}
-        self._launchers = changed - {os.fsencode(name) for name in assumed}
+        changed = {name for name in {*now, *self._environment} if now.get(name) != self._environment.get(name)}
+        self._launcher_variables = changed - {os.fsencode(name) for name in assumed}
         for layer in reversed(self._layers):
             for name, module in layer.modules.items():
                 if sys.modules.get(name) is module:
@@ -105,7 +108,9 @@ class Preloaded:
             sys.meta_path.insert(0, self)
 
     def abandon(self) -> None:
-        """At the very end of a worker: Python clears every module it knows, and each rank would copy them first."""
+        """Drop the modules without clearing them, at the very end of a worker: clearing would copy their pages in
+        each rank.
+        """
         for layer in self._layers:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(layer.modules))
             for name, module in layer.modules.items():
@@ -116,15 +121,16 @@ class Preloaded:
         package, _, child = name.rpartition(".")
         parent = layer.modules.get(package) or sys.modules.get(package)  # `from package import child` finds it there
         if parent is not None and vars(parent).get(child) is module:
-            with contextlib.suppress(AttributeError, TypeError):  # something that only stands for a module
+            with contextlib.suppress(AttributeError, TypeError):  # an object that only acts as a module
                 delattr(parent, child)
                 self._parents[name] = parent
         self._hidden[name] = layer
         del sys.modules[name]
 
-    # -- as the import system asks
+    # -- the import system's interface
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Return a spec for a hidden module."""
         if name not in self._hidden:
             return None
         known = getattr(self._hidden[name].modules[name], "__spec__", None)
@@ -134,10 +140,11 @@ class Preloaded:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make a hidden module reappear, with all that its import brings."""
         layer = self._hidden.get(spec.name)
         if layer is None:  # another thread has imported it meanwhile
             return sys.modules[spec.name]
-        parts = self._with(spec.name)
+        parts = self._closure(spec.name)
         changed = {name: value for part in parts for name, value in self._changed(*part).items()}
         if changed:
             self._stale(changed)
@@ -147,10 +154,12 @@ class Preloaded:
             self._reveal(*part)
         return module
 
-    def _with(self, name: str) -> list[tuple[Layer, set[str]]]:
-        """This module and all that its import brings, by layers. One of a root's package brings the whole layer."""
+    def _closure(self, name: str) -> list[tuple[Layer, set[str]]]:
+        """Return this module and all that its import brings, by layer. A module of a root's package brings the whole
+        layer.
+        """
         found: set[str] = set()
-        whole: set[str] = set()  # roots of the layers that are in `waiting` already
+        whole: set[str] = set()  # roots of layers that are in `waiting` already
         waiting = [name]
         while waiting:
             module = waiting.pop()
@@ -159,7 +168,7 @@ class Preloaded:
             found.add(module)
             layer = self._hidden[module]
             if not layer.in_root_package(module):
-                waiting += layer.brings(module)
+                waiting += layer.dependencies(module)
             elif layer.root not in whole:
                 whole.add(layer.root)
                 waiting += layer.modules
@@ -167,21 +176,24 @@ class Preloaded:
         return [(layer, part) for layer, part in parts if part]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It was executed in the fork server; only what the import system has just replaced is put back."""
+        """Restore what the import system has just replaced. The module was executed in the fork server."""
         if id(module) in self._replaced:
             module.__spec__, module.__loader__ = self._replaced.pop(id(module))
 
     def get_code(self, name: str) -> Any:
-        """For runpy, which executes a module by another name: `-m cProfile`."""
+        """Return the code, for runpy, which executes a module under another name: `-m cProfile`."""
         return self._loader(name).get_code(name)
 
     def get_source(self, name: str) -> Any:
+        """Return the source of a module."""
         return self._loader(name).get_source(name)
 
     def get_filename(self, name: str) -> Any:
+        """Return the file of a module."""
         return self._loader(name).get_filename(name)
 
     def is_package(self, name: str) -> Any:
+        """Return whether a module is a package."""
         return self._loader(name).is_package(name)
 
     def _loader(self, name: str) -> Any:
@@ -195,7 +207,7 @@ class Preloaded:
             module = sys.modules.setdefault(name, layer.modules[name])
             if name in self._parents:
                 setattr(self._parents.pop(name), name.rpartition(".")[2], module)
-        if "multiprocessing" in new:  # which gives this name to a module that is another one by now
+        if "multiprocessing" in new:  # which gives this name to what was the main module then
             sys.modules["__mp_main__"] = sys.modules["__main__"]
         for importer, function, args, kwargs in layer.exits:
             if importer in new and not (function == _FINALIZE and _finalize._registered_with_atexit):
@@ -208,24 +220,24 @@ class Preloaded:
             sys.meta_path.remove(self)
 
     def _changed(self, layer: Layer, part: set[str]) -> Changed:
-        """What these modules would read now and have not read when they were imported."""
+        """Return the variables whose values differ from those that the modules read when they were imported."""
         readers = {name for name in part if name.partition(".")[0] not in sys.stdlib_module_names}
         if not readers:
             return {}
         native = environment()
         by_python = {name for name, by in layer.reads.items() if by & readers}
-        by_native = {name for name in {*native, *self._seen} if _is_native(name)}
+        by_native = {name for name in {*native, *self._environment} if _is_native(name)}
         changed = {}
         for names, now in ((by_python, os.environb), (by_native, native)):
-            for name in names - self._launchers - _NOT_KEPT:
+            for name in names - self._launcher_variables - _NOT_KEPT:
                 value = now.get(name)
-                if value != self._seen.get(name):
+                if value != self._environment.get(name):
                     changed[os.fsdecode(name)] = None if value is None else os.fsdecode(value)
         return dict(sorted(changed.items()))
 
 
 def environment() -> Environment:
-    """As C sees it, which `os.putenv` changes and `os.environ` does not show."""
+    """Return the environment as C sees it: `os.putenv` changes it, and `os.environ` does not show that."""
     found = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     variables: Environment = {}
     place = 0
@@ -241,7 +253,7 @@ def _is_native(name: bytes) -> bool:
 
 
 def _importing(frame: FrameType) -> str:
-    """The module that is being imported there."""
+    """Return the module that is being imported in this frame."""
     while frame.f_code.co_name != "<module>" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
@@ -249,7 +261,7 @@ def _importing(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def _recorded(layer: Layer) -> Iterator[None]:
-    """Imports, variables that are read and written meanwhile, and functions that are to be called at exit."""
+    """Record imports, variables that are read and written, and functions registered with atexit."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     register, plain, by_name = atexit.register, builtins.__import__, importlib.import_module
     recording = True
@@ -259,7 +271,7 @@ def _recorded(layer: Layer) -> Iterator[None]:
         importer = (names or {}).get("__name__") or ""
         if not importer or importer.startswith(
             ("importlib.", "_frozen_importlib")
-        ):  # a native module, in its beginning
+        ):  # a native module that is being initialized
             importer = _importing(sys._getframe(1))
         package = (names or {}).get("__package__") or importer.rpartition(".")[0]
         full = importlib.util.resolve_name("." * level + name, package) if level else name
@@ -290,15 +302,15 @@ def _recorded(layer: Layer) -> Iterator[None]:
 
 
 class _Variables:
-    """What `os.environ` is made of, for the time of an import."""
+    """Replaces the data of `os.environ` during an import."""
 
     def __init__(self, data: Environment, layer: Layer) -> None:
         self._data = data
         self._layer = layer
 
     def __getitem__(self, name: bytes) -> bytes:
-        frame = sys._getframe(2)  # who asks os.environ
-        if frame.f_code.co_name not in ("__iter__", "copy"):  # whoever takes all of them is not interested in each
+        frame = sys._getframe(2)  # the caller of os.environ
+        if frame.f_code.co_name not in ("__iter__", "copy"):  # a copy of all variables does not count as a read
             self._layer.reads.setdefault(name, set()).add(_importing(frame))
         return self._data[name]
 

@@ -1,4 +1,4 @@
-"""A forked worker that starts again as a fresh interpreter: what was imported before the fork is not what it needs."""
+"""Restarts a forked worker as a fresh interpreter, if what was imported before the fork is not what it needs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import termios
 import time
 from typing import Any
 
+from .. import log, paths
 from ..child import setup
 from ..probe import probe
 
-_PATIENCE = 2.0  # for an agent that does not read
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook")
+_TIMEOUT = 2.0  # seconds to wait for an agent that does not read
+_HOOK = os.path.join(paths.ROOT, paths.HOOK.rstrip("/"))
 
 
 class FreshStart:
-    """`FreshStart(order, fds)(changed)`: tell the agent, and execute the worker's own command line in this process.
+    """`FreshStart(spec, fds)(changed)`: report to the agent, and execute the worker's own command line in this
+    process.
 
-    The process keeps its pid, session and streams. Only a worker that has not joined a group yet can do this.
+    The process keeps its pid, session and streams. A worker that has joined a group cannot do this.
     """
 
-    def __init__(self, order: setup.ChildSpec, fds: list[int]) -> None:
-        self._order = order
+    def __init__(self, spec: setup.ChildSpec, fds: list[int]) -> None:
+        self._spec = spec
         self._fds = fds  # of its probe: board, channel, stacks; empty: it has none
         self._pid = os.getpid()
         if fds:
@@ -37,37 +39,39 @@ class FreshStart:
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def __call__(self, changed: dict[str, str | None]) -> None:
-        """Returns where it cannot be done: then the old values count, and that is said."""
-        if os.getpid() != self._pid:  # a child that the script has forked: it goes on with what its parent has
+        """Restart. Returns if that is not possible: then the old values stay in effect, and a message says so."""
+        if os.getpid() != self._pid:  # a child that the script has forked: it keeps what its parent has
             return
         joined = _joined()
         for stream in () if joined else (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            try:
                 stream.flush()
-        self._say({"is": "stale", "variables": changed, "late": joined})
+            except Exception:  # a stream of the script's own may raise anything
+                log.swallowed("forkserver.imports.restart")
+        self._report({"is": "stale", "variables": changed, "late": joined})
         if joined:
             names = ", ".join(changed)
             os.write(2, f"phalanx: {names}: set after the import that reads it; use phalanx run --fresh\n".encode())
             return
-        self._as_before()
-        order = {**self._order, "exec": self._order["command"], "hook": _HOOK}
+        self._restore_process()
+        spec = {**self._spec, "exec": self._spec["command"], "hook": _HOOK}
         if self._fds:
-            setup.hook(order, self._fds)
-        setup.execute(order)
+            setup.add_probe_hook(spec, self._fds)
+        setup.execute(spec)
 
-    def _say(self, message: dict[str, Any]) -> None:
-        """Between what this interpreter has written and what the next one writes: the agent has read both."""
+    def _report(self, message: dict[str, Any]) -> None:
+        """Report to the agent, after it has read what this interpreter wrote and before the next one writes."""
         if probe.current is None:
             return
-        until = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         with contextlib.suppress(OSError):
             for fd in (1, 2):
-                _until_empty(fd, termios.FIONREAD, until)
-            probe.current.say(message)
-            _until_empty(self._fds[1], termios.TIOCOUTQ, until)
+                _until_empty(fd, termios.FIONREAD, deadline)
+            probe.current.send(message)
+            _until_empty(self._fds[1], termios.TIOCOUTQ, deadline)
 
-    def _as_before(self) -> None:
-        """What a process keeps when it executes a program, and the script may have changed."""
+    def _restore_process(self) -> None:
+        """Restore what survives an exec and the script may have changed."""
         with contextlib.suppress(OSError):
             os.chdir(self._cwd)
         os.umask(self._umask)
@@ -76,10 +80,10 @@ class FreshStart:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _until_empty(fd: int, request: int, until: float) -> None:
-    """Of a pipe, or a socket: until the other side has read everything."""
+def _until_empty(fd: int, request: int, deadline: float) -> None:
+    """Wait until the other side of a pipe or socket has read everything."""
     left = bytearray(4)
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a terminal or a file: nothing to wait for
             fcntl.ioctl(fd, request, left)
         if not any(left):
@@ -88,7 +92,7 @@ def _until_empty(fd: int, request: int, until: float) -> None:
 
 
 def _close(fd: int, known: int) -> None:
-    """In a child of the worker, which has no use for it, if it is still what it was."""
+    """Close it in a child of the worker, if it is still the same file."""
     with contextlib.suppress(OSError):
         if os.fstat(fd).st_ino == known:
             os.close(fd)

@@ -1,6 +1,6 @@
-"""What a worker shows of itself, whatever it runs: a page in shared memory, and answers when it is asked.
+"""What a worker reports about itself: a status slot in shared memory, and answers to requests.
 
-Standard library only, and torch where the script has it. `probe.begin` starts a thread of its own that nobody sees:
-it looks at the main thread ten times a second, publishes where that is, and answers the agent. While Python's lock
-is held it cannot, which the agent sees by the age of the page; the stacks come by a signal then.
+Standard library only, and torch if the script has it. `probe.begin` starts a thread that Python does not list. It
+samples the main thread ten times a second, publishes where it is, and answers the agent. While the GIL is held it
+cannot: the agent sees that by the age of the slot, and requests stacks by a signal.
 """

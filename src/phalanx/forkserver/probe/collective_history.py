@@ -1,7 +1,7 @@
-"""The collectives that the flight recorders of this process still have, in little space.
+"""The collectives that the flight recorders of this process still have, in compact form.
 
 A recorder keeps the last 2,000 entries (TORCH_FR_BUFFER_SIZE). A training loop repeats a few collectives at a few
-places, so that call sites and signatures are written once, and an entry is two numbers.
+places, so call sites and signatures are written once, and an entry is two numbers.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from typing import Any
 
 from . import phases
 
-LARGEST = 64 * 1024  # bytes of one rank
-_ALL_RANKS = 8 * 1024 * 1024  # bytes of all of them: they travel together
-_LEAST = 4 * 1024
-_DEEP = 8  # frames of a call site
-_TENSORS = 8  # of a call, whose shapes are kept
+MAX_BYTES = 64 * 1024  # bytes per rank
+_MAX_BYTES_ALL_RANKS = 8 * 1024 * 1024  # bytes of all ranks: they are sent together
+_MIN_BYTES = 4 * 1024
+_MAX_FRAMES = 8  # frames per call site
+_MAX_TENSORS = 8  # tensors per call whose shapes are kept
 _DDP = "torch/nn/parallel/distributed.py"
 _BACKWARD = "_engine_run_backward"
 
-# Pairs of ranks call these, or each rank for itself: their numbers do not pair by position.
-_APART = frozenset({"send", "recv", "recvAnySource", "recvanysource", "split", "new_window"})
+# Called by pairs of ranks, or by each rank for itself: their numbers do not match by position.
+_UNPAIRED = frozenset({"send", "recv", "recvAnySource", "recvanysource", "split", "new_window"})
 
 Entry = dict[str, Any]
 
 
 class CollectiveHistory:
-    """`name`: as torch.distributed calls it, from call site and record. `dtypes`: likewise. `root`: the global rank."""
+    """CollectiveHistory(name, dtypes, root): the functions return the name in torch.distributed, from call site and
+    record; dtypes; and the global rank of a root.
+    """
 
     def __init__(
         self,
@@ -39,28 +41,30 @@ class CollectiveHistory:
         self._name = name
         self._dtypes = dtypes
         self._root = root
-        self._called: dict[Any, tuple[str, int]] = {}  # by frames and record: the name, and the site
+        self._called: dict[Any, tuple[str, int]] = {}  # frames and record -> name and site
         self._sites: dict[Any, int] = {}
         self._signatures: dict[Any, int] = {}
         self._rows: list[tuple[str, str, int, int]] = []  # group, backend, number, signature
         self._cut: set[tuple[str, str]] = set()  # groups whose oldest entries are overwritten
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Of one recorder, oldest first."""
+        """Add the entries of one recorder, oldest first."""
         for index, entry in enumerate(entries):
             backend, _, text = str(entry["profiling_name"]).rpartition(":")
             op, group = text.partition(" ")[0], str(entry["process_group"][0])
             if index == 0 and int(entry.get("record_id") or 0) > 0:
                 self._cut.add(("", backend))
-            if entry.get("is_p2p") or op in _APART or _ends_coalescing(op, entry):
+            if entry.get("is_p2p") or op in _UNPAIRED or _ends_coalescing(op, entry):
                 continue
             number = int(entry["collective_seq_id"])
             if number > 0:
                 self._rows.append((group, backend, number, self._signature(op, group, backend, entry)))
 
-    def told(self) -> dict[str, Any]:
-        """As evidence.History has it, with frames as lists. The oldest entries go first where it is too much."""
-        limit = max(_LEAST, min(LARGEST, _ALL_RANKS // max(1, _world_size())))
+    def to_dict(self) -> dict[str, Any]:
+        """Return the history as evidence.History has it, with frames as lists. Drops the oldest entries if it is too
+        large.
+        """
+        limit = max(_MIN_BYTES, min(MAX_BYTES, _MAX_BYTES_ALL_RANKS // max(1, _world_size())))
         rows = self._rows
         while len(json.dumps(found := self._table(rows, cut=len(rows) < len(self._rows)))) > limit and rows:
             rows = rows[(len(rows) + 1) // 2 :]
@@ -74,7 +78,7 @@ class CollectiveHistory:
         shapes = [tuple(shape) for shape in entry.get("input_sizes") or ()]
         outputs = [tuple(shape) for shape in entry.get("output_sizes") or ()]
         if "gather" in op:
-            if backend == "phalanx" and len(outputs) >= _TENSORS:  # it keeps no more: others may be of another size
+            if backend == "phalanx" and len(outputs) >= _MAX_TENSORS:  # it keeps no more: others may have another size
                 shapes = []
             outputs = list(dict.fromkeys(outputs))
         root = entry.get("root")
@@ -82,8 +86,8 @@ class CollectiveHistory:
             op,
             called,
             tuple(self._dtypes(list(entry.get("input_dtypes") or entry.get("output_dtypes") or ()))),
-            tuple(shapes[:_TENSORS]),
-            tuple(outputs[:_TENSORS]),
+            tuple(shapes[:_MAX_TENSORS]),
+            tuple(outputs[:_MAX_TENSORS]),
             str(entry.get("reduction") or ""),
             None if root is None else self._root(group, root),
             site,
@@ -91,22 +95,22 @@ class CollectiveHistory:
         return self._signatures.setdefault(signature, len(self._signatures))
 
     def _site(self, frames: tuple[tuple[str, int, str], ...]) -> int:
-        site = tuple(frame for frame in frames if _shows(frame[0], frame[2]))[:_DEEP]
+        site = tuple(frame for frame in frames if _is_shown(frame[0], frame[2]))[:_MAX_FRAMES]
         return self._sites.setdefault(site, len(self._sites)) if site else -1
 
     def _table(self, rows: list[tuple[str, str, int, int]], *, cut: bool) -> dict[str, Any]:
         groups: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         signatures: dict[int, int] = {}
-        for group, backend, number, signature in self._whole(rows, cut=cut):
+        for group, backend, number, signature in self._complete(rows, cut=cut):
             seqs, kinds = groups.setdefault((group, backend), ([], []))
             seqs.append(number)
             kinds.append(signatures.setdefault(signature, len(signatures)))
         sites: dict[int, int] = {-1: -1}
         all_signatures, all_sites = list(self._signatures), list(self._sites)
-        told = []
+        to_dict = []
         for index in signatures:
             op, called, dtypes, shapes, outputs, reduction, root, site = all_signatures[index]
-            told.append(
+            to_dict.append(
                 {
                     "op": op,
                     "called": called,
@@ -120,15 +124,15 @@ class CollectiveHistory:
             )
         return {
             "sites": [list(all_sites[index]) for index in sites if index >= 0],
-            "signatures": told,
+            "signatures": to_dict,
             "groups": [
                 {"group": group, "backend": backend, "seqs": seqs, "kinds": kinds}
                 for (group, backend), (seqs, kinds) in groups.items()
             ],
         }
 
-    def _whole(self, rows: list[tuple[str, str, int, int]], *, cut: bool) -> Iterable[tuple[str, str, int, int]]:
-        """Where older entries are gone, the first number of a group may lack some of its coalesced collectives."""
+    def _complete(self, rows: list[tuple[str, str, int, int]], *, cut: bool) -> Iterable[tuple[str, str, int, int]]:
+        """Drop the first number of a group if older entries are gone: it may lack some of its coalesced collectives."""
         first: dict[tuple[str, str], tuple[int, int]] = {}
         for group, backend, number, _ in rows:
             known, count = first.get((group, backend), (number, 0))
@@ -141,11 +145,11 @@ class CollectiveHistory:
 
 
 def _ends_coalescing(op: str, entry: Entry) -> bool:
-    """An entry of its own, after those of the collectives that it is made of."""
+    """Return whether this is the entry that follows those of a coalesced block."""
     return op.endswith("coalesced") and not entry.get("input_sizes") and not entry.get("output_sizes")
 
 
-def _shows(file: str, function: str) -> bool:
+def _is_shown(file: str, function: str) -> bool:
     return function == _BACKWARD or file.replace("\\", "/").endswith(_DDP) or phases.own_file(file)
 
 

@@ -1,8 +1,8 @@
-"""Calls that need the process to themselves: the probe thread ends before them and starts again afterwards.
+"""Calls that need a process with one thread: the probe thread ends before them and starts again afterwards.
 
-The kernel refuses unshare(CLONE_NEWUSER) and setns to a process with two threads. A seccomp filter may kill the process
-for what the thread does, or for starting it, so the thread does not start again after one. Calls through ctypes and the
-os module are seen here; calls of an extension module are not.
+The kernel refuses unshare(CLONE_NEWUSER) and setns to a process with two threads. A seccomp filter may kill the
+process for what the thread does, or for starting it, so the thread does not start again after one. Calls through
+ctypes and the os module are intercepted here; calls of an extension module are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SYSTEM_CALLS = {
 
 
 def away(name: str, arguments: Sequence[Any], machine: str) -> Away:
-    """Whether the thread has to be away while `name` is called with these arguments, or from then on."""
+    """Return whether the thread must be gone while `name` is called with these arguments, or from then on."""
     if name in _BY_ARGUMENT:
         number = getattr(arguments[0], "value", arguments[0]) if arguments else None
         calls = {_PR_SET_SECCOMP: "seccomp"} if name == "prctl" else _SYSTEM_CALLS.get(machine, {})
@@ -39,8 +39,8 @@ def away(name: str, arguments: Sequence[Any], machine: str) -> Away:
     return _AWAY.get(name, "")
 
 
-def lay(stop: Callable[[], None], start: Callable[[], None], end: Callable[[], None]) -> None:
-    """Have these called around such calls: `stop` before and `start` after them, or `end`."""
+def install(stop: Callable[[], None], start: Callable[[], None], end: Callable[[], None]) -> None:
+    """Install the hooks: call `stop` before and `start` after such calls, or `end`."""
     machine = platform.machine()
 
     def call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Which phase a piece of code belongs to, and whether it is the user's own: by the file that it is in.
+"""Which phase a piece of code belongs to, and whether it is user code: by its file.
 
-Asked once for each code object; a look at a stack then costs no string at all.
+Called once per code object; a sample then compares no strings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _TYPED = ("<string>", "<stdin>", "<ipython-input")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# The beginning of a path below torch -> its phase; the first that fits counts. Nothing: whoever has called it decides.
+# Prefix of a path below torch -> its phase; the first match counts. Empty: the caller decides.
 _TORCH = (
     ("distributed/rendezvous.py", "join"),
     ("distributed/device_mesh.py", "join"),
@@ -31,7 +31,7 @@ _TORCH = (
     ("autograd/__init__.py", "backward"),
     ("autograd/graph.py", "backward"),
     ("nn/", "forward"),
-    # What runs compiled code is no compiler.
+    # Runs compiled code, does not compile.
     ("_dynamo/eval_frame.py", ""),
     ("_dynamo/external_utils.py", ""),
     ("_dynamo/", "compile"),
@@ -46,7 +46,7 @@ _TORCH = (
     ("_functorch/aot_autograd.py", "compile"),
     ("_functorch/partitioners.py", "compile"),
 )
-# Of packages that are installed
+# Below an installed package
 _OTHERS = (
     ("triton/compiler/", "compile"),
     ("triton/backends/", "compile"),
@@ -58,7 +58,7 @@ _OTHERS = (
     ("streaming/", "data"),
 )
 
-_FUNCTION = 1  # inspect.CO_OPTIMIZED: neither a module's lines nor a class's
+_FUNCTION = 1  # inspect.CO_OPTIMIZED: a function, not the lines of a module or class
 
 _C10D = "distributed/distributed_c10d.py"
 _JOINS = frozenset(
@@ -67,22 +67,25 @@ _JOINS = frozenset(
         *("_new_group_with_tag", "_new_process_group_helper", "_store_based_barrier", "destroy_process_group"),
     )
 )
-# Neither joins nor waits
+# Neither join nor wait
 _ASKS = ("get_", "is_", "_get_", "_rank_not_in", "_group_or", "_check", "_ensure", "_canonicalize", "_world", "pg_")
 
 
 class CodeKind(NamedTuple):
+    """What is known of a code object."""
+
     phase: str  # empty: not known
-    own: bool  # the user's
-    calls: bool  # part of torch.distributed: whoever is in it may be about to record something
+    own: bool  # user code
+    calls: bool  # part of torch.distributed: may be about to record something
     loads: bool  # an import
     top: bool  # a module's own lines
 
 
 def kind(code: CodeType) -> CodeKind:
+    """Classify a code object."""
     file, name = code.co_filename, code.co_name
     if file.startswith("<"):
-        return CodeKind("", False, False, file.startswith("<frozen importlib"), False)  # Python's, or made by a program
+        return CodeKind("", False, False, file.startswith("<frozen importlib"), False)  # Python's own, or generated
     below = _below_torch(file)
     if below is not None:
         phase = _of_torch(below, name) if code.co_flags & _FUNCTION else ""  # else it is being imported
@@ -90,7 +93,7 @@ def kind(code: CodeType) -> CodeKind:
     if file.startswith(paths.ROOT):
         path = file[len(paths.ROOT) :]
         own = path.startswith(paths.USER_CODE)
-        joins = path.startswith(paths.COLLECTIVES) and name == "__init__"  # torch's own frame says so
+        joins = path.startswith(paths.COLLECTIVES) and name == "__init__"  # torch's own frame shows that
         return CodeKind("" if own or joins else _first(paths.PHASES, path), own, False, False, name == "<module>")
     for folder in _INSTALLED:
         _, found, path = file.rpartition(folder)
@@ -100,7 +103,7 @@ def kind(code: CodeType) -> CodeKind:
 
 
 def own_file(file: str) -> bool:
-    """The user's: not Python's, not installed, not ours."""
+    """Return whether it is user code: not Python's, not installed, not phalanx's."""
     if file.startswith("<"):
         return file.startswith(_TYPED)
     if file.startswith(paths.ROOT):

@@ -1,4 +1,4 @@
-"""The thread: publishes where the main thread is, and answers the agent."""
+"""The probe: a thread that publishes where the main thread is, and answers the agent."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .. import linux, wire
+from .. import linux, log, wire
 from ..child import finalization, gloo_groups
 from ..collective_check import checker, ledger
 from ..debug import debugger, group_timeouts, terminal
-from . import exclusive, flight_recorder, sampler, status_slot
+from . import exclusive, report, sampler, status_slot
 from .steps import StepCounter
 
-EVERY = 0.1  # seconds between two looks
-SIGNAL = signal.SIGRTMIN + 7  # all stacks, from C: works while Python's lock is held
+INTERVAL = 0.1  # seconds between two samples
+SIGNAL = signal.SIGRTMIN + 7  # prints all stacks, from C: works while the GIL is held
 
-_PATIENCE = 1.0  # seconds that the script may have to wait for the thread
-_GONE = 0.05  # the same, for the kernel to take it away
+_STOP_TIMEOUT = 1.0  # seconds that the script may have to wait for the thread to end
+_EXIT_TIMEOUT = 0.05  # seconds for the kernel to remove it
 
 current: Probe | None = None  # of this process
 
 
 def prepare() -> None:
-    """Before anything else is imported: what is registered first is called last, by every process forked from here."""
+    """Register exit functions, before anything else is imported: what is registered first runs last, in all forked
+    processes.
+    """
     global _prepared
     if not _prepared:
         _prepared = True
@@ -51,46 +53,48 @@ _prepared = False
 
 def _teardown() -> None:
     if current is not None and current.pid == os.getpid():
-        # Python keeps what has ended a script; a code that was given to sys.exit it does not.
+        # Python keeps the exception that ended a script, but not a code that was passed to sys.exit.
         current.teardown(1 if hasattr(sys, "last_type") else 0)
 
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
-    """In a worker that is about to run its script, which runs without a probe as well. Returns where they are now."""
+    """Start the probe of a worker that is about to run its script. Return the new descriptors; empty: it runs
+    without a probe.
+    """
     try:
         memory = linux.shared(board)
-    except OSError as error:  # `ulimit -v`, say
-        sys.stderr.write(f"phalanx: nobody will see what this process is at: {error}\n")
+    except OSError as error:  # for example `ulimit -v`
+        sys.stderr.write(f"phalanx: this process runs without a probe, and its state is not shown: {error}\n")
         for fd in (board, channel, stacks):
             os.close(fd)
         return []
-    board, channel, stacks = (_out_of_the_way(fd) for fd in (board, channel, stacks))
+    board, channel, stacks = (_move_high(fd) for fd in (board, channel, stacks))
     _begin(memory, slot, channel, stacks)
     return [board, channel, stacks]
 
 
 def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     global current
-    flight_recorder.begin()
+    report.remember_store()
     faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
     prepare()
     probe = current = Probe(status_slot.StatusSlot(memory, slot), socket.socket(fileno=channel))
-    os.register_at_fork(before=probe.stop, after_in_child=probe.leave)
-    for act in probe.resuming:
+    os.register_at_fork(before=probe.stop, after_in_child=probe.detach)
+    for act in probe.restart_hooks:
         os.register_at_fork(after_in_parent=act)
     atexit.register(probe.end)
-    if ledger.kept(memory):
+    if ledger.is_enabled(memory):
         checker.begin(ledger.CallLedger(memory, slot), slot)
-    debugger.lay(probe.say)
-    exclusive.lay(probe.stop, probe.start, probe.end)
+    debugger.install(probe.send)
+    exclusive.install(probe.stop, probe.start, probe.end)
     probe.start()
 
 
-def _out_of_the_way(fd: int) -> int:
-    """A script gets the same numbers for its files as ever, and may close those above without looking."""
+def _move_high(fd: int) -> int:
+    """Move a descriptor to a high number: a script's files get the usual ones, and it may close those above blindly."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     high = (4096 if soft == resource.RLIM_INFINITY else min(soft, 4096)) - 16
-    with contextlib.suppress(OSError):  # there is no room: then where it is
+    with contextlib.suppress(OSError):  # no number is free: leave it where it is
         moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(high, 3))
         os.close(fd)
         return moved
@@ -99,160 +103,173 @@ def _out_of_the_way(fd: int) -> int:
 
 
 class Probe:
+    """The probe of this process. Its thread samples and answers; the other methods run in the script's threads."""
+
     def __init__(self, own: status_slot.StatusSlot, channel: socket.socket) -> None:
         self.pid = os.getpid()
         self._channel = channel
-        self._known = os.fstat(channel.fileno()).st_ino
+        self._inode = os.fstat(channel.fileno()).st_ino
         self._steps = StepCounter(own)
         self._sampler = sampler.Sampler(own, SIGNAL)
-        self._ended = _thread.allocate_lock()  # held while the thread runs
-        self._bell = _thread.allocate_lock()  # held until the thread is to end
-        self._over = False  # for good
-        self._due = 0.0  # when it is to look again: also if it had to begin anew, for a script that forks all the time
-        self._speaks = _thread.allocate_lock()  # one message after the other
-        self.thread = 0  # as the kernel knows it
-        self._steps.lay()
+        self._running = _thread.allocate_lock()  # held while the thread runs
+        self._stop_lock = _thread.allocate_lock()  # held until the thread should end
+        self._closed = False  # ended for good
+        self._next_sample = 0.0  # kept across restarts of the thread: a script may fork all the time
+        self._send_lock = _thread.allocate_lock()  # one message at a time
+        self.thread = 0  # the kernel's id
+        self._steps.install()
 
     @property
-    def resuming(self) -> list[Callable[[], Any]]:
-        """After a fork. Python 3.13 counts threads when all that was registered for then is done, and warns of them:
-        there the main thread does it as soon as it runs any Python again, which this last one is not."""
+    def restart_hooks(self) -> list[Callable[[], Any]]:
+        """Functions that start the thread again after a fork. Python 3.13 counts threads after all functions
+        registered for that have run, and warns: there the main thread does it as soon as it runs Python code again.
+        """
         if sys.version_info < (3, 13):
             return [self.start]
-        self._later = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: self.start() or 0)
+        self._pending_call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: self.start() or 0)
         main = threading.main_thread().ident
         return [
             lambda: self.start() if _thread.get_ident() != main else None,
-            functools.partial(ctypes.pythonapi.Py_AddPendingCall, self._later, None),
+            functools.partial(ctypes.pythonapi.Py_AddPendingCall, self._pending_call, None),
         ]
 
-    # -- by the script's threads
+    # -- in the script's threads
 
     def start(self) -> None:
-        """Not a thread that Python knows of: a script that counts its threads finds its own."""
-        if self._over or not self._ended.acquire(blocking=False):
+        """Start the thread. Python does not list it: a script that counts its threads finds only its own."""
+        if self._closed or not self._running.acquire(blocking=False):
             return
-        self._bell.acquire(blocking=False)
+        self._stop_lock.acquire(blocking=False)
         try:
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # no thread to be had
-            self._ended.release()
-            self._resign()
+        except RuntimeError:  # no thread available
+            self._running.release()
+            self._publish_end()
 
     def stop(self) -> None:
-        """Before a fork, which must not find it in the middle of something, nor at all: Python warns of threads."""
-        with contextlib.suppress(RuntimeError):  # two of the script's threads fork at once
-            self._bell.release()
-        if self._ended.acquire(timeout=_PATIENCE):
-            self._ended.release()
-            self._see_off()
+        """End the thread before a fork, which must not interrupt it, and must not find it: Python warns of threads."""
+        with contextlib.suppress(RuntimeError):  # two threads of the script fork at once
+            self._stop_lock.release()
+        if self._running.acquire(timeout=_STOP_TIMEOUT):
+            self._running.release()
+            self._wait_for_exit()
 
-    def _see_off(self) -> None:
-        """The last line of a thread is not its end."""
+    def _wait_for_exit(self) -> None:
+        """Wait until the kernel has removed the thread."""
         thread, self.thread = self.thread, 0
-        end = time.monotonic() + _GONE
+        end = time.monotonic() + _EXIT_TIMEOUT
         while thread and os.path.exists(f"/proc/self/task/{thread}") and time.monotonic() < end:
             time.sleep(0.0001)
 
-    def leave(self) -> None:
-        """In a child of the worker, which is none. Its stacks may be asked for all the same: a rank may wait for it."""
-        self._over = True
-        self._ended = _thread.allocate_lock()  # whoever held it is not here
-        atexit.unregister(self.end)  # the page is its parent's
-        self._steps.forget()
-        debugger.forget()
+    def detach(self) -> None:
+        """Detach in a child of the worker, which is not a worker. Its stacks can still be requested: a rank may wait
+        for it.
+        """
+        self._closed = True
+        self._running = _thread.allocate_lock()  # the thread that held it does not exist here
+        atexit.unregister(self.end)  # the status slot is its parent's
+        self._steps.detach()
+        debugger.detach()
         self._close()
 
     def end(self) -> None:
-        """Python takes its threads away at the end, wherever they are: in the middle of C++ that is a crash."""
-        self._over = True
+        """End the thread at exit: Python ends its threads anywhere, which crashes in the middle of C++ code."""
+        self._closed = True
         self.stop()
-        self._resign(over=True)
-        gloo_groups.leave()
+        self._publish_end(over=True)
+        gloo_groups.keep_all()
 
     def teardown(self, code: int) -> None:
-        with contextlib.suppress(Exception):
+        """Publish that Python's atexit functions have returned."""
+        try:
             self._sampler.teardown(code)
+        except Exception:
+            log.swallowed("forkserver.probe.probe")
 
-    def _resign(self, *, over: bool = False) -> None:
-        """That nobody looks any more must not be taken for a lock of Python's that is held."""
-        with contextlib.suppress(Exception):
-            debugger.untrace()  # what it is made of goes away piece by piece
+    def _publish_end(self, *, over: bool = False) -> None:
+        """Publish that the probe has ended: the age of the slot must not be taken for a held GIL."""
+        try:
+            debugger.untrace()  # its parts are being torn down
             self._sampler.end(over=over)
+        except Exception:
+            log.swallowed("forkserver.probe.probe")
 
-    def differs(self) -> None:
-        """A group of ours has found that ranks call different things, and is about to say so."""
-        self.say({"is": "differs", **flight_recorder.everything()})
+    def report_mismatch(self) -> None:
+        """Report that a group has found that ranks made different calls, before it raises."""
+        self.send({"is": "mismatch", **report.full()})
 
-    def raised(self, trace: TracebackType | None) -> None:
-        """An exception about other ranks ends the script."""
-        self.say({"is": "raised", **flight_recorder.raised(trace)})
+    def report_exception(self, trace: TracebackType | None) -> None:
+        """Report that an exception about other ranks ends the script."""
+        self.send({"is": "raised", **report.of_exception(trace)})
 
-    # -- in a thread of its own
+    # -- in the probe's thread
 
     def _run(self) -> None:
         try:
             self.thread = _thread.get_native_id()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._watch()
-        except Exception:  # what is only shown must not end what is run
-            self._resign()
+        except Exception:  # a failing probe must not end the script
+            log.swallowed("forkserver.probe.probe")
+            self._publish_end()
         finally:
-            self._ended.release()
+            self._running.release()
 
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
-        hears = True
-        while not self._bell.acquire(timeout=max(0.0, self._due - time.monotonic())):
-            self._due = time.monotonic() + EVERY
-            if hears and poll.poll(0):
-                hears = self._hear()
-            self._look()
+        connected = True
+        while not self._stop_lock.acquire(timeout=max(0.0, self._next_sample - time.monotonic())):
+            self._next_sample = time.monotonic() + INTERVAL
+            if connected and poll.poll(0):
+                connected = self._handle_request()
+            self._sample()
 
-    def _hear(self) -> bool:
-        """False: the agent is gone, and so will we be; or the script has closed it."""
+    def _handle_request(self) -> bool:
+        """Handle one request. Return False if the agent is gone, or if the script has closed the channel."""
         try:
-            received = wire.receive(self._channel) if self._hears else None
+            received = wire.receive(self._channel) if self._connected else None
         except (OSError, ValueError):
             return False
         if received is None:
             return False
-        order, fds = received
+        request, fds = received
         try:
-            self._answer(order, fds)
-        except Exception as error:  # whoever has asked is told, and what is not asked for is published all the same
+            self._answer(request, fds)
+        except Exception as error:  # answer with the error, and keep publishing
+            log.swallowed("forkserver.probe.probe")
             with contextlib.suppress(OSError):
-                self.say({"is": "told", "id": order.get("id", 0), "how": "failed", "why": repr(error)[:200]})
+                self.send({"is": "answer", "id": request.get("id", 0), "how": "failed", "why": repr(error)[:200]})
         return True
 
     @property
-    def _hears(self) -> bool:
-        """The number may be another file's by now: scripts close what they do not know."""
+    def _connected(self) -> bool:
+        """Whether the descriptor is still the channel: scripts close what they do not know."""
         try:
-            return os.fstat(self._channel.fileno()).st_ino == self._known
+            return os.fstat(self._channel.fileno()).st_ino == self._inode
         except OSError:
             return False
 
-    def _look(self) -> None:
-        with contextlib.suppress(Exception):  # a module that is half imported, a group that is taken down
-            terminal.tidy()
+    def _sample(self) -> None:
+        try:
+            terminal.end_stale_session()
             self._sampler.publish(time.monotonic_ns())
-            gloo_groups.watch()
+            gloo_groups.install()
             if self._sampler.phase not in ("import", "optimizer"):
-                self._steps.lay()
+                self._steps.install()
+        except Exception:  # a module that is half imported, a group that is being destroyed
+            log.swallowed("forkserver.probe.probe")
 
-    def _answer(self, order: dict[str, Any], fds: list[int]) -> None:
-        match order["do"]:
-            case "tell":
-                told = flight_recorder.everything(self._sampler.still)
-                self.say({"is": "told", "id": order["id"], **told})
+    def _answer(self, request: dict[str, Any], fds: list[int]) -> None:
+        match request["do"]:
+            case "report":
+                self.send({"is": "answer", "id": request["id"], **report.full(self._sampler.still)})
             case "attach":
-                self._beside(order, debugger.attach, socket.socket(fileno=fds.pop()))
+                self._in_thread(request, debugger.attach, socket.socket(fileno=fds.pop()))
             case "interrupt":
-                self._beside(order, debugger.interrupt)
+                self._in_thread(request, debugger.interrupt)
             case "listen":
-                self._beside(order, debugger.listen, order["port"])
+                self._in_thread(request, debugger.listen, request["port"])
             case "suspend":
                 group_timeouts.suspend()
             case "resume":
@@ -262,23 +279,24 @@ class Probe:
                     os.close(fd)
 
     def _close(self) -> None:
-        """Only what is still ours."""
-        if self._hears:
+        """Close the channel if it is still ours."""
+        if self._connected:
             self._channel.close()
         else:
             self._channel.detach()
 
-    def say(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
-        if not self._hears:
-            raise BrokenPipeError("nobody listens")
-        with self._speaks:
+    def send(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
+        """Send a message to the agent. Raises OSError if it is gone."""
+        if not self._connected:
+            raise BrokenPipeError("the channel to the agent is closed")
+        with self._send_lock:
             wire.send(self._channel, message, fds)
 
-    def _beside(self, order: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
-        """What takes its time, in a thread of its own, which answers."""
+    def _in_thread(self, request: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
+        """Run something slow in a thread of its own, which answers."""
 
         def answer(message: dict[str, Any]) -> None:
             with contextlib.suppress(OSError):
-                self.say({"is": "told", "id": order["id"], **message})
+                self.send({"is": "answer", "id": request["id"], **message})
 
         _thread.start_new_thread(act, (*args, answer))

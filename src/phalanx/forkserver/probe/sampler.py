@@ -1,8 +1,7 @@
-"""Where the main thread is: its phase, its place in the user's code, and what it waits for."""
+"""Samples the main thread: its phase, its place in user code, and what it waits for."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -11,53 +10,54 @@ from collections import deque
 from types import CodeType, FrameType
 from typing import Any
 
-from . import flight_recorder, phases, stacks, status_slot
+from .. import log
+from . import current_call, group_progress, phases, recorded_calls, stacks, status_slot
 
 _NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}
-_WINDOW = 50  # looks: five seconds
-_FULL = 5  # looks, of which one is written down with all that it saw, as long as the script gets on: read once a second
-_MOST = 4096  # code objects that are remembered
-_LONG = 1.0  # seconds in one place, after which it is worth while to ask what is pending
+_WINDOW = 50  # samples: five seconds
+_FULL_EVERY = 5  # while the script makes progress, every fifth sample is written in full: it is read once a second
+_MAX_CODES = 4096  # code objects that are cached
+_STILL = 1.0  # seconds in one place after which pending collectives are looked up
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
-# While a collective is pending, who sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
+# While a collective is pending, a thread that sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
 _MAY_WAIT = ("idle", "forward", "backward", "optimizer")
 
 
 class Sampler:
-    """The text of a page:
+    """Writes the text of a status slot:
 
-    phase, place [file, line, function]: the innermost of the user's own
+    phase, place [file, line, function]: the innermost frame of user code
     groups: [{id, name, nccl, enqueued, completed}]
     call: {op, group, seq, dtypes, shapes, peer, tag, reduction}: what it has been waiting in for a while
-    batches: how many the DataLoader has given that it was last seen in
-    moved: when it was last seen to do anything, in seconds of `time.monotonic`
-    places: how many pieces of code it was seen in, in the last 50 looks. One or two: it waits, or goes round in circles
+    batches: how many the DataLoader that it was last seen in has returned
+    moved: when it last made progress, in seconds of `time.monotonic`
+    places: number of code objects seen in the last 50 samples. One or two: it waits, or is in a loop
     over: when the script was first seen to have run its last line, likewise
     threads: names of the threads that Python waits for then
-    ending: Python has called its atexit functions, but for those that were registered before the script began
-    teardown: when the last of them returned; code: the exit code, as far as that is known by then
-    deaf: the script has taken the signal by which stacks are asked for: it is not to be sent
+    ending: Python has called its atexit functions, except those registered before the script began
+    teardown: when the last of them returned; code: the exit code, as far as known by then
+    signal_taken: the script uses the signal that requests stacks: do not send it
     """
 
     def __init__(self, own: status_slot.StatusSlot, number: int) -> None:
-        self._page = own
-        self._looks = 0
+        self._slot = own
+        self._samples = 0
         self._moves = 0
         self._phases = [0] * len(status_slot.PHASES)
         self._kinds: dict[int, tuple[CodeType, phases.CodeKind]] = {}
-        self._before: tuple[int, int, int] = (0, 0, 0)
-        self._done: tuple[int, ...] = ()
+        self._last_place: tuple[int, int, int] = (0, 0, 0)
+        self._last_counts: tuple[int, ...] = ()
         self._moved = 0
         self._recent: deque[int] = deque(maxlen=_WINDOW)
         self._groups: list[dict[str, Any]] = []
         self._call: dict[str, Any] = {}
-        self._sought = False  # what is pending, since it moved
+        self._searched = False  # pending collectives were looked up, since it moved
         self._batches = 0
-        self._over = 0  # when the script had run its last line
+        self._finished_at = 0  # when the script had run its last line
         self._written: dict[str, Any] = {}
-        self._number = number  # of the signal by which stacks are asked for, and whose it was
+        self._signal = number  # of the signal that requests stacks, and its handler
         self._handler = signal.getsignal(number)
         self._state = f"/proc/self/task/{threading.main_thread().native_id}/stat"
         self.phase = "idle"
@@ -68,26 +68,29 @@ class Sampler:
         return max(0.0, (time.monotonic_ns() - self._moved) / 1e9) if self._moved else 0.0
 
     def publish(self, now: int) -> None:
+        """Take a sample of the main thread and write it to the status slot."""
         frame = stacks.main()
         if frame is None:
             return
         here = (id(frame), id(frame.f_code), frame.f_lasti)
-        phase, place, calls = self._look(frame)
-        del frame  # while we are without Python's lock it may return, and what it had is not ours to drop
-        stays, full = here == self._before, self._looks % _FULL == 0
-        # Whoever has just come to torch.distributed may be recording a group's very first call, and that list of
-        # torch's has no lock.
+        phase, place, calls = self._classify(frame)
+        del frame  # it may return while we do not hold the GIL, and we must not be the one to free its locals
+        stays, full = here == self._last_place, self._samples % _FULL_EVERY == 0
+        # A thread that has just entered torch.distributed may be recording the first call of a group, and torch's list
+        # has no lock.
         if stays or (not calls and (full or phase == "backward")):
-            with contextlib.suppress(Exception):  # of a torch that tells it otherwise: there is more to publish
-                self._groups = flight_recorder.groups()
-        moved = self._follow(here, now)
+            try:
+                self._groups = group_progress.progress()
+            except Exception:  # another version of torch: publish the rest
+                log.swallowed("forkserver.probe.sampler")
+        moved = self._update_progress(here, now)
         if phase in _MAY_WAIT and self._waits(phase, moved):
             phase = "collective"
         self.phase = phase
-        self._looks += 1
+        self._samples += 1
         number = _NUMBERS[phase]
         self._phases[number] += 1
-        self._page.look(now, self._looks, self._moves, number, self._phases[number])
+        self._slot.look(now, self._samples, self._moves, number, self._phases[number])
         if not stays and not full:
             return
         if phase == "data":
@@ -97,55 +100,57 @@ class Sampler:
             "place": place,
             "batches": self._batches,
             "groups": self._groups,
-            "call": self._waited_in(phase, moved, now),
+            "call": self._current_call(phase, moved, now),
             "moved": round(self._moved / 1e9, 3),
             "places": len(set(self._recent)),
         }
-        if signal.getsignal(self._number) is not self._handler:
-            text["deaf"] = True
+        if signal.getsignal(self._signal) is not self._handler:
+            text["signal_taken"] = True
         if getattr(threading, "_SHUTTING_DOWN", False):
-            self._over = self._over or now
-            text |= {"over": round(self._over / 1e9, 3), "threads": stacks.awaited()}
+            self._finished_at = self._finished_at or now
+            text |= {"over": round(self._finished_at / 1e9, 3), "threads": stacks.non_daemon()}
         if text != self._written:
-            self._page.write(text)
+            self._slot.write(text)
             self._written = text
 
     def end(self, *, over: bool) -> None:
-        """What happens from now on nobody sees but the kernel. `over`: the script has run its last line."""
+        """Publish that sampling has ended. `over`: the script has run its last line."""
         text: dict[str, Any] = {"phase": "idle", "place": [], "groups": self._groups, "ending": True}
         if over:
-            self._over = self._over or time.monotonic_ns()
-            text["over"] = round(self._over / 1e9, 3)
+            self._finished_at = self._finished_at or time.monotonic_ns()
+            text["over"] = round(self._finished_at / 1e9, 3)
         self._written = text
-        self._page.write(text)
+        self._slot.write(text)
 
     def teardown(self, code: int) -> None:
-        """Nothing of Python's own is left to be done, but to take everything apart."""
-        self._page.write({**self._written, "teardown": round(time.monotonic(), 3), "code": code})
+        """Publish that only the teardown of the interpreter is left."""
+        self._slot.write({**self._written, "teardown": round(time.monotonic(), 3), "code": code})
 
-    def _follow(self, here: tuple[int, int, int], now: int) -> bool:
-        """It is elsewhere, or it is here again: a step and some collectives later."""
-        done = (self._page.steps, *(group["enqueued"] for group in self._groups))
-        moved = here != self._before or done != self._done
+    def _update_progress(self, here: tuple[int, int, int], now: int) -> bool:
+        """Return whether the main thread has moved, or is at the same place some steps or collectives later."""
+        done = (self._slot.steps, *(group["enqueued"] for group in self._groups))
+        moved = here != self._last_place or done != self._last_counts
         if moved:
             self._moves += 1
             self._moved = now
-            self._before, self._done, self._call, self._sought = here, done, {}, False
+            self._last_place, self._last_counts, self._call, self._searched = here, done, {}, False
         self._recent.append(here[1])
         return moved
 
-    def _look(self, frame: FrameType | None) -> tuple[str, list[Any], bool]:
-        """Phase, place, and whether the innermost frame is torch.distributed's. The innermost that is known counts."""
+    def _classify(self, frame: FrameType | None) -> tuple[str, list[Any], bool]:
+        """Return phase, place, and whether the innermost frame is in torch.distributed. The innermost known phase
+        counts.
+        """
         kinds = self._kinds
         phase = ""
         place: list[Any] = []
         calls: bool | None = None
-        inside = False  # in a function of the user's
+        inside = False  # in a function of user code
         while frame is not None and not (phase and place):
             code = frame.f_code
             known = kinds.get(id(code))
             if known is None:
-                known = self._learn(code)
+                known = self._classify_code(code)
             kind = known[1]
             if calls is None:
                 calls = kind.calls
@@ -158,22 +163,24 @@ class Sampler:
             frame = frame.f_back
         return phase or "idle", place, bool(calls)
 
-    def _learn(self, code: CodeType) -> tuple[CodeType, phases.CodeKind]:
-        """By its number, and kept so that no other gets that: a code object's own hash is a hash of all its parts."""
-        if len(self._kinds) >= _MOST:
+    def _classify_code(self, code: CodeType) -> tuple[CodeType, phases.CodeKind]:
+        """Classify a code object. Cached by id, and kept alive so that the id stays unique: hashing one hashes all
+        its parts.
+        """
+        if len(self._kinds) >= _MAX_CODES:
             self._kinds.clear()
         known = self._kinds[id(code)] = (code, phases.kind(code))
         return known
 
     def _waits(self, phase: str, moved: bool) -> bool:
-        """A collective is pending, and the main thread does nothing else than wait for it."""
+        """Return whether a collective is pending and the main thread only waits for it."""
         pending = [group for group in self._groups if group["enqueued"] > group["completed"]]
         if not pending:
             return False
         if phase != "backward" and moved:
             return False
         if any(group["nccl"] for group in pending) and not moved:
-            return True  # who waits for CUDA may well spin
+            return True  # a thread that waits for CUDA may spin
         return self._sleeps()
 
     def _sleeps(self) -> bool:
@@ -187,12 +194,12 @@ class Sampler:
             os.close(fd)
         return text[text.rfind(b")") + 2 : text.rfind(b")") + 3] in (b"S", b"D")
 
-    def _waited_in(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
+    def _current_call(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
         if not moved and not self._call and phase in ("collective", "join"):
-            self._call = flight_recorder.present(stacks.main())
-            if not self._call and not self._sought and now - self._moved > _LONG * 1e9:
-                self._sought = True  # all that is recorded is read for that: once
-                self._call = flight_recorder.pending()
+            self._call = current_call.find(stacks.main())
+            if not self._call and not self._searched and now - self._moved > _STILL * 1e9:
+                self._searched = True  # reads everything that is recorded: do it once
+                self._call = recorded_calls.pending()
             group = self._call.get("group")
             counts = [known["enqueued"] for known in self._groups if known["name"] == group]
             if counts and "seq" not in self._call:
@@ -201,7 +208,7 @@ class Sampler:
 
 
 def _batches(frame: FrameType | None) -> int:
-    """Of a DataLoader of torch's that the main thread is in, by its own count: an evaluation has no steps."""
+    """Return the count of torch's DataLoader that the main thread is in: an evaluation has no steps."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__next__" and code.co_filename.endswith(_LOADER):

@@ -1,4 +1,4 @@
-"""The Python stacks of this process, the innermost frame first."""
+"""The Python stacks of this process, innermost frame first."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from typing import Any
 
 from .. import paths
 
-_MOST = 64  # threads
-_DEEP = 80  # frames of one
+_MAX_THREADS = 64  # threads
+_MAX_FRAMES = 80  # frames per thread
 
 _OURS = tuple(paths.ROOT + folder for folder in paths.PROBE)
 _main = threading.main_thread().ident or 0
 
 
 def main() -> FrameType | None:
+    """Return the innermost frame of the main thread."""
     return sys._current_frames().get(_main)
 
 
 def threads() -> list[dict[str, Any]]:
-    """Of all threads but ours, the main one first. No lock is taken: who holds it may be what hangs."""
+    """Return the stacks of all threads except phalanx's, the main one first. Takes no lock: its holder may hang."""
     found = []
     for ident, frame in sys._current_frames().items():
-        rows = frames(frame, _DEEP)
+        rows = frames(frame, _MAX_FRAMES)
         if rows[-1][0].startswith(_OURS):
             continue
         known = threading._active.get(ident)  # type: ignore[attr-defined]
         name = getattr(known, "_name", None) or f"thread {ident}"
         found.append({"name": name, "main": ident == _main, "frames": rows})
     found.sort(key=lambda one: not one["main"])
-    return found[:_MOST]
+    return found[:_MAX_THREADS]
 
 
-def awaited() -> list[str]:
-    """Names of the threads that Python waits for at the end."""
+def non_daemon() -> list[str]:
+    """Return the names of the threads that Python waits for at exit."""
     known = list(threading._active.items())  # type: ignore[attr-defined]
-    return [thread.name for ident, thread in known if ident != _main and not thread.daemon][:_MOST]
+    return [thread.name for ident, thread in known if ident != _main and not thread.daemon][:_MAX_THREADS]
 
 
 def frames(frame: FrameType | None, most: int) -> list[list[Any]]:
+    """Return at most `most` frames as [file, line, function]."""
     found: list[list[Any]] = []
     while frame is not None and len(found) < most:
         found.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])

@@ -29,8 +29,18 @@ from phalanx.launch.agent.linger import LingeringProcesses
 from phalanx.launch.agent.probes import StatusBoard
 from phalanx.launch.agent.signals import SAME, Signals
 from phalanx.launch.agent.snapshot_memory import SnapshotMemory
-from phalanx.launch.agent.worker import RegroupPlan
+from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.agent.worker_group import WorkerGroup, WorkerGroupContext
+from phalanx.launch.coordination.actions import (
+    AcceptLoss,
+    Action,
+    EndRun,
+    HaltWorkers,
+    HoldWorkers,
+    RegroupPlan,
+    SignalWorkers,
+    StopWorkers,
+)
 from phalanx.launch.coordination.coordinator import AttemptReport, Coordinator, RunResult, StartAttempt
 from phalanx.launch.debug.sessions import DebugSessions
 from phalanx.launch.forking import fork_servers
@@ -102,7 +112,7 @@ class NodeAgent:
         self._failure: PhalanxError | None = None  # what somebody outside has told
         self._joining: asyncio.Task[None] | None = None
         self._told_waiting = 0.0
-        self._stop: tuple[signal.Signals, str, float] | None = None
+        self._stop: StopWorkers | None = None  # it came before the attempt began
         self._attempt: WorkerGroup | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
         self._imported = False  # the fork server listens
@@ -222,7 +232,7 @@ class NodeAgent:
     def note(self, text: str, *, repeats: bool = False) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
         told it, and only the console needs the line."""
-        self._folder.event(events.Note(time=time.time(), text=text, repeats=repeats))
+        self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
         if not self._plan.output.quiet:
             self._console.say(text)
 
@@ -277,7 +287,7 @@ class NodeAgent:
             events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
-                way=self._fork_server.way,
+                mode=self._fork_server.way,
                 seconds=round(sum(report["seconds"].values()), 3),
                 imports={name: took for name, took in report["seconds"].items() if took >= 0.01},
             )
@@ -332,9 +342,7 @@ class NodeAgent:
         if self._attempt is not None:
             self._attempt.lost()
             if self._lost_fork_server and not self._attempt.over.is_set():
-                self._coordinator.failing(
-                    self._attempt.fall("the fork server was ended from outside", place="forkserver")
-                )
+                self._decide(self._attempt.fall("the fork server was ended from outside", place="forkserver"))
 
     async def _another_fork_server(self) -> bool:
         """In the place of one that was killed. False if it never comes to listen."""
@@ -491,7 +499,7 @@ class NodeAgent:
             self._console,
             orders.listener,
             self.note,
-            coordinator.failing,
+            self._failing,
             coordinator.able,
             coordinator.going,
             coordinator.halting,
@@ -514,7 +522,7 @@ class NodeAgent:
         if self._observing is None:
             self._observing = asyncio.get_running_loop().create_task(self._observe(attempt))
         if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
-            self.regroup(self._next)
+            self._regroup(self._next)
         if not attempt.living and self._renewing is None:
             attempt.over.set()
         await attempt.over.wait()
@@ -676,11 +684,40 @@ class NodeAgent:
         else:
             self._pass_on(number)
 
-    def end(self, number: signal.Signals, reason: str) -> None:
+    # -- what the coordinator has decided
+
+    def _failing(self, failure: WorkerFailure) -> None:
+        """Decide about a failure when the worker group, which reports it, is done with it."""
+        asyncio.get_running_loop().call_soon(self._decide, failure)
+
+    def _decide(self, failure: WorkerFailure) -> None:
+        action = self._coordinator.failing(failure)
+        if action is not None:
+            self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        """Execute what the coordinator has decided."""
+        match action:
+            case RegroupPlan():
+                self._regroup(action)
+            case StopWorkers():
+                self._stop_attempt(action)
+            case HoldWorkers():
+                self._hold(action.why)
+            case HaltWorkers():
+                self._halt(action.step)
+            case AcceptLoss():
+                self._accept_loss()
+            case SignalWorkers():
+                self._signal_workers(action.signal)
+            case EndRun():
+                self._end_run(action.signal, action.reason)
+
+    def _end_run(self, number: signal.Signals, reason: str) -> None:
         """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
         if self._stop_lingering():
             return
-        self._folder.event(events.Note(time=time.time(), text=reason))
+        self._folder.event(events.NoteEvent(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
         elif self._signal is None:  # else we were told before, by the same user or scheduler
@@ -696,7 +733,7 @@ class NodeAgent:
             self._joining.cancel()
         if self.together and self._plan.rendezvous is not None and self._plan.rendezvous.leads:
             self._coordinator.signalled(signal.SIGTERM)
-        self.stop(signal.SIGTERM, error.what, self._plan.shutdown.failure_timeout)
+        self._stop_attempt(StopWorkers(signal.SIGTERM, error.what, self._plan.shutdown.failure_timeout))
 
     def _stop_lingering(self) -> bool:
         """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
@@ -707,17 +744,17 @@ class NodeAgent:
             self._outside.hurry()
         return True
 
-    def stop(self, number: signal.Signals, reason: str, grace: float) -> None:
-        """Another node has failed: this attempt is over."""
+    def _stop_attempt(self, stop: StopWorkers) -> None:
+        """This attempt is over."""
         if self._attempt is None:
-            self._stop = (number, reason, grace)
+            self._stop = stop
         elif not self._attempt.living:
             self._resolve({})  # of a fork server that imports, in the place of a killed one
             self._attempt.over.set()
         elif not self._attempt.stopping:
-            self._attempt.stop(number, reason, grace)
+            self._attempt.stop(stop.signal, stop.reason, stop.grace)
 
-    def regroup(self, to: RegroupPlan) -> None:
+    def _regroup(self, to: RegroupPlan) -> None:
         """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
         attempt, self._next = self._attempt, to
         if attempt is None or attempt.over.is_set():
@@ -732,17 +769,17 @@ class NodeAgent:
         else:
             attempt.regroup(to)
 
-    def hold(self, why: str) -> None:
+    def _hold(self, why: str) -> None:
         """Too few nodes are left: workers wait for others."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.hold(why)
 
-    def leave(self) -> None:
+    def _accept_loss(self) -> None:
         """A worker has died, and nobody takes its place: it may have been the last."""
         if self._attempt is not None and not self._attempt.living:
             self._attempt.over.set()
 
-    def halt(self, step: int | None) -> None:
+    def _halt(self, step: int | None) -> None:
         """Workers say which step they have committed; later, at which one they end."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.halt(step)
@@ -771,7 +808,7 @@ class NodeAgent:
     def _pass_on(self, number: signal.Signals) -> None:
         """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
         self._coordinator.passed(number)
-        self._signals.presently(self.pass_on, number)
+        self._signals.presently(self._signal_workers, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
         if self._attempt is not None and not self._attempt.living:
@@ -781,7 +818,7 @@ class NodeAgent:
             reason = f"{number.name} received"
             self._attempt.stop(number, reason, self._plan.shutdown.stop_timeout, told=self._signals.everybodys(number))
 
-    def pass_on(self, number: signal.Signals) -> None:
+    def _signal_workers(self, number: signal.Signals) -> None:
         if self._signals.everybodys(number):
             self.note(f"{number.name} received, by every process of this job")
             return

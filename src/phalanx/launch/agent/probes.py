@@ -48,7 +48,7 @@ class StatusBoard:
     def seat(self, slot: int, rank: int | None) -> None:
         """Who sits there; None: nobody that others could wait for."""
         if self.checks:
-            ledger.seat(self.memory, slot, rank)
+            ledger.set_rank(self.memory, slot, rank)
 
     def leave(self, slot: int) -> None:
         self.seat(slot, None)
@@ -68,7 +68,7 @@ class ProbeClient:
         self._heard = heard  # what it says unasked
         self._channel, self._theirs = socket.socketpair()
         self._channel.setblocking(False)
-        self._parcel = wire.Parcel()
+        self._parcel = wire.MessageReader()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
         self._questions: dict[int, asyncio.Future[wire.Message]] = {}
         self._numbers = itertools.count(1)

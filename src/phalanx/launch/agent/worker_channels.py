@@ -42,7 +42,7 @@ class WorkerChannels:
     def callers(self) -> frozenset[int]:
         return frozenset(self._callers)
 
-    def send(self, pid: int, message: words.FromSupervisor) -> None:
+    def send(self, pid: int, message: words.FromAgent) -> None:
         """To one that does not listen any more nothing can be told; that it has died is told by others."""
         caller = self._callers.get(pid)
         if caller is not None:

@@ -21,8 +21,9 @@ from phalanx.launch.agent import spares
 from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.timeouts import Blame, TimeoutVictims
 from phalanx.launch.agent.unresponsive import LAST, ON_GPU, PATIENCE, SAVING, Unresponsive
-from phalanx.launch.agent.worker import RegroupPlan, Worker, WorkerFailure, cuda_device
+from phalanx.launch.agent.worker import Worker, WorkerFailure, WorkerState, cuda_device
 from phalanx.launch.agent.worker_channels import WorkerChannels
+from phalanx.launch.coordination.actions import RegroupPlan
 from phalanx.launch.forking import fork_servers
 from phalanx.launch.forking.fork_servers import ForkServerClient
 from phalanx.launch.forking.preload_hints import PreloadHints
@@ -52,7 +53,7 @@ class WorkerGroupContext:
     console: Console
     listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
     note: Callable[[str], None]
-    failing: Callable[[WorkerFailure], None]  # a worker has failed here: somebody decides what comes of it
+    failing: Callable[[WorkerFailure], None]  # called when a worker has failed; what is decided comes in a later call
     able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
     going: Callable[[words.FirstStep], None]  # the first step of a group that has formed anew is committed
     halting: Callable[[int, words.Keeping | words.HaltAck | words.HaltedAt], None]  # what a rank says about a halt
@@ -154,9 +155,9 @@ class WorkerGroup:
     def _tell_able(self) -> None:
         """One that has not called yet is told where it stands when it does; a plain script never calls."""
         workers = [worker for worker in self.workers.values() if not worker.spare or self._stage.plan.spare]
-        ended = any(worker.done or worker.code == 0 for worker in workers if not worker.spare)
-        called = self._able[0] or any(worker.called for worker in workers)
-        able = (called, ended, all(worker.called for worker in workers))
+        ended = any(worker.finished or worker.code == 0 for worker in workers if not worker.spare)
+        called = self._able[0] or any(worker.connected for worker in workers)
+        able = (called, ended, all(worker.connected for worker in workers))
         if able != self._able:
             self._able = able
             self._stage.able(*able)
@@ -233,7 +234,7 @@ class WorkerGroup:
         if self._lesson is not None:
             order["assumed"] = list(self._lesson.variables)
             if seat.rank == 0 and self._fork_server.way == "cold":
-                order["lesson"] = self._lesson.path
+                order["hints"] = self._lesson.path
         if (device := cuda_device(self._called.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device
         output = plan.output
@@ -270,7 +271,7 @@ class WorkerGroup:
 
     def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """What a worker's probe says unasked."""
-        if message.get("is") == "differs" and name in self.workers:
+        if message.get("is") == "mismatch" and name in self.workers:
             self.workers[name].differs = message
         elif message.get("is") == "stale" and name in self.workers:
             self._imported_too_early(self.workers[name], message)
@@ -315,8 +316,9 @@ class WorkerGroup:
             return
         worker = self.workers[name]
         worker.pid = pid
+        worker.enter(WorkerState.RUNNING)
         self._stage.folder.event(
-            events.WorkerBorn(
+            events.WorkerStarted(
                 time=time.time(),
                 rank=worker.seat.rank,
                 pid=pid,
@@ -337,7 +339,7 @@ class WorkerGroup:
         if code == -signal.SIGKILL and worker.ends_as is not None:
             code = worker.ends_as
         self._line.drain(worker.pid)
-        worker.code, worker.ended = code, time.time()
+        self._ended(worker, code)
         if worker.probe is not None:
             worker.probe.seat(None)
         self._witnessed(message["name"], {"is": "gone"}, [])
@@ -363,8 +365,13 @@ class WorkerGroup:
                 return  # whoever decides about it has them regroup, or stops what is left
         self._look_for_the_end()
 
+    def _ended(self, worker: Worker, code: int) -> None:
+        worker.enter(WorkerState.EXITED)
+        worker.code, worker.ended = code, time.time()
+
     def _failed(self, worker: Worker) -> None:
-        self._stage.failing(self.fall(root_cause.summary(self.death(worker)), worker))
+        death = self.death(worker)
+        self._stage.failing(self._failure(root_cause.summary(death), [worker], root_cause.place(death), worker.entered))
 
     def _timed_out(self, victims: list[Worker]) -> None:
         """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
@@ -382,7 +389,7 @@ class WorkerGroup:
             self.over.set()
         elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
             for name, worker in self.living:
-                worker.stopped = True
+                worker.enter(WorkerState.STOPPING)
                 self.tell(name, signal.SIGKILL)
 
     def _spare_exited(self, name: str, worker: Worker, code: int) -> None:
@@ -397,19 +404,23 @@ class WorkerGroup:
             self._stage.note(told)
             self.start_worker(worker.seat, spare=True)
 
-    def fall(self, reason: str, worker: Worker | None = None, place: str = "") -> WorkerFailure:
-        """Of one worker, or of all of them at once."""
-        workers = [worker] if worker is not None else list(self.workers.values())
+    def fall(self, reason: str, place: str) -> WorkerFailure:
+        """Describe the failure of something that all workers depend on."""
+        return self._failure(reason, list(self.workers.values()), place, everybody=not self.living)
+
+    def _failure(
+        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, everybody: bool = False
+    ) -> WorkerFailure:
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return WorkerFailure(
             rank=min((fallen.seat.rank for fallen in workers), default=0),
             reason=reason,
-            place=root_cause.place(self.death(worker)) if worker is not None else place,
+            place=place,
             time=time.time(),
             lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
             step=max(steps, default=None),
-            everybody=worker is None and not self.living,
-            generation=worker.entered if worker is not None else -1,
+            everybody=everybody,
+            generation=generation,
         )
 
     def refused(self, name: str, why: str) -> None:
@@ -437,7 +448,8 @@ class WorkerGroup:
     def lost(self) -> None:
         """The fork server is gone, and its workers with it."""
         for name, worker in self.living:
-            worker.code, worker.stopped, worker.ended = -signal.SIGKILL, True, time.time()
+            worker.enter(WorkerState.STOPPING)  # it has not failed by itself
+            self._ended(worker, -signal.SIGKILL)
             self._witnessed(name, {"is": "gone"}, [])
         self._store_started = False
 
@@ -460,7 +472,8 @@ class WorkerGroup:
         """Tell the living to stop, unless they were told; those that do not, are stopped."""
         self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
-            worker.stopped, worker.told = True, time.time()
+            worker.enter(WorkerState.STOPPING)
+            worker.told = time.time()
             if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
                 self.tell(name, signal.SIGTERM)
             elif not told:
@@ -556,11 +569,11 @@ class WorkerGroup:
     def _is_missing(self, worker: Worker) -> bool:
         if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
             return False
-        return worker.called and not worker.spare and not worker.done and worker.entered < self.generation
+        return worker.connected and not worker.spare and not worker.finished and worker.entered < self.generation
 
     def _fill(self, seat: Seat, name: str | None) -> None:
         if name is None:
-            ready = {name: worker.seat.slot for name, worker in self.living if worker.spare and worker.called}
+            ready = {name: worker.seat.slot for name, worker in self.living if worker.spare and worker.connected}
             name = spares.pick(seat.slot, ready, self._slots(spare=False))
             dead = [name for name, worker in self.workers.items() if worker.code is not None]
             for gone in dead:
@@ -571,7 +584,7 @@ class WorkerGroup:
                 return
             self.output.renumber(self._seat(self.workers[name], seat, spare=False))
         worker = self.workers[name]
-        if worker.called:
+        if worker.connected:
             self._line.send(worker.pid, self._place(worker))
 
     def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
@@ -583,14 +596,16 @@ class WorkerGroup:
             worker.spare = spare
             if worker.probe is not None:
                 worker.probe.seat(None if spare else seat.rank)
-            self._stage.folder.event(events.WorkerSeated(time=time.time(), rank=seat.rank, pid=worker.pid, was=was))
+            self._stage.folder.event(
+                events.RankChanged(time=time.time(), rank=seat.rank, pid=worker.pid, previous_rank=was)
+            )
         return {was: seat.rank}
 
     def hold(self, why: str) -> None:
         """Nobody can go on: the living leave their group, and keep what they have."""
         self._held = why
         for _, worker in self.living:
-            if worker.called:
+            if worker.connected:
                 self._line.send(worker.pid, self._place(worker))
 
     def halt(self, step: int | None) -> None:
@@ -628,7 +643,7 @@ class WorkerGroup:
         self._store_started = False
         self.prepare_store()
 
-    def _place(self, worker: Worker) -> words.FromSupervisor:
+    def _place(self, worker: Worker) -> words.FromAgent:
         """What a worker is told about where it stands."""
         plan, seat = self._stage.plan, worker.seat
         preempt = tuple(map(int, plan.shutdown.preempt_signals))
@@ -663,7 +678,7 @@ class WorkerGroup:
         worker.heard = time.monotonic()
         match message:
             case words.Hello():
-                worker.called = True
+                worker.enter(WorkerState.CONNECTED)
                 self._called[worker.seat.local_rank] = message
                 self.output.regroups(worker.seat.rank)
                 self._line.send(pid, self._place(worker))
@@ -687,7 +702,7 @@ class WorkerGroup:
                 worker.formed = message.generation
                 self._stage.going(message)
             case words.Done():
-                worker.done = True
+                worker.enter(WorkerState.FINISHED)
                 self._tell_able()
             case words.HaltAck():
                 self._reached(worker, message.step)
@@ -711,7 +726,7 @@ class WorkerGroup:
                 if worker.seat.rank in self.debugged:
                     worker.heard = worker.heard and time.monotonic()
                 silent = time.monotonic() - worker.heard
-                if worker.heard and not worker.done and silent > limit:
+                if worker.heard and not worker.finished and silent > limit:
                     worker.heard = 0.0
                     how = f"{linux.state(worker.pid)}{_last_seen(worker)}"
                     self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")

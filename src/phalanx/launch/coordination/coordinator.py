@@ -19,7 +19,8 @@ from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.control import messages
 from phalanx.launch.agent.preemption import Preemption
-from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
+from phalanx.launch.coordination.actions import AcceptLoss, Action, EndRun, HaltWorkers, RegroupPlan, StopWorkers
 from phalanx.launch.coordination.recoveries import Recoveries
 from phalanx.launch.output.log_forwarder import LogForwarder
 from phalanx.launch.plan import Plan
@@ -59,17 +60,13 @@ class RunResult:
 
 
 class AgentView(Protocol):
-    """What others may ask of an agent."""
+    """The agent, as far as its coordinator knows it."""
 
-    def stop(self, number: signal.Signals, reason: str, grace: float) -> None: ...
-    def regroup(self, to: RegroupPlan) -> None: ...
-    def hold(self, why: str) -> None: ...
-    def leave(self) -> None: ...
-    def halt(self, step: int | None) -> None: ...
-    def end(self, number: signal.Signals, reason: str) -> None: ...
+    def perform(self, action: Action) -> None:
+        """Execute a decision that no call of the agent has asked for, such as one that came from another node."""
+
     def note(self, text: str, *, repeats: bool = False) -> None: ...
     def waiting(self, text: str | None) -> None: ...
-    def pass_on(self, number: signal.Signals) -> None: ...
     def letter(self, who: int | None, letter: messages.RpcFrame) -> None: ...
 
 
@@ -118,8 +115,8 @@ class Coordinator(Protocol):
     async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
         """What to do next."""
 
-    def failing(self, fall: WorkerFailure) -> None:
-        """A worker of this node has failed: the attempt is stopped, or the others regroup."""
+    def failing(self, fall: WorkerFailure) -> Action | None:
+        """Decide what to do about a worker of this node that has failed. None: nothing yet; another node decides."""
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
@@ -215,16 +212,19 @@ class SingleNodeCoordinator:
             self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}", repeats=True)
         return StartAttempt(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
-    def failing(self, fall: WorkerFailure) -> None:
-        if self._supervised is None:
-            return
+    def failing(self, fall: WorkerFailure) -> Action:
         if self._preemption.halted:  # nothing is lost by it
-            self._supervised.leave()
-            return
+            return AcceptLoss()
         if self._recoveries.decide(fall, able=self._able) is RecoveryAction.REGROUP:
-            self._supervised.regroup(self._anew(fall.reason, halt=self._preemption.begun))
-        else:
-            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.shutdown.failure_timeout)
+            return self._anew(fall.reason, halt=self._preemption.begun)
+        return self._stopped(fall.reason)
+
+    def _stopped(self, reason: str) -> StopWorkers:
+        return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
+
+    def _act(self, action: Action) -> None:
+        if self._supervised is not None:
+            self._supervised.perform(action)
 
     def _anew(self, why: str, *, halt: bool) -> RegroupPlan:
         return RegroupPlan(self._recoveries.generation, why, self._plan, self._listener, halt)
@@ -246,21 +246,18 @@ class SingleNodeCoordinator:
             self._supervised.note(text, repeats=repeats)
 
     def halt(self, step: int | None) -> None:
-        if self._supervised is not None:
-            self._supervised.halt(step)
+        self._act(HaltWorkers(step))
 
     def form_anew(self, why: str) -> None:
-        if self._supervised is not None and self._able:
+        if self._able:
             self._recoveries.anew()
-            self._supervised.regroup(self._anew(why, halt=True))
+            self._act(self._anew(why, halt=True))
 
     def stop(self, reason: str) -> None:
-        if self._supervised is not None:
-            self._supervised.stop(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
+        self._act(self._stopped(reason))
 
     def give_up(self, number: signal.Signals, reason: str) -> None:
-        if self._supervised is not None:
-            self._supervised.end(number, reason)
+        self._act(EndRun(number, reason))
 
     def going(self, message: words.FirstStep) -> None:
         text = self._recoveries.going(message.generation, message.step, message.before)

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.contract import worker_messages as words
-from phalanx.control.member import KNOCK, STEADILY, Endpoint, answers
+from phalanx.control.member import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launch.agent.worker import WorkerFailure
+from phalanx.launch.coordination.actions import Action
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launch.coordination.follower import FollowerCoordinator
 from phalanx.launch.coordination.leader import Inheritance, LeaderCoordinator
@@ -91,7 +92,7 @@ class FailoverCoordinator:
         others = frozenset(peer.member for peer in peers if peer.member > following.id)
         gathering = replace(self._gathering, member=following.id, leads=True, meeting=None)
         leading = LeaderCoordinator(
-            replace(self._plan, gathering=gathering), gathering, self._folder, self._console, self._door
+            replace(self._plan, rendezvous=gathering), gathering, self._folder, self._console, self._door
         )
         if self._supervised is not None:
             leading.meet(self._supervised)
@@ -118,7 +119,7 @@ class FailoverCoordinator:
     @property
     def _patience(self) -> float:
         """Some notice later than others that the leader is gone."""
-        return self._gathering.node_timeout + KNOCK
+        return self._gathering.node_timeout + CONNECT_TIMEOUT
 
     def _note(self, text: str) -> None:
         if self._supervised is not None:
@@ -173,8 +174,8 @@ class FailoverCoordinator:
         await self._settle()
         return await self._role.concluded(report)
 
-    def failing(self, fall: WorkerFailure) -> None:
-        self._role.failing(fall)
+    def failing(self, fall: WorkerFailure) -> Action | None:
+        return self._role.failing(fall)
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self._role.able(called, ended, ready)

@@ -15,7 +15,16 @@ from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
+from phalanx.launch.coordination.actions import (
+    Action,
+    EndRun,
+    HaltWorkers,
+    HoldWorkers,
+    RegroupPlan,
+    SignalWorkers,
+    StopWorkers,
+)
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launch.coordination.rank_assignment import arrival_of, seats_of
 from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
@@ -46,7 +55,7 @@ def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
 
 async def excuse(gathering: RendezvousConfig, why: str) -> None:
     """This node cannot take part: let the leader say so, if there is one."""
-    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), ears=_Deaf())
+    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), events=_Deaf())
     await member.excuse()
 
 
@@ -81,7 +90,7 @@ class FollowerCoordinator:
         self._console = console
         self._supervised: AgentView | None = None
         self._arrival = arrival_of(plan, gathering, door=door)
-        self._member = Member(gathering.token, self._arrival, places(gathering), ears=self)
+        self._member = Member(gathering.token, self._arrival, places(gathering), events=self)
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
@@ -148,31 +157,29 @@ class FollowerCoordinator:
             case messages.Waiting():
                 self.waiting(message.text)
             case messages.Start() | messages.EndMessage():
-                if self._running and isinstance(message, messages.EndMessage) and self._supervised is not None:
-                    grace = self._plan.shutdown.failure_timeout
-                    self._supervised.stop(signal.SIGTERM, "the run has ended at node 0", grace)
+                if self._running and isinstance(message, messages.EndMessage):
+                    self._act(self._stopped("the run has ended at node 0"))
                 if isinstance(message, messages.Start):
                     self._running, self.ordered = True, message.attempt
                 self.waiting(None)
                 self._inbox.put_nowait(message)
             case messages.Regroup():
-                if self._running and message.attempt == self.ordered and self._supervised is not None:
+                if self._running and message.attempt == self.ordered:
                     self.generation = message.generation
                     plan = self._seated(message.place)
-                    self._supervised.regroup(RegroupPlan(message.generation, message.why, plan, None, message.halt))
+                    self._act(RegroupPlan(message.generation, message.why, plan, None, message.halt))
             case messages.Hold():
-                if self._running and message.attempt == self.attempt and self._supervised is not None:
-                    self._supervised.hold(message.why)
+                if self._running and message.attempt == self.attempt:
+                    self._act(HoldWorkers(message.why))
             case messages.PeerList():
                 self.roll = message
             case messages.HaltAll():
-                if self._running and self._supervised is not None:
-                    self._supervised.halt(message.step)
+                if self._running:
+                    self._act(HaltWorkers(message.step))
             case messages.Stop():
                 self._stop(message)
             case messages.ForwardSignal():
-                if self._supervised is not None:
-                    self._supervised.pass_on(signal.Signals(message.signal))
+                self._act(SignalWorkers(signal.Signals(message.signal)))
             case messages.RpcFrame():
                 if self._supervised is not None:
                     self._supervised.letter(None, message)
@@ -195,12 +202,17 @@ class FollowerCoordinator:
 
     def _stop(self, stop: messages.Stop) -> None:
         number = signal.Signals(stop.signal)
-        if self._supervised is None:
-            return
         if stop.ends:
-            self._supervised.end(number, stop.reason)
+            self._act(EndRun(number, stop.reason))
         elif self._running:  # else it is about an attempt that has ended here already
-            self._supervised.stop(number, stop.reason, stop.grace)
+            self._act(StopWorkers(number, stop.reason, stop.grace))
+
+    def _stopped(self, reason: str) -> StopWorkers:
+        return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
+
+    def _act(self, action: Action) -> None:
+        if self._supervised is not None:
+            self._supervised.perform(action)
 
     def lost(self, why: str, *, silent: bool) -> None:
         if self.heir is not None and self.roll is not None and not self._going:
@@ -211,8 +223,7 @@ class FollowerCoordinator:
     def give_up(self, why: str) -> None:
         self._lost = why
         self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
-        if self._supervised is not None:
-            self._supervised.stop(signal.SIGTERM, "node 0 is lost", self._plan.shutdown.failure_timeout)
+        self._act(self._stopped("node 0 is lost"))
 
     @property
     def id(self) -> int:
@@ -230,7 +241,7 @@ class FollowerCoordinator:
     async def follow(self, where: Endpoint, timeout: float) -> None:
         """Another leader, in the place of the one that was lost. Raises JoinError."""
         arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
-        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], ears=self)
+        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], events=self)
         self._member = member  # what it says may be heard before join returns
         await before.drop()
         await member.join(timeout)
@@ -263,7 +274,7 @@ class FollowerCoordinator:
     def last(self, *, failed: bool) -> bool:  # noqa: ARG002
         return bool(self._lost)
 
-    def failing(self, fall: WorkerFailure) -> None:
+    def failing(self, fall: WorkerFailure) -> Action | None:
         self._member.send(
             messages.Failing(
                 rank=fall.rank,
@@ -276,8 +287,9 @@ class FollowerCoordinator:
             )
         )
         called, ended, _ = self.ability
-        if (not called or ended) and self._supervised is not None:  # else the leader may want us to regroup
-            self._supervised.stop(signal.SIGTERM, fall.reason, self._plan.shutdown.failure_timeout)
+        if not called or ended:
+            return self._stopped(fall.reason)
+        return None  # the leader may want us to regroup
 
     def able(self, called: bool, ended: bool, ready: bool) -> None:
         self.ability = (called, ended, ready)

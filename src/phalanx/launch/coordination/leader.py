@@ -20,13 +20,23 @@ from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.control import interfaces, messages, roster
-from phalanx.control.leader import Calling, Leader, Timing
+from phalanx.control.leader import Leader, Timing
 from phalanx.control.member import STEADILY, Endpoint, answers
+from phalanx.control.rendezvous_status import MemberNames
 from phalanx.control.roster import RankTable
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.preemption import Preemption
-from phalanx.launch.agent.worker import RegroupPlan, WorkerFailure
+from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.coordination import port
+from phalanx.launch.coordination.actions import (
+    AcceptLoss,
+    Action,
+    EndRun,
+    HaltWorkers,
+    HoldWorkers,
+    RegroupPlan,
+    StopWorkers,
+)
 from phalanx.launch.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt, record_failure
 from phalanx.launch.coordination.rank_assignment import arrival_of, seats_of
 from phalanx.launch.coordination.recoveries import Recoveries
@@ -120,12 +130,12 @@ class LeaderCoordinator:
             arrival_of(self._plan, gathering),
             expected=gathering.expected,
             run=self._folder.name,
-            ears=self,
+            events=self,
             promised=gathering.promised,
             timing=Timing(
                 node_timeout=gathering.node_timeout, last_call=gathering.last_call if gathering.elastic else 0.0
             ),
-            calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            names=MemberNames(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,
         )
@@ -135,7 +145,7 @@ class LeaderCoordinator:
 
             addresses = tuple(str(sock.getsockname()[0]) for sock in self._sockets)
             gathering.meeting.announce(LeaderFilePath(addresses, self._sockets[0].getsockname()[1]))
-        await self._leader.roll_call(gathering.join_timeout)
+        await self._leader.wait_for_members(gathering.join_timeout)
 
     async def take_over(self, past: Inheritance, patience: float) -> None:
         """The leader before is lost, and this node has its place: who comes, and whether they are enough."""
@@ -148,10 +158,10 @@ class LeaderCoordinator:
             arrival_of(self._plan, gathering, door=door),
             expected=gathering.expected,
             run=self._folder.name,
-            ears=self,
+            events=self,
             promised=gathering.promised,
             timing=Timing(node_timeout=gathering.node_timeout),
-            calling=Calling(gathering.noun, gathering.names, gathering.managed),
+            names=MemberNames(gathering.noun, gathering.names, gathering.managed),
             least=gathering.least,
             spares=gathering.spares,
         )
@@ -192,11 +202,11 @@ class LeaderCoordinator:
         self._recoveries.moved(fall, RecoveryAction.REGROUP if called and not ended else RecoveryAction.RESTART)
         if not called or ended:
             self._moving = True
-            self._stop_all(text, self._plan.shutdown.failure_timeout)
+            self._act(self._stop_all(text))
         elif len(self._seats) + len(self._ready) >= self._least:
-            self._regroup(text)
+            self._act(self._regroup(text))
         else:
-            self._hold(text)
+            self._act(self._hold(text))
         self._prepare()
 
     def _own(self) -> Leader:
@@ -318,8 +328,7 @@ class LeaderCoordinator:
                     self.note(f"{self._name(member)} received {number.name}")
                 if self._signal is None or number == signal.SIGKILL:
                     self.signalled(number)  # for the others
-                if self._supervised is not None:
-                    self._supervised.end(number, f"{number.name} received by {self._name(member)}")
+                self._act(EndRun(number, f"{number.name} received by {self._name(member)}"))
             case messages.Over():
                 if message.attempt == self._attempt:
                     self._overs[member] = message
@@ -463,8 +472,8 @@ class LeaderCoordinator:
         if len(self._seats) + len(self._ready) < self._least:
             return
         who = ", ".join(self._name(member) for member in sorted(self._ready)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP, joins=True)
-        self._regroup(f"{who} joined")
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.REGROUP, kind="node-joined")
+        self._act(self._regroup(f"{who} joined"))
 
     def _wait_for_plain(self) -> None:
         """A script that cannot regroup is started again when nodes have come: but first it may still call."""
@@ -478,9 +487,9 @@ class LeaderCoordinator:
         if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._ability()):
             return
         who = ", ".join(self._name(member) for member in sorted(came)[:room])
-        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, joins=True)
+        self._recoveries.moved(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, kind="node-joined")
         self._moving = True
-        self._stop_all(f"{who} joined", self._plan.shutdown.failure_timeout)
+        self._act(self._stop_all(f"{who} joined"))
 
     @property
     def _least(self) -> int:
@@ -511,17 +520,17 @@ class LeaderCoordinator:
         if not called:
             self._moving = True
             self.note(text)
-            self._stop_all(text, self._plan.shutdown.failure_timeout)
+            self._act(self._stop_all(text))
         elif enough:
-            self._regroup(text)
+            self._act(self._regroup(text))
         else:
-            self._hold(text)
+            self._act(self._hold(text))
 
     def _no_fault(self, text: str) -> WorkerFailure:
         return WorkerFailure(0, text, "", time.time(), 0.0, None)
 
-    def _hold(self, text: str) -> None:
-        """Whoever is left keeps what it has in memory, and waits."""
+    def _hold(self, text: str) -> HoldWorkers:
+        """Let the members that are left keep their state in memory and wait; return the same for this node."""
         patience = self._gathering.join_timeout
         why = (
             f"{text}\n  {len(self._seats)} of at least {self._least} {self._gathering.noun}s are left: "
@@ -529,13 +538,13 @@ class LeaderCoordinator:
         )
         self.note(why)
         self._own().broadcast(messages.Hold(attempt=self._attempt, why=text))
-        if self._supervised is not None:
-            self._supervised.hold(text)
         if self._holding is None:
             verdict = RunResult(1, f"{text}\n  and no other has come in {patience:.0f} s (--join-timeout)")
             self._holding = asyncio.get_running_loop().call_later(patience, self._give_up, verdict)
+        return HoldWorkers(text)
 
-    def _regroup(self, why: str, *, halt: bool = False) -> None:
+    def _regroup(self, why: str, *, halt: bool = False) -> RegroupPlan:
+        """Tell all members to regroup; return the same for this node."""
         leader, halt = self._own(), halt or self._preemption.begun
         if self._holding is not None:
             self._holding.cancel()
@@ -554,12 +563,11 @@ class LeaderCoordinator:
                 leader.send(id_, regroup)
         self._plan = self._own_plan(self._plan.master_addr)
         self._tell_roll()
-        if self._supervised is not None:
-            self._supervised.regroup(RegroupPlan(generation, why, self._plan, self._store, halt))
+        return RegroupPlan(generation, why, self._plan, self._store, halt)
 
     def _tell_roll(self) -> None:
         if self._gathering.elastic:
-            self._own().broadcast(self._own().roll(self._seats.keys()))
+            self._own().broadcast(self._own().peer_list(self._seats.keys()))
 
     def note(self, text: str, *, repeats: bool = False) -> None:
         if self._supervised is not None:
@@ -575,7 +583,7 @@ class LeaderCoordinator:
             self._here, self._called = here, now
             text = text.partition(" (")[0]  # for how long: that is told once, and does not stay true
             self._folder.event(
-                events.RollCall(time=time.time(), expected=expected, here=here, missing=missing, text=text)
+                events.RendezvousProgress(time=time.time(), expected=expected, joined=here, missing=missing, text=text)
             )
 
     def _name(self, member: int) -> str:
@@ -585,30 +593,34 @@ class LeaderCoordinator:
         if self._trouble is None:
             self._trouble, self._troubled = verdict, time.time()
         self._changed.set()
-        self._stop_all(verdict.text.splitlines()[0], self._plan.shutdown.failure_timeout)
+        self._act(self._stop_all(verdict.text.splitlines()[0]))
 
     def fail(self, text: str) -> None:
         """This node cannot lead."""
         self._give_up(RunResult(1, text))
 
-    def _stop_all(self, reason: str, grace: float, *, beside: int | None = None) -> None:
+    def _stop_all(self, reason: str, *, beside: int | None = None) -> StopWorkers | None:
+        """Stop the workers of all members but `beside`; return the same for this node, if it has begun."""
         self._stopping = True
-        leader = self._own()
+        leader, grace = self._own(), self._plan.shutdown.failure_timeout
         stop = messages.Stop(signal=signal.SIGTERM, reason=reason, grace=grace)
         for id_ in list(leader.guests):
             if id_ != beside:
                 leader.send(id_, stop)
-        if self._supervised is not None and self._running:
-            self._supervised.stop(signal.SIGTERM, reason, grace)
+        return StopWorkers(signal.SIGTERM, reason, grace) if self._running else None
+
+    def _act(self, action: Action | None) -> None:
+        if self._supervised is not None and action is not None:
+            self._supervised.perform(action)
 
     def _count(self) -> None:
         if not all(id_ in self._overs for id_ in self._own().guests if id_ in self._seats):
             return
         if not self._running:
             self._everybody.set()
-        elif self._seats and self._own().id not in self._seats and self._supervised is not None:
+        elif self._seats and self._own().id not in self._seats:
             # Our own workers stand by for others, who have all ended.
-            self._supervised.stop(signal.SIGTERM, "every rank has ended", self._plan.shutdown.failure_timeout)
+            self._act(StopWorkers(signal.SIGTERM, "every rank has ended", self._plan.shutdown.failure_timeout))
 
     def _log(self, member: int, log: messages.Log) -> None:
         if member not in self._seats or log.rank not in self._seats[member].ranks:
@@ -648,8 +660,8 @@ class LeaderCoordinator:
         """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
         return self._recoveries.way is RecoveryAction.RESTART and not self._preemption.begun
 
-    def failing(self, fall: WorkerFailure) -> None:
-        self._fell(fall)
+    def failing(self, fall: WorkerFailure) -> Action | None:
+        return self._fell(fall)
 
     def _member_failing(self, member: int, told: messages.Failing) -> None:
         if member not in self._seats:  # a spare's, or one that leaves
@@ -658,29 +670,27 @@ class LeaderCoordinator:
         at = told.time - (guests[member].skew if member in guests else 0.0)
         reason = f"{told.reason} on {self._name(member)}"
         fall = WorkerFailure(told.rank, reason, told.place, at, told.lived, told.step, generation=told.generation)
-        self._fell(fall, beside=member)
+        self._act(self._fell(fall, beside=member))
 
-    def _fell(self, fall: WorkerFailure, beside: int | None = None) -> None:
-        if self._stopping or self._supervised is None:
-            return
+    def _fell(self, fall: WorkerFailure, beside: int | None = None) -> Action | None:
+        """Decide for all nodes about a failure here, or on the member `beside`; return what this node does."""
+        if self._stopping:
+            return None
         if self._preemption.halted:  # nothing is lost by it; but it may have been the last of its node
             if beside is None:
-                self._supervised.leave()
-            else:
-                stop = messages.Stop(
-                    signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.shutdown.failure_timeout
-                )
-                self._own().send(beside, stop)
-            return
+                return AcceptLoss()
+            stop = messages.Stop(signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.shutdown.failure_timeout)
+            self._own().send(beside, stop)
+            return None
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
-            return
+            return None
         called, ended = self._ability()
         if self._recoveries.decide(fall, able=called and not ended) is not RecoveryAction.REGROUP:
             stopped = beside if not self._can(beside) else None  # it has stopped its workers by itself
-            self._stop_all(fall.reason, self._plan.shutdown.failure_timeout, beside=stopped)
-            return
-        if self._holding is None:  # else it is replaced when the others come
-            self._regroup(fall.reason)
+            return self._stop_all(fall.reason, beside=stopped)
+        if self._holding is None:
+            return self._regroup(fall.reason)
+        return None  # it is replaced when the others come
 
     def _can(self, member: int | None) -> bool:
         return member is not None and self._abilities.get(member) == (True, False)
@@ -705,21 +715,19 @@ class LeaderCoordinator:
 
     def halt(self, step: int | None) -> None:
         self._own().broadcast(messages.HaltAll(step=step))
-        if self._supervised is not None:
-            self._supervised.halt(step)
+        self._act(HaltWorkers(step))
 
     def form_anew(self, why: str) -> None:
         if self._ability() == (True, False):
             self._recoveries.anew()
-            self._regroup(why, halt=True)
+            self._act(self._regroup(why, halt=True))
 
     def stop(self, reason: str) -> None:
-        self._stop_all(reason, self._plan.shutdown.failure_timeout)
+        self._act(self._stop_all(reason))
 
     def give_up(self, number: signal.Signals, reason: str) -> None:
         self.signalled(number)
-        if self._supervised is not None:
-            self._supervised.end(number, reason)
+        self._act(EndRun(number, reason))
 
     # -- signals
 

@@ -7,7 +7,7 @@ import time
 from phalanx.contract import events
 from phalanx.launch.agent.worker import WorkerFailure
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.recover.decision import Fault, Recovery, RecoveryAction, RestartPolicy, decide
+from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
 
 
 class Recoveries:
@@ -18,7 +18,7 @@ class Recoveries:
         self._budget = budget
         self._folder = folder
         self._faults: list[Fault] = []
-        self._latest = Recovery(RecoveryAction.STOP)
+        self._latest = RecoveryDecision(RecoveryAction.STOP)
         self._moves = 0  # of nodes
         self._open: list[WorkerFailure] = []  # those that the group has not got over yet
         self._since = 0.0  # the first of them
@@ -54,11 +54,11 @@ class Recoveries:
         self._since = self._since if self._open else time.monotonic()
         self._open.append(fall)
 
-    def moved(self, fall: WorkerFailure, way: RecoveryAction, *, joins: bool = False) -> None:
+    def moved(self, fall: WorkerFailure, way: RecoveryAction, *, kind: events.FaultKind = "node-lost") -> None:
         """A node has come or gone, as it may: it costs nothing of the budget."""
-        self._latest = Recovery(way)
+        self._latest = RecoveryDecision(way)
         self._folder.event(
-            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value, joins=joins)
+            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value, kind=kind)
         )
         self._note(fall)
         self._moves += 1

@@ -167,7 +167,9 @@ class DebugSessions:
     def _say_how(self, rank: int, place: str) -> None:
         how = f"phalanx attach {rank} {self._folder.name}"
         told = f"rank {rank} waits at a breakpoint, {place}: {how}"
-        self._folder.event(events.Note(time=time.time(), text=told + (", or its number and d" * self._console.hidden)))
+        self._folder.event(
+            events.NoteEvent(time=time.time(), text=told + (", or its number and d" * self._console.hidden))
+        )
         self._console.say(told)
 
     async def _serve(self) -> None:

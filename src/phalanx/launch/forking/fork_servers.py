@@ -77,7 +77,7 @@ def cold(
         hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     process = _spawn(command.line(0), hooked, theirs, log)
     fork_server = ForkServerClient(ours, "cold", process)
-    fork_server.order({"do": "import", "required": list(required), "welcome": list(welcome), "path0": command.path0})
+    fork_server.order({"do": "import", "required": list(required), "optional": list(welcome), "path0": command.path0})
     return fork_server
 
 
@@ -87,7 +87,7 @@ def fresh(environ: Mapping[str, str], *, log: int) -> ForkServerClient:
     line = [sys.executable, "-I", "-S", _FOLDER, str(theirs.fileno()), str(os.getpid())]
     process = _spawn(line, dict(environ), theirs, log)
     fork_server = ForkServerClient(ours, "fresh", process)
-    fork_server.order({"do": "import", "required": [], "welcome": [], "path0": None})
+    fork_server.order({"do": "import", "required": [], "optional": [], "path0": None})
     return fork_server
 
 

@@ -178,7 +178,7 @@ async def _ask(worker: Worker, state: str) -> tuple[EvidenceReply, str]:
         return EvidenceReply(), "it is stopped, and answers nobody" if state in "Tt" else "it is dead"
     looked = worker.probe.page.looked
     limit = _MOMENT if looked and time.monotonic() - looked > _SILENT else ANSWER
-    answer = await worker.probe.ask("tell", timeout=limit)
+    answer = await worker.probe.ask("report", timeout=limit)
     if answer is None:
         return EvidenceReply(), f"it has not answered for {limit} s"
     try:
@@ -240,7 +240,7 @@ async def _stacks(
 def _stacks_by_signal(shown: ProbeClient, pid: int) -> bool:
     """Not to whoever has another handler for it: a program that was executed, or a script with a use for it. Nor to one
     that has closed the file."""
-    if not linux.handles(pid, probe.SIGNAL) or shown.page.text.get("deaf"):
+    if not linux.handles(pid, probe.SIGNAL) or shown.page.text.get("signal_taken"):
         return False
     with contextlib.suppress(OSError):
         ours = os.readlink(f"/proc/self/fd/{shown.stacks}")

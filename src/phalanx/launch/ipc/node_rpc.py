@@ -47,7 +47,7 @@ class NodeRpc:
         if to is None and self._carrier.leads:
             self._deliver(None, kind, number, content)
             return
-        size = messages.LETTER_LIMIT
+        size = messages.RPC_FRAME_LIMIT
         parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
         for index, part in enumerate(parts):
             letter = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
@@ -79,7 +79,7 @@ class _Begun:
     too_long: bool = False
 
     def add(self, part: bytes) -> None:
-        self.too_long = self.too_long or len(self.content) + len(part) > messages.LETTERS_LIMIT
+        self.too_long = self.too_long or len(self.content) + len(part) > messages.RPC_LIMIT
         if self.too_long:
             self.content.clear()
         else:

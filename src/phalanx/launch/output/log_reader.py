@@ -140,14 +140,14 @@ def _stood_in(run: str, attempt: int) -> dict[int, str]:
     seated: dict[int, str] = {}
     with contextlib.suppress(OSError), open(os.path.join(run, "events.jsonl"), "rb") as file:
         for line in file:
-            if b'"worker-' not in line[:32]:
+            if b'"worker-started"' not in line[:40] and b'"rank-changed"' not in line[:40]:
                 continue
             with contextlib.suppress(msgspec.MsgspecError):
                 match events.decode(line):
-                    case events.WorkerBorn() as event if event.attempt == attempt:
+                    case events.WorkerStarted() as event if event.attempt == attempt:
                         name = f"spare.{len(born)}" if event.spare else str(event.rank)
                         born[event.pid] = os.path.join(inside, name)
-                    case events.WorkerSeated() as event if os.path.isdir(born.get(event.pid, "")):
+                    case events.RankChanged() as event if os.path.isdir(born.get(event.pid, "")):
                         seated[event.rank] = born[event.pid]
     return seated
 

@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from phalanx.contract.variables import ERROR_FORMAT
+
 MARK = b"phalanx-node "  # before an answer: login shells write what they like to stdout
 LIMIT = 1 << 24  # bytes of a line: arguments and variables of a process may be megabytes
 
@@ -26,7 +28,10 @@ _PREFIXES = (
     *("NCCL_", "GLOO_", "TP_", "UCX_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "PYTHON"),
 )
-_NAMES = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "TOKENIZERS_PARALLELISM")
+_NAMES = (
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "TOKENIZERS_PARALLELISM"),
+    ERROR_FORMAT,
+)
 _ABOUT_A_MACHINE = ("PYTHONHOME", "PYTHONSTARTUP", "PYTHON_EXEC")
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -63,6 +68,7 @@ class Signal(SshMessage, frozen=True, kw_only=True, tag="signal"):
 class Fail(SshMessage, frozen=True, kw_only=True, tag="fail"):
     """A host that will not come."""
 
+    host: str
     what: str
     details: tuple[str, ...] = ()
     fix: str = ""

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from phalanx.contract.variables import TOKEN
+from phalanx.contract.variables import ERROR_FORMAT, TOKEN
 from phalanx.errors import JoinError, LaunchError
 from phalanx.forkserver import linux
 from phalanx.launch.remote import node_spec
@@ -346,7 +346,7 @@ def _spawn(line: list[str], environ: Mapping[str, str]) -> subprocess.Popen[byte
     parent = os.getpid()
     return subprocess.Popen(
         line,
-        env={name: value for name, value in environ.items() if name != TOKEN},
+        env={name: value for name, value in environ.items() if name not in (TOKEN, ERROR_FORMAT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -404,16 +404,19 @@ def last_words(link: SshLink, code: int) -> NodeRefused:
 
 
 def combined(troubles: Mapping[str, NodeRefused], hosts: int = 1) -> JoinError:
+    by_host = {
+        host: JoinError(trouble.what, details=trouble.details, fix=trouble.fix) for host, trouble in troubles.items()
+    }
     if len(troubles) == 1:
         ((host, trouble),) = troubles.items()
-        return JoinError(f"{host}: {trouble.what}", details=trouble.details, fix=trouble.fix)
+        return JoinError(f"{host}: {trouble.what}", details=trouble.details, fix=trouble.fix, by_host=by_host)
     details = []
     for host, trouble in troubles.items():
         details.append(f"{host}: {trouble.what}")
         details += [f"  {line}" for line in trouble.details]
         if trouble.fix:
             details.append(f"  fix: {trouble.fix}")
-    return JoinError(f"{len(troubles)} of {hosts} hosts cannot take part", details=details)
+    return JoinError(f"{len(troubles)} of {hosts} hosts cannot take part", details=details, by_host=by_host)
 
 
 def _remedy(host: str, text: str) -> str:

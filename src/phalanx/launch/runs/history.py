@@ -1,6 +1,6 @@
 """What a run has left in its folder, for those who come later: read once, in order; and stalls, with all stacks.
 
-    recollection.read(choice.any_run("train-1115"), scene.see)
+    recollection.read(choice.any_run("train-1115"), model.apply)
 
 It goes for a run that lives as well: then it is what has happened so far.
 """
@@ -71,7 +71,7 @@ def _told(path: str) -> Iterator[events.MetricsMeasured]:
     """What was measured, among the sights."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
-            if line.startswith(b'{"event":"measured"'):
+            if line.startswith(b'{"event":"metrics"'):
                 with contextlib.suppress(msgspec.MsgspecError):
                     event = events.decode(line)
                     if isinstance(event, events.MetricsMeasured):

@@ -58,9 +58,9 @@ def _deaths(remains: PostmortemData) -> list[root_cause.ProcessFailure]:
                 dead.clear()
             case events.Stopping():
                 told = told or event.time
-            case events.WorkerBorn(spare=True):
+            case events.WorkerStarted(spare=True):
                 spares.add(event.pid)
-            case events.WorkerBorn() | events.WorkerSeated():
+            case events.WorkerStarted() | events.RankChanged():
                 spares.discard(event.pid)
                 dead.pop(event.rank, None)
             case events.WorkerExited() if event.pid not in spares:
@@ -150,7 +150,7 @@ def report(remains: PostmortemData) -> str:
         lines.append(f"it had stood still: {verdict.text}")
         lines += [f"  {detail}" for detail in verdict.details]
     lines += _survived(remains)
-    notes = [event.text for event in remains.happened if isinstance(event, events.Note)]
+    notes = [event.text for event in remains.happened if isinstance(event, events.NoteEvent)]
     if notes and (record.code or death is None):
         lines += ["the last that was said:", *(f"  {note.splitlines()[0]}" for note in notes[-5:])]
     if record.node:
@@ -179,9 +179,9 @@ def _unfinished(remains: PostmortemData) -> list[str]:
     alive: dict[int, int] = {}  # pid -> rank
     for event in remains.happened:
         match event:
-            case events.WorkerBorn():
+            case events.WorkerStarted():
                 alive[event.pid] = event.rank
-            case events.WorkerSeated():
+            case events.RankChanged():
                 alive[event.pid] = event.rank
             case events.WorkerExited():
                 alive.pop(event.pid, None)

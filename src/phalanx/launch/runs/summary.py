@@ -30,7 +30,7 @@ class RunSummary:
 def of(record: RunRecord) -> RunSummary:
     record = history.leading(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
-    faults = (event for event in happened if isinstance(event, events.FaultEvent) and not event.joins)
+    faults = (event for event in happened if isinstance(event, events.FaultEvent) and event.kind != "node-joined")
     survived = sum(event.recovery != "stop" for event in faults)
     step, loss = _measured(record.folder)
     if step is None:

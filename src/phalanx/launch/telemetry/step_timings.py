@@ -217,7 +217,9 @@ class StepTimings:
         sentences = tuple(one.text for one in found)
         self._folder.event(
             events.StepTimingReport(
-                time=time.time(), ranks=tuple(map(_event, stragglers.rows(comparable(totals)))), late=sentences
+                time=time.time(),
+                ranks=tuple(map(_event, stragglers.rows(comparable(totals)))),
+                slow=tuple(events.SlowRank(rank=one.rank, text=one.text) for one in found),
             )
         )
         heading = sentences or ("how long each rank took for a step:",)
@@ -266,7 +268,7 @@ def _event(row: stragglers.StragglerRow) -> events.StepTiming:
     return events.StepTiming(
         rank=total.rank,
         steps=total.steps,
-        looks=sum(total.samples.values()),
+        samples=sum(total.samples.values()),
         data=round(row.data, 6),
         compute=round(row.compute, 6),
         waiting=round(row.waiting, 6),

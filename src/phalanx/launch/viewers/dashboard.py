@@ -29,7 +29,7 @@ from phalanx.launch.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from phalanx.launch.viewers.terminal import TerminalProcess
-    from phalanx.watch.page.place import PageAddress
+    from phalanx.watch.page.address import PageAddress
 
 _FILE = "page"  # in the run folder, for its owner alone: the address, and the key
 _LOG = "page.log"
@@ -124,17 +124,17 @@ class Dashboard:
         return here and self._plan.rendezvous is None and not self._plan.viewers.screen
 
     def page(self) -> None:
-        from phalanx.watch.page import keys, place
+        from phalanx.watch.page import address, keys
 
-        where = place.parse(self._plan.viewers.page_at)
+        where = address.parse(self._plan.viewers.page_at)
         key = keys.new(environment().get(PAGE_KEY, ""))
         try:
-            self._listener = place.listen(where)
+            self._listener = address.listen(where)
         except PortError:
             if self._plan.viewers.page is None:  # nobody has asked for it
                 return
             raise
-        link = place.link(where, self._listener, key)
+        link = address.link(where, self._listener, key)
         try:
             fd = os.open(self._path(_FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(fd, "w") as file:

@@ -40,7 +40,7 @@ _EXPIRES = 10.0  # seconds after the last of them
 _ANSWER = 5.0  # seconds for another node
 _NOTES = 100  # of what a search has left out
 _ID = 16  # bytes of what stands before the lines in a letter: who leads
-_SIGHT = b'{"event":"sight"'
+_SIGHT = b'{"event":"sample"'
 
 Question = dict[str, Any]
 

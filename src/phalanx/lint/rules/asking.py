@@ -12,6 +12,7 @@ NAME = "input"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for `input()` on every rank."""
     if not model.many:
         return
     for call in model.script.calls:

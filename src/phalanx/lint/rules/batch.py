@@ -12,6 +12,7 @@ NAME = "world-batch"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for batch sizes that are multiplied by the world size."""
     if not model.many:
         return
     if _scaled_rate(model):

@@ -14,6 +14,7 @@ _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for collectives under a random condition."""
     told: set[int] = set()  # conditions
     for kind in _KINDS:
         for one, parting in lone(model, kind, model.chance.depends):

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
-from phalanx.lint.operations import Kind, Operation
+from phalanx.lint.operations import Kind, RankOperation
 from phalanx.lint.parting import Divides, Parting
 
 NAME = "rank-collective"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for collectives that only some ranks call."""
     for one, parting in lone(model, "collective", model.ranks.depends):
         yield LintFinding(
             one.node.lineno,
@@ -26,7 +27,7 @@ def check(model: Model) -> Iterator[LintFinding]:
         )
 
 
-def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Operation, Parting]]:
+def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, Parting]]:
     """Operations of the whole world that ranks come to on different ways."""
     if _smaller(model):
         return

@@ -13,6 +13,7 @@ _CHOOSES = ("set_device", "set_device_index", "set_device_idx")
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for devices that all ranks of a node share."""
     if not model.many:
         return
     # Whoever joins elsewhere may choose the device there.

@@ -12,6 +12,7 @@ NAME = "no-destroy"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield a finding if the process group is never destroyed."""
     ends = ("destroy_process_group", "_abort_process_group", "abandon")
     if any(isinstance(n, ast.Name | ast.Attribute) and model.script.last(n) in ends for n in model.script.nodes):
         return

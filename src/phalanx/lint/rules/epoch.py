@@ -12,6 +12,7 @@ NAME = "no-set-epoch"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for samplers without `set_epoch`."""
     if model.driven or any(isinstance(n, ast.Attribute) and n.attr == "set_epoch" for n in model.script.nodes):
         return
     if not any(isinstance(node, ast.For) and _epochs(node) for node in model.script.nodes):

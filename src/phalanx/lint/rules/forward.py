@@ -12,6 +12,7 @@ NAME = "rank-forward"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for forward passes of a wrapped model on some ranks only."""
     for one, parting in lone(model, "model", model.ranks.depends):
         if one.quiet:
             yield LintFinding(

@@ -12,6 +12,7 @@ NAME = "rank-group"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for groups that only some ranks create."""
     for one, parting in lone(model, "group", model.ranks.depends):
         yield LintFinding(
             one.node.lineno,

@@ -12,6 +12,7 @@ NAME = "uneven-loop"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for collectives in loops whose length may differ between ranks."""
     for loop in model.script.nodes:
         if not isinstance(loop, ast.For) or not _uneven(model, loop.iter):
             continue

@@ -14,6 +14,7 @@ _DOWNLOADS = ("urllib.request.urlretrieve", "wget.download", "gdown.download", "
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for files and folders that all ranks create."""
     if not model.many:
         return
     for call in model.script.calls:

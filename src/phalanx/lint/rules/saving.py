@@ -13,6 +13,7 @@ NAME = "save-everywhere"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield findings for `torch.save` to the same path on every rank."""
     if not model.many:
         return
     for call in model.script.calls:

@@ -32,6 +32,7 @@ _PLAIN = ("RandomSampler", "SequentialSampler", "BatchSampler", "SubsetRandomSam
 
 
 def check(model: Model) -> Iterator[LintFinding]:
+    """Yield a finding if all ranks train on the same data."""
     script = model.script
     if not model.joins or model.driven or script.uses(*_ELSEWISE) or not model.calls("backward"):
         return

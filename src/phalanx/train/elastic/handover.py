@@ -69,7 +69,7 @@ class Handover:
         self._by_memory = HOST in environment() and membership.device.type == "cuda"
         words, nodes = [person.word for person in membership.people], membership.topology.nodes
         self._deal, self._shards = Deal.of(words, nodes), ShardDeal.of(offers(words), nodes)
-        self._past = self.past = self._settled(past)
+        self.past = self._settled(past)
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
         self._packing: PackingThread | None = None
         self.spoilt = False  # the objects of the past are being written over
@@ -89,7 +89,7 @@ class Handover:
 
     def prepare(self) -> None:
         """Lay out this rank's part of what others of its node will come for, in a thread, while the group forms."""
-        deal, rank, past = self._deal, self._rank, self._past
+        deal, rank, past = self._deal, self._rank, self.past
         if past is None or rank not in deal.holders or not self._takers():
             return
         past.put_back()
@@ -107,8 +107,8 @@ class Handover:
 
     def complete(self, kept: Mapping[str, object]) -> ReceivedState | None:
         """The newest state is in the objects of this rank. None: there is none to be had."""
-        deal, rank, past = self._deal, self._rank, self._past
-        self._past = None
+        deal, rank, past = self._deal, self._rank, self.past
+        self.past = None
         if self._shards is not None:
             return ShardHandover(self._membership, self._store, self._shards).complete(kept, past)
         if not deal.holders:

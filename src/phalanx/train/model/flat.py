@@ -30,9 +30,9 @@ class _Allocating(TorchDispatchMode):  # type: ignore[misc]
         if function is torch.ops.aten.empty.memory_format and len(args[0]) == 1:
             dtype = options.get("dtype") or torch.get_default_dtype()
             size = int(args[0][0]) * dtype.itemsize
-            if size >= regions.LEAST and options.get("device", torch.device("cpu")).type == "cpu":
+            if size >= regions.MIN_BYTES and options.get("device", torch.device("cpu")).type == "cpu":
                 try:
-                    region = Region.made(size)
+                    region = Region.create(size)
                 except OSError:
                     self.made.append(lambda: None)
                 else:
@@ -46,7 +46,7 @@ def share(ddp: Any) -> None:
     if ddp.find_unused_parameters and not ddp.static_graph:
         return  # it never does
     size = sum(one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad)
-    if regions.lender(ddp.process_group) is None or size < regions.LEAST:
+    if regions.region_engine(ddp.process_group) is None or size < regions.MIN_BYTES:
         return
     # A method of that name is pickled and copied as the class's own; it goes when it has done its work.
     ddp._pre_forward = MethodType(_pre_forward, ddp)
@@ -61,7 +61,7 @@ def _pre_forward(ddp: Any, *args: Any, **options: Any) -> Any:
         result = theirs(ddp, *args, **options)
     if ddp._has_rebuilt_buckets:
         del ddp._pre_forward
-        engine = regions.lender(ddp.process_group)
+        engine = regions.region_engine(ddp.process_group)
         if engine is not None:
-            regions.show(engine, [one() for one in allocating.made], ddp.process_group._timeout)
+            regions.share(engine, [one() for one in allocating.made], ddp.process_group._timeout)
     return result

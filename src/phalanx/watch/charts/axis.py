@@ -1,4 +1,4 @@
-"""An axis of a chart: from what it goes to what, round numbers on it, and where a value lies."""
+"""An axis of a chart: its range, its ticks, and where a value lies on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ _BIG = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Axis:
+    """A range of values."""
+
     low: float
     high: float
     kind: Kind = "number"
 
     def at(self, value: float) -> float | None:
-        """0 at the low end, 1 at the high one. None: it has no place."""
+        """Return the position of `value`: 0 at the low end, 1 at the high end. None: it cannot be shown."""
         if not placed(value, self.kind):
             return None
         if self.kind == "log":
@@ -29,7 +31,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Round numbers on it, about that many, each with how it is written."""
+        """Return about `most` round numbers, each with its label."""
         if most < 1:
             return []
         if self.kind == "log" and (powers := _powers(self.low, self.high, most)):
@@ -51,12 +53,12 @@ class Axis:
 
 
 def placed(value: float, kind: Kind = "number") -> bool:
-    """Whether it has a place on an axis: what is no number has none, nor what is beyond all measure."""
+    """Return whether `value` can be shown: it is finite, not huge, and positive on a log axis."""
     return math.isfinite(value) and abs(value) <= _HUGE and (kind != "log" or value >= 1 / _HUGE)
 
 
 def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
-    """An axis on which all of them have a place. Without any: from 0 to 1."""
+    """Return an axis on which all values fit. Without values: from 0 to 1."""
     places = [value for value in values if placed(value, kind)]
     if not places:
         return Axis(0.1, 1.0, kind) if kind == "log" else Axis(0.0, 1.0, kind)
@@ -70,11 +72,14 @@ def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
 
 
 def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
-    """`1.5k`, `0.0002`, `3e-5`: short, and exact enough for numbers that lie `step` apart. The page has the same."""
+    """Return a short text such as `1.5k`, `0.0002`, `3e-5`, exact enough for numbers that are `step` apart.
+
+    The page formats numbers in the same way (page/assets/format.js).
+    """
     if value == 0:
         return "0"
     if not step:
-        value = float(f"{value:.3g}")  # now, for 999,950 is 1M
+        value = float(f"{value:.3g}")  # before the unit is chosen: 999,950 is 1M
     size = max(abs(value), most)
     for unit, letter in _BIG:
         if size >= unit * (10 if unit == 1e3 else 1) and size < 1e15:
@@ -87,7 +92,7 @@ def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`40s`, `5m`, `1h30`, `2d`."""
+    """Return a text such as `40s`, `5m`, `1h30`, `2d`."""
     if abs(seconds) < 60:
         return f"{seconds:.3g}s"
     minutes = round(seconds / 60)
@@ -109,24 +114,24 @@ def _plain(value: float, step: float) -> str:
 
 
 def _digits(step: float) -> int:
-    """Digits behind the point that tell numbers this far apart from each other."""
+    """Return how many decimals tell numbers apart that differ by `step`."""
     digits = max(0, min(12, -math.floor(math.log10(abs(step)) + 1e-9)))
-    # 2.5 and 0.25 need one more than their size says
+    # 2.5 and 0.25 need one more digit
     return digits + int(abs(step * 10**digits - round(step * 10**digits)) > 1e-6)
 
 
 def _round(least: float) -> float:
-    """The next of 1, 2, 5, 10, … that is not smaller."""
+    """Return the next of 1, 2, 5, 10, … that is not smaller."""
     power = float(10.0 ** math.floor(math.log10(least)))
     return next((power * factor for factor in (1, 2, 5) if power * factor >= least * (1 - 1e-9)), power * 10)
 
 
 def _powers(low: float, high: float, most: int) -> list[float]:
-    """1, 2, 5, 10, … or 1, 10, 100, … or fewer of them. None: less than two lie there."""
+    """Return 1, 2, 5, 10, … or 1, 10, 100, … or fewer of them; empty if fewer than two lie in the range."""
     first, last = math.floor(math.log10(low) + 1e-9), math.floor(math.log10(high) + 1e-9)
     for factors in ((1, 2, 5), (1,)):
-        told = [10.0**power * factor for power in range(first, last + 1) for factor in factors]
-        told = [value for value in told if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
-        if 2 <= len(told) <= most:
-            return told
-    return told[:: math.ceil(len(told) / most)] if len(told) > most else []
+        values = [10.0**power * factor for power in range(first, last + 1) for factor in factors]
+        values = [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        if 2 <= len(values) <= most:
+            return values
+    return values[:: math.ceil(len(values) / most)] if len(values) > most else []

@@ -1,11 +1,11 @@
-"""Curves as text: several over each other in dots, with axes. Pure; whoever shows it turns styles into colours.
+"""Curves as text, drawn with braille dots or ASCII, with axes. Pure: the caller turns styles into colours.
 
     rows = plot.lines([Series("a", [(0, 2.3), (1, 1.9)]), Series("b", [(0, 2.2)])], width=60, height=12)
     for row in rows:
         print("".join(text for text, style in row))
 
 Each row is a list of pieces (text, style) that are together exactly `width` cells wide. `style` is the index of the
-series in what was given, or AXIS.
+series, or AXIS.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Row = list[Piece]
 
 @dataclass(frozen=True)
 class Series:
+    """A named curve."""
+
     name: str
     points: Sequence[tuple[float, float]]  # x, y; a y that is not finite is a gap
 
@@ -45,7 +47,7 @@ _ASCII = _Signs(side="|", tick="+", corner="+", floor="-", stand="+", mark="^")
 
 @dataclass
 class _Canvas:
-    """Cells of dots: 2 x 4 of them in a cell of braille, one in one of ASCII."""
+    """A grid of dots: 2 x 4 per cell with braille, one per cell with ASCII."""
 
     width: int
     height: int
@@ -55,9 +57,9 @@ class _Canvas:
     styles: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def draw(self, points: Iterable[tuple[float, float] | None], style: int) -> None:
-        """A line through all of them (0 to 1 each), broken where there is none."""
+        """Draw a line through all points (0 to 1 each), interrupted at None."""
         last: tuple[int, int] | None = None
-        low = high = 0  # of the column that is being drawn: many points in one of them cost no more than one
+        low = high = 0  # of the current column: many points in one column cost no more than one
         for point in points:
             here = None if point is None else self._dot(*point)
             if last is not None and here is not None and here[0] == last[0]:
@@ -111,9 +113,11 @@ def lines(
     over: Kind = "count",
     marks: Sequence[float] = (),
 ) -> list[Row]:
-    """That many rows of that many cells. The first series lies on top. `zero`: it is on the y axis,
-    whatever was measured; `over`: what x is, steps unless told
-    ("seconds", "number"); `marks`: places on the x axis that something happened at. Too small for axes: only curves."""
+    """Return `height` rows of `width` cells. The first series is drawn on top.
+
+    `zero`: include 0 in the y axis. `over`: what x is. `marks`: x positions of events. If there is no room for axes,
+    only the curves are drawn.
+    """
     if width < 1 or height < 1:
         return []
     signs = _ASCII if ascii_only else _Signs()
@@ -131,20 +135,20 @@ def lines(
     canvas = _Canvas(width - side, rows, *((1, 1) if ascii_only else (2, 4)))
     for style in reversed(range(len(series))):
         canvas.draw((_place(across, up, x, y) for x, y in series[style].points), style)
-    told: list[Row] = []
+    drawn_rows: list[Row] = []
     for number in range(rows):
         edge: Row = []
         if side:
             label = labels.get(number, "")
             edge = [(label.rjust(margin - 1) + " " * (margin > 0) + (signs.tick if label else signs.side), AXIS)]
-        told.append(_joined(edge + canvas.row(number, ascii_only)))
+        drawn_rows.append(_joined(edge + canvas.row(number, ascii_only)))
     if floor:
-        told += _floor(across, width, margin, signs, marks)
-    return told
+        drawn_rows += _floor(across, width, margin, signs, marks)
+    return drawn_rows
 
 
 def legend(series: Sequence[Series], *, ascii_only: bool = False) -> Row:
-    """Names with the sign of each, in one row."""
+    """Return the names with their signs, in one row."""
     row: Row = []
     for style, one in enumerate(series):
         row += [(f"{sign(style, ascii_only=ascii_only)} {one.name}", style), ("   ", AXIS)]
@@ -152,7 +156,7 @@ def legend(series: Sequence[Series], *, ascii_only: bool = False) -> Row:
 
 
 def sign(style: int, *, ascii_only: bool = False) -> str:
-    """Of that series, in a legend."""
+    """Return the sign of a series in a legend."""
     return ASCII_DOTS[style % len(ASCII_DOTS)] if ascii_only else "━━"
 
 
@@ -166,17 +170,17 @@ def _place(across: Axis, up: Axis, x: float, y: float) -> tuple[float, float] | 
 
 
 def _side_labels(up: Axis, rows: int) -> dict[int, str]:
-    """The row of each round number."""
-    told: dict[int, str] = {}
+    """Return the label of each row that has one."""
+    labels: dict[int, str] = {}
     for value, text in up.ticks(max(2, rows // (2 if up.kind == "log" else 3))):
         place = up.at(value)
         if place is not None:
-            told.setdefault(min(rows - 1, max(0, round((1 - place) * (rows - 1)))), text)
-    return told
+            labels.setdefault(min(rows - 1, max(0, round((1 - place) * (rows - 1)))), text)
+    return labels
 
 
 def _floor(across: Axis, width: int, margin: int, signs: _Signs, marks: Sequence[float]) -> list[Row]:
-    """The x axis, and the numbers below it."""
+    """Return the x axis and the labels below it."""
     wide = width - margin - 1
     line, below = [signs.floor] * wide, [" "] * width
     free = 0
@@ -199,7 +203,7 @@ def _floor(across: Axis, width: int, margin: int, signs: _Signs, marks: Sequence
 
 
 def _joined(cells: Row) -> Row:
-    """Neighbours of one style as one piece."""
+    """Join neighbouring pieces of the same style."""
     row: Row = []
     for text, style in cells:
         if row and (row[-1][1] == style or text == " "):

@@ -1,8 +1,8 @@
-"""Curves as a picture: SVG text, light or dark as its reader has it. Pure.
+"""Curves as SVG that follows the light or dark mode of the reader. Pure.
 
-    text = svg.picture([Chart("loss", [Series("a", [(0, 2.3), (1, 1.9)])], marks=[Mark(1, "rank 3 was killed")])])
+    text = svg.picture([Chart("loss", [Series("a", [(0, 2.3), (1, 1.9)])], marks=[ChartMark(1, "rank 3 was killed")])])
 
-`style()` is the sheet of it: in a file of its own it is inside, in a page it is said once for all of them.
+A file contains its own style sheet; a page with several charts includes `style()` once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from phalanx.watch.charts.plot import Series
 
 WIDTH, HEIGHT = 880, 260  # of a chart
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 34, 40
-_LETTER = 6.6  # wide, about
-_TOLD = 60  # letters of a name
+_LETTER = 6.6  # approximate width
+_LONGEST = 60  # characters of a name
 
-# The same order everywhere: told apart by people who see few colours, on white and on black (light, dark).
+# (light, dark). Distinguishable with colour blindness, on white and on black.
 COLOURS = (
     ("#2a6fdb", "#6ea8ff"),
     ("#d9661f", "#ff9d5c"),
@@ -35,27 +35,29 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class ChartMark:
-    """Something that happened there."""
+    """An event at a position on the x axis."""
 
     x: float
     text: str
-    kind: str = ""  # recovered: drawn calmly; everything else as a fault
+    kind: str = ""  # "recovered" is drawn in green, everything else in red
 
 
 @dataclass(frozen=True)
 class Chart:
+    """A chart with one or more curves."""
+
     title: str
     series: Sequence[Series]
     over: Kind = "count"
     log: bool = False
-    across: str = "step"  # what x is, in words
+    across: str = "step"  # label of the x axis
     marks: Sequence[ChartMark] = ()
-    zero: bool = False  # the y axis has it, whatever was measured
+    zero: bool = False  # include 0 in the y axis
 
 
 @dataclass(frozen=True)
 class _Field:
-    """What a chart is drawn on."""
+    """The area that a chart is drawn on."""
 
     across: Axis
     up: Axis
@@ -68,7 +70,7 @@ class _Field:
 
 
 def style() -> str:
-    """Classes of ours begin with `ph-`."""
+    """Return the style sheet. All classes begin with `ph-`."""
     light = "".join(f".ph-s{index}{{stroke:{one}}}.ph-f{index}{{fill:{one}}}" for index, (one, _) in enumerate(COLOURS))
     dark = "".join(f".ph-s{index}{{stroke:{one}}}.ph-f{index}{{fill:{one}}}" for index, (_, one) in enumerate(COLOURS))
     return (
@@ -91,7 +93,10 @@ def style() -> str:
 def picture(
     charts: Sequence[Chart], *, width: int = WIDTH, height: int = HEIGHT, alone: bool = True, comment: str = ""
 ) -> str:
-    """One below the other. `alone`: a file of its own, else for a page that has the style. `comment`: who made it."""
+    """Return the charts one below the other.
+
+    `alone`: a file of its own, else part of a page that has the style sheet. `comment`: a description.
+    """
     whole = max(1, len(charts)) * height
     title = _text(", ".join(chart.title for chart in charts))
     head = (
@@ -121,9 +126,7 @@ def _chart(chart: Chart, top: int, width: int, height: int) -> str:
     for index in reversed(range(len(chart.series))):
         parts.append(_line(chart.series[index], index % len(COLOURS), field))
     if not known:
-        parts.append(
-            f'<text x="{field.wide / 2:g}" y="{field.high / 2:g}" text-anchor="middle">nothing was measured</text>'
-        )
+        parts.append(f'<text x="{field.wide / 2:g}" y="{field.high / 2:g}" text-anchor="middle">no data</text>')
     return "".join([*parts, "</g>"])
 
 
@@ -152,13 +155,13 @@ def _grid(field: _Field, name: str) -> str:
 
 
 def _legend(chart: Chart, wide: int) -> str:
-    """From the right; many long names are cut to what there is room for."""
+    """Draw from the right. Long names are cut to the room there is."""
     if len(chart.series) < 2:
         return ""
     parts, right = [], float(wide)
     most = int((wide - len(chart.title) * _LETTER - 20) / len(chart.series) / _LETTER) - 6
     for index in reversed(range(len(chart.series))):
-        name = _cut(chart.series[index].name, max(4, min(_TOLD, most)))
+        name = _cut(chart.series[index].name, max(4, min(_LONGEST, most)))
         left = right - len(name) * _LETTER - 22
         colour = index % len(COLOURS)
         parts.append(f'<path class="ph-line ph-s{colour}" d="M{_short(left)} -20h14"/>')
@@ -168,7 +171,7 @@ def _legend(chart: Chart, wide: int) -> str:
 
 
 def _line(series: Series, colour: int, field: _Field) -> str:
-    """Broken where there is no number. What lies alone between two gaps is a dot."""
+    """Draw a curve with gaps where a value is missing. A single point between two gaps is a dot."""
     path, alone = [], []
     for piece in _pieces(series, field):
         if len(piece) == 1:
@@ -182,7 +185,7 @@ def _line(series: Series, colour: int, field: _Field) -> str:
 
 
 def _pieces(series: Series, field: _Field) -> list[list[tuple[float, float]]]:
-    """What is drawn without lifting the pen. Of many points in one pixel's column the first, lowest, highest, last."""
+    """Return the connected parts. Of many points in one pixel column: the first, lowest, highest and last."""
     pieces: list[list[tuple[float, float]]] = []
     column: list[tuple[float, float]] = []
     open_piece = False
@@ -224,11 +227,11 @@ def _mark(mark: ChartMark, field: _Field) -> str:
 
 
 def _text(text: str) -> str:
-    """Safe inside a tag and between two, in HTML and in XML, which knows no control characters at all."""
+    """Escape for HTML and XML, without control characters, which XML does not allow."""
     return _escaped("".join(char if char.isprintable() else " " for char in text))
 
 
-def _cut(text: str, most: int = _TOLD) -> str:
+def _cut(text: str, most: int = _LONGEST) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -1,4 +1,4 @@
-"""What a run's time went to, as a picture: when it stood still, and what each rank was at in the end. SVG, pure."""
+"""Timelines as SVG: when the run was stalled or recovering, and the phases of each rank at the end. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.watch.model.strip import TICK
 
 WIDTH = 880
 MOST = 64  # ranks
-SECONDS = 60.0  # of the end
+SECONDS = 60.0  # at the end of the run
 _LEFT, _RIGHT = 72, 16
 _ROW = 12
-_COLOURS = {  # of a phase: light, dark; those of the page (page/assets/style.css), which may stand beside it
+_COLOURS = {  # phase: (light, dark), as on the page (page/assets/style.css)
     "import": ("#b7af9f", "#5c6570"),
     "join": ("#9aa6b1", "#74808c"),
     "data": ("#d79a34", "#d9a03f"),
@@ -28,10 +28,11 @@ _COLOURS = {  # of a phase: light, dark; those of the page (page/assets/style.cs
     "compile": ("#b4578f", "#c56ba4"),
     "idle": ("#dcd7cc", "#363d45"),
 }
-_KINDS = {"start": "until the first step", "fault": "after a fault", "stall": "nothing went on"}
+_KINDS = {"start": "until the first step", "fault": "after a fault", "stall": "stalled"}
 
 
 def style() -> str:
+    """Return the style sheet of both timelines."""
     light = "".join(f".ph-p-{name}{{stroke:{one};fill:{one}}}" for name, (one, _) in _COLOURS.items())
     dark = "".join(f".ph-p-{name}{{stroke:{one};fill:{one}}}" for name, (_, one) in _COLOURS.items())
     return (
@@ -44,10 +45,10 @@ def style() -> str:
 
 
 def whole(start: float, first: float | None, end: float, entries: Sequence[Incident]) -> str:
-    """The run from its start to its end: until the first step, after faults, and standing still."""
+    """Draw the run from start to end: until the first step, after faults, during stalls."""
     axis, wide = Axis(0.0, max(end - start, 1e-3), "seconds"), WIDTH - _LEFT - _RIGHT
-    parts = [_head(92, "the time of the run"), f'<g transform="translate({_LEFT} 16)">']
-    base = ("ran", "training") if first is not None else ("start", "no step was seen")
+    parts = [_head(92, "timeline of the run"), f'<g transform="translate({_LEFT} 16)">']
+    base = ("ran", "training") if first is not None else ("start", "no step")
     parts.append(f'<rect class="ph-{base[0]}" width="{wide}" height="26"/>')
     spans = [("start", start, first, _KINDS["start"])] if first is not None else []
     spans += [
@@ -58,7 +59,7 @@ def whole(start: float, first: float | None, end: float, entries: Sequence[Incid
     for kind, begin, over, text in spans:
         left = min(1.0, max(0.0, (begin - start) / axis.high)) * wide
         right = min(1.0, max(0.0, (over - start) / axis.high)) * wide
-        width = max(1.5, right - left)  # to be seen at all
+        width = max(1.5, right - left)  # wide enough to be visible
         title = f"<title>{_text(text[:300])} ({over - begin:.1f} s)</title>"
         parts.append(f'<rect class="ph-{kind}" x="{left:.1f}" width="{width:.1f}" height="26">{title}</rect>')
     parts.append(_across(axis, wide, 26))
@@ -72,7 +73,7 @@ def whole(start: float, first: float | None, end: float, entries: Sequence[Incid
 
 
 def ranks(views: Sequence[RankView]) -> str:
-    """Phases of each rank in the last minute that was seen. Empty: nothing was."""
+    """Draw the phases of each rank in the last sampled minute. Empty: nothing was sampled."""
     shown = [view for view in views if view.strip.letters.strip(UNSEEN)][:MOST]
     if not shown:
         return ""
@@ -99,18 +100,18 @@ def ranks(views: Sequence[RankView]) -> str:
 
 
 def _runs(letters: str) -> list[tuple[str, int, int]]:
-    """Phase, where it begins, how long it is: neighbours that are alike as one."""
+    """Return runs of equal letters as (phase, first index, length)."""
     names = {letter: name for name, letter in LETTERS.items()}
-    told: list[tuple[str, int, int]] = []
+    runs: list[tuple[str, int, int]] = []
     for place, letter in enumerate(letters):
         name = names.get(letter)
         if name is None:
             continue
-        if told and told[-1][0] == name and told[-1][1] + told[-1][2] == place:
-            told[-1] = (name, told[-1][1], told[-1][2] + 1)
+        if runs and runs[-1][0] == name and runs[-1][1] + runs[-1][2] == place:
+            runs[-1] = (name, runs[-1][1], runs[-1][2] + 1)
         else:
-            told.append((name, place, 1))
-    return told
+            runs.append((name, place, 1))
+    return runs
 
 
 def _head(height: int, label: str) -> str:

@@ -1,4 +1,4 @@
-"""What looks like a secret is not shown to strangers: a file to be shared has to say less than a terminal."""
+"""Hides what looks like a secret in files that are meant to be shared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 MASK = "•••"
 
-# Every pattern begins with something rare, and is bounded: logs are long, and nobody has chosen what is in them.
+# Every pattern begins with a rare literal and is bounded: logs are long and contain anything.
 _NAMES = r"(?:token|secret|passwd|password|api[_-]?key|access[_-]?key|private[_-]?key|credential)s?"
 _VALUE = r"[^\s\"'\\<>&,;]{1,4096}"
 _OPTION = re.compile(rf"^--?[A-Za-z0-9_-]*{_NAMES}$", re.IGNORECASE)
@@ -22,24 +22,24 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[A-Za-z0-9_-]{16,})\b"
 )
-# `token: int`, `tokens=512`: numbers of tokens are what trainings talk about all day
+# `token: int`, `tokens=512`: trainings log numbers of tokens all the time
 _HARMLESS = re.compile(r"^[0-9.,]+[kKmMbB]?[)\]}]*$|^(?:None|True|False|true|false|null|str|int|float)$")
 
 
 def hidden(text: str) -> str:
-    """The same with what looks like a secret masked."""
+    """Return `text` with everything masked that looks like a secret."""
     for pattern in (_NAMED, _AFTER, _BEARER, _LINK, _USER):
         text = pattern.sub(_masked, text)
     return _SHAPES.sub(MASK, text)
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Of a command line: also a word that stands alone behind `--api-key`."""
-    told: list[str] = []
+    """Return a masked command line. A word after an option such as `--api-key` is masked as well."""
+    masked: list[str] = []
     for index, word in enumerate(words):
         after = index > 0 and _OPTION.match(words[index - 1]) and not _HARMLESS.match(word)
-        told.append(MASK if after and not word.startswith("-") else hidden(word))
-    return told
+        masked.append(MASK if after and not word.startswith("-") else hidden(word))
+    return masked
 
 
 def _masked(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""A series over steps and time that never grows beyond a bound: when it is full, every second point goes."""
+"""A series over steps and time with a bounded number of points."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ Point = tuple[int, float, float]  # step, time, value
 
 @dataclass
 class Curve:
+    """The points of one metric. When there are more than `MOST`, every second one is dropped."""
+
     points: list[Point] = field(default_factory=list)
-    every: int = 1  # how many were given for one that is kept
-    given: int = 0
+    every: int = 1  # one of so many added points is kept
+    given: int = 0  # points added so far
     latest: Point | None = None  # kept or not
-    _numbers: list[int] = field(default_factory=list)  # of the points, as they were given
+    _numbers: list[int] = field(default_factory=list)  # of the kept points: how many were added before each
 
     def add(self, step: int, when: float, value: float) -> None:
+        """Add a point."""
         self.latest = (step, when, value)
         if self.given % self.every == 0:
             self.points.append(self.latest)
@@ -29,9 +32,10 @@ class Curve:
         self.given += 1
 
     def before(self, given: int) -> int:
-        """How many of its points are among the first so many that were given."""
+        """Return how many of `points` are among the first `given` points added."""
         return bisect_left(self._numbers, given)
 
     @property
     def last(self) -> float | None:
+        """The latest value."""
         return self.latest[2] if self.latest else None

@@ -1,4 +1,4 @@
-"""What people are told, on the time axis."""
+"""The events that viewers show as a list."""
 
 from __future__ import annotations
 
@@ -22,68 +22,67 @@ KINDS = (
     "end",
 )
 _MOST = 500
-_LONG = 2000  # letters
+_LONGEST = 2000  # characters
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Something that people are told, on the time axis."""
+    """One line of the list."""
 
     time: float
     kind: str  # one of KINDS
     text: str
     ranks: tuple[int, ...] = ()
-    seconds: float = 0.0  # that it took, or lasted
+    seconds: float = 0.0  # how long it took
 
 
 @dataclass
 class EventsTimeline:
-    """The latest of them, and how many there were."""
+    """The latest events, and how many there were of each kind."""
 
     latest: deque[TimelineEvent] = field(default_factory=lambda: deque(maxlen=_MOST))
     counts: Counter[str] = field(default_factory=Counter)  # by kind, of all
 
-    def see(self, event: events.AnyEvent) -> TimelineEvent | None:
-        """What is told of it, unless that is known already."""
-        told = _happening(event)
-        if told is None or self._known(told, event):
+    def apply(self, event: events.AnyEvent) -> TimelineEvent | None:
+        """Add `event` and return its line; None if there is nothing to show, or it is shown already."""
+        entry = _entry(event)
+        if entry is None or self._known(entry, event):
             return None
-        return self._add(told)
+        return self._add(entry)
 
-    def tell(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+    def add(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+        """Add a line that is not an event of the run."""
         self._add(TimelineEvent(when, kind, text, ranks, seconds))
 
     def since(self, count: int) -> list[TimelineEvent]:
-        """Those that came after so many."""
+        """Return the lines after the first `count`, as far as they are kept."""
         new = min(self.counts.total() - count, len(self.latest))
         return list(islice(self.latest, len(self.latest) - new, None))
 
-    def _add(self, told: TimelineEvent) -> TimelineEvent:
-        self.latest.append(replace(told, text=told.text[:_LONG]))
-        self.counts[told.kind] += 1
+    def _add(self, entry: TimelineEvent) -> TimelineEvent:
+        self.latest.append(replace(entry, text=entry.text[:_LONGEST]))
+        self.counts[entry.kind] += 1
         return self.latest[-1]
 
-    def _known(self, told: TimelineEvent, event: events.AnyEvent) -> bool:
-        text = told.text[:_LONG]
+    def _known(self, entry: TimelineEvent, event: events.AnyEvent) -> bool:
+        text = entry.text[:_LONGEST]
         if isinstance(event, events.Stopping):
-            text = event.reason[:_LONG]
+            text = event.reason[:_LONGEST]
         if isinstance(event, events.Stopping | events.WorkerFailed):
             return any(one.kind == "fault" and one.text == text for one in self.latest)
-        if told.kind == "note":
+        if entry.kind == "note":
             last = self.latest[-1] if self.latest else None
             again = last is not None and last.kind == "note" and last.text == text
-            return again or (isinstance(event, events.Note) and event.repeats)
+            return again or (isinstance(event, events.NoteEvent) and event.repeats)
         return False
 
 
-def _happening(event: events.AnyEvent) -> TimelineEvent | None:
+def _entry(event: events.AnyEvent) -> TimelineEvent | None:
     match event:
-        case events.FaultEvent() if event.joins:
+        case events.FaultEvent(kind="node-joined"):
             return TimelineEvent(event.time, "joined", event.reason)
         case events.FaultEvent():
-            named = event.reason.startswith(("rank ", "node ", "the "))
-            text = event.reason if named else f"rank {event.rank}: {event.reason}"
-            return TimelineEvent(event.time, "fault", text, (event.rank,))
+            return TimelineEvent(event.time, "fault", event.reason, (event.rank,))
         case events.WorkerFailed():
             return TimelineEvent(event.time, "fault", event.summary, (event.rank,))
         case events.Recovered():
@@ -92,26 +91,26 @@ def _happening(event: events.AnyEvent) -> TimelineEvent | None:
             text = f"recovered in {event.seconds:.2f} s: step {event.step} is committed, {cost}"
             return TimelineEvent(event.time, "recovered", text, seconds=event.seconds)
         case events.Restarted():
-            text = f"all ranks are started again, {event.seconds:.2f} s after the fault"
+            text = f"all ranks restarted {event.seconds:.2f} s after the fault"
             return TimelineEvent(event.time, "restarted", text, seconds=event.seconds)
         case events.Stalled():
-            text = f"no rank has gone on for {event.seconds:.0f} s"
+            text = f"no progress for {event.seconds:.0f} s"
             return TimelineEvent(event.time, "stalled", text, seconds=event.seconds)
         case events.VerdictEvent():
             return TimelineEvent(event.time, "verdict", event.text, event.ranks)
         case events.Resumed():
-            text = f"goes on after {event.seconds:.0f} s"
+            text = f"resumed after {event.seconds:.0f} s"
             return TimelineEvent(event.time, "resumed", text, seconds=event.seconds)
         case events.Preempted():
-            text = f"preempted: step {event.step} is in a checkpoint, {event.seconds:.1f} s after it was asked for"
+            text = f"preempted: step {event.step} is in a checkpoint, {event.seconds:.1f} s after the signal"
             return TimelineEvent(event.time, "preempted", text, seconds=event.seconds)
         case events.Stopping():
-            return TimelineEvent(event.time, "note", f"ranks are being ended ({event.signal}): {event.reason}")
+            return TimelineEvent(event.time, "note", f"stopping all ranks ({event.signal}): {event.reason}")
         case events.StoreLost():
             return TimelineEvent(event.time, "note", f"the store process has ended (code {event.code})")
-        case events.Note():
+        case events.NoteEvent():
             return TimelineEvent(event.time, "note", event.text)
         case events.RunEnded():
-            how = f"ended with code {event.code}" if event.code else "done"
+            how = f"failed with exit code {event.code}" if event.code else "done"
             return TimelineEvent(event.time, "end", f"{how}, after {event.seconds:.0f} s", seconds=event.seconds)
     return None

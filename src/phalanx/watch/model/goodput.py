@@ -1,11 +1,12 @@
-"""What faults and stalls have cost, in seconds, and the goodput.
+"""The time that faults and stalls have cost, and the goodput.
 
-Goodput is the share of the time since the first step that was not lost. Lost is
-- from a fault to the first step that is committed after it (Recovered), and as long as usual for each step done again
-- from a fault until all ranks have ended (Restarted), and from there to the next step; which steps are done again after
-  that, nobody says
-- how long nothing went on (Resumed; without that, from when it began to the next step)
-`phalanx run` says at its end how much the faults alone have cost, of the time since the command.
+Goodput is the share of the time since the first step that was not lost. Lost time is:
+- from a fault to the first committed step after it (Recovered), plus the usual time of each step computed again;
+- from a fault until all ranks have ended (Restarted), and from there to the next step. How many steps are computed
+  again after a restart is not known;
+- a stall (Resumed; if that does not come, from its begin to the next step).
+
+`phalanx run` reports at its end only the time lost to faults, as a share of the time since the command.
 """
 
 from __future__ import annotations
@@ -15,39 +16,45 @@ from dataclasses import dataclass
 
 @dataclass
 class Goodput:
-    seconds: float = 0.0  # of what is over; never less than before
-    first: float | None = None  # the first step, or the first loss
-    since: float | None = None  # of what is not over
-    _guess: float = 0.0  # what was counted for the latest, until somebody says how long it took
+    """Sums up lost time. A loss begins with `begin` and ends with `end` or `end_after`."""
+
+    seconds: float = 0.0  # of losses that are over; never decreases
+    first: float | None = None  # time of the first step, or of the first loss
+    since: float | None = None  # begin of the current loss
+    _estimate: float = 0.0  # what `end` has counted for the latest loss, until its real duration is known
 
     def stepped(self, when: float) -> None:
+        """Record a step: the current loss is over."""
         self.first = when if self.first is None else min(self.first, when)
-        self.settle(when)
+        self.end(when)
 
     def begin(self, when: float) -> None:
-        """The first of several that come together counts."""
+        """Begin a loss. Nothing happens while there is one already."""
         if self.since is None:
-            self.since, self._guess = when, 0.0
+            self.since, self._estimate = when, 0.0
             self.first = when if self.first is None else self.first
 
-    def settle(self, when: float) -> None:
-        """It is over, as far as can be seen."""
+    def end(self, when: float) -> None:
+        """End the current loss at `when`, as far as is known."""
         if self.since is not None:
-            self._guess = max(0.0, when - self.since)
-            self.seconds += self._guess
+            self._estimate = max(0.0, when - self.since)
+            self.seconds += self._estimate
             self.since = None
 
-    def told(self, seconds: float) -> None:
-        """It is over, and took so long."""
-        self.seconds += max(0.0, seconds - self._guess)
-        self.since, self._guess = None, 0.0
+    def end_after(self, seconds: float) -> None:
+        """End the current loss, or correct the last one: it took `seconds`."""
+        self.seconds += max(0.0, seconds - self._estimate)
+        self.since, self._estimate = None, 0.0
 
     def add(self, seconds: float) -> None:
+        """Count `seconds` as lost."""
         self.seconds += max(0.0, seconds)
 
     def total(self, now: float) -> float:
+        """Return the seconds lost until `now`, with those of the current loss."""
         return self.seconds + (max(0.0, now - self.since) if self.since is not None else 0.0)
 
     def goodput(self, now: float) -> float:
+        """Return the goodput until `now`, 0 to 1."""
         whole = now - self.first if self.first is not None else 0.0
         return min(1.0, max(0.0, 1 - self.total(now) / whole)) if whole > 0 else 1.0

@@ -1,4 +1,4 @@
-"""What went wrong in a run, one entry each, and what each has cost. Folded from events, pure."""
+"""The faults, stalls and preemptions of a run and what each has cost. Folded from events."""
 
 from __future__ import annotations
 
@@ -12,58 +12,63 @@ MOST = 1000  # entries; a run that fails more often has another problem
 
 @dataclass(frozen=True)
 class Incident:
+    """A fault, a stall or a preemption."""
+
     time: float
     kind: Literal["fault", "stall", "preemption"]
     text: str
     ranks: tuple[int, ...] = ()
     remedy: str = ""  # regroup, restart, stop; of a stall: fault
-    seconds: float | None = None  # that it took until all went on; None: they did not, or it counts to the one before
-    redone: int = 0  # steps that were made again
-    step: int = -1  # the first that was committed after it; -1: not known
+    seconds: float | None = None  # until the next step; None: there was none
+    redone: int = 0  # steps computed again
+    step: int = -1  # the first step committed after it; -1: unknown
 
     @property
     def outcome(self) -> str:
-        """In words."""
+        """A sentence about how it ended."""
         if self.kind == "preemption":
-            return f"ended for now: step {self.step} is in a checkpoint"
+            return f"preempted: step {self.step} is in a checkpoint"
         if self.remedy == "stop":
-            return "the run was ended"
+            return "the run was stopped"
         if self.seconds is None:
-            done = {"regroup": "regrouped", "restart": "started all ranks again"}.get(self.remedy)
-            return f"{done}, and no step was made since" if done else "it did not go on"
+            done = {"regroup": "regrouped", "restart": "restarted all ranks"}.get(self.remedy)
+            return f"{done}; no step since then" if done else "not resolved"
         if self.kind == "stall":
-            return "it ended by a fault" if self.remedy == "fault" else "it went on by itself"
+            return "ended by a fault" if self.remedy == "fault" else "resumed by itself"
         if self.remedy == "restart":
-            return "all ranks were started again"
-        again = "no step lost" if not self.redone else f"{self.redone} step{'s' * (self.redone > 1)} made again"
-        return f"regrouped: step {self.step} was the next, {again}"
+            return "restarted all ranks"
+        cost = "no step lost" if not self.redone else f"{self.redone} step{'s' * (self.redone > 1)} done again"
+        return f"regrouped: next step {self.step}, {cost}"
 
 
 @dataclass
 class Incidents:
-    entries: list[Incident] = field(default_factory=list)
-    left_out: int = 0
-    _open: list[int] = field(default_factory=list)  # entries that are not settled
+    """All incidents of a run. Call `apply` with each event."""
 
-    def see(self, event: events.AnyEvent) -> None:
+    entries: list[Incident] = field(default_factory=list)
+    left_out: int = 0  # incidents beyond MOST
+    _open: list[int] = field(default_factory=list)  # indexes of incidents that are not over
+
+    def apply(self, event: events.AnyEvent) -> None:
+        """Fold an event into the list."""
         match event:
-            case events.FaultEvent() if not event.joins:
-                self._settle_stall(event.time)
+            case events.FaultEvent() if event.kind != "node-joined":
+                self._close_stall(event.time)
                 self._add(Incident(event.time, "fault", event.reason, (event.rank,), event.recovery))
             case events.Recovered():
-                self._settle("fault", event.seconds, redone=event.redone, step=event.step)
+                self._close("fault", event.seconds, redone=event.redone, step=event.step)
             case events.Restarted():
-                self._settle("fault", event.seconds)
+                self._close("fault", event.seconds)
             case events.Stalled():
                 if not any(self.entries[index].kind == "stall" for index in self._open):
-                    self._add(Incident(event.time - event.seconds, "stall", "no rank went on"))
+                    self._add(Incident(event.time - event.seconds, "stall", "no progress"))
             case events.VerdictEvent():
-                self._judged(event)
+                self._explain(event)
             case events.Resumed():
-                self._settle("stall", event.seconds)
+                self._close("stall", event.seconds)
             case events.Preempted():
                 took = event.seconds
-                self._add(Incident(event.time, "preemption", "asked to end", seconds=took, step=event.step))
+                self._add(Incident(event.time, "preemption", "preempted", seconds=took, step=event.step))
 
     def _add(self, entry: Incident) -> None:
         if len(self.entries) >= MOST:
@@ -73,8 +78,8 @@ class Incidents:
             self._open.append(len(self.entries))
         self.entries.append(entry)
 
-    def _judged(self, event: events.VerdictEvent) -> None:
-        """The first verdict about a stall names it."""
+    def _explain(self, event: events.VerdictEvent) -> None:
+        """The first verdict about a stall becomes its text."""
         for index in self._open:
             if self.entries[index].kind == "stall" and not self.entries[index].ranks:
                 self.entries[index] = replace(self.entries[index], text=event.text, ranks=event.ranks)
@@ -82,8 +87,8 @@ class Incidents:
         if not self._open:
             self._add(Incident(event.time, "stall", event.text, event.ranks))
 
-    def _settle(self, kind: str, seconds: float, *, redone: int = 0, step: int = -1) -> None:
-        """Of several faults that were mended at once the first one has all of the cost."""
+    def _close(self, kind: str, seconds: float, *, redone: int = 0, step: int = -1) -> None:
+        """Close all open incidents of a kind. The first one has the whole cost."""
         concerned = [index for index in self._open if self.entries[index].kind == kind]
         for place, index in enumerate(concerned):
             first = place == 0
@@ -92,10 +97,10 @@ class Incidents:
             )
         self._open = [index for index in self._open if index not in concerned]
 
-    def _settle_stall(self, when: float) -> None:
-        """It ended by a fault."""
+    def _close_stall(self, when: float) -> None:
+        """Close an open stall: a fault has ended it."""
         for index in self._open:
             if self.entries[index].kind == "stall":
-                stood = max(0.0, when - self.entries[index].time)
-                self.entries[index] = replace(self.entries[index], seconds=stood, remedy="fault")
+                seconds = max(0.0, when - self.entries[index].time)
+                self.entries[index] = replace(self.entries[index], seconds=seconds, remedy="fault")
         self._open = [index for index in self._open if self.entries[index].kind != "stall"]

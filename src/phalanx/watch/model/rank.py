@@ -1,4 +1,4 @@
-"""One rank, as it is seen now."""
+"""The state of one rank."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from phalanx.watch.model.histogram import Histogram
 from phalanx.watch.model.rate import Rate
 from phalanx.watch.model.strip import Strip
 
-Health = Literal["coming", "well", "waiting", "slow", "debugged", "silent", "stuck", "dead", "stopped", "done"]
+Health = Literal["starting", "healthy", "waiting", "slow", "debugged", "silent", "stuck", "dead", "stopped", "done"]
 HEALTH: tuple[Health, ...] = (
-    *("dead", "stuck", "silent", "debugged", "slow", "waiting", "coming", "well", "stopped", "done"),
+    *("dead", "stuck", "silent", "debugged", "slow", "waiting", "starting", "healthy", "stopped", "done"),
 )
 
 _PHASES = {letter: name for name, letter in LETTERS.items()}
 _PHASES |= {letter.upper(): name for letter, name in _PHASES.items()}
-_COMING = ("import", "join")
+_STARTING = ("import", "join")
 _SILENT = 5.0  # seconds
-_BLIND = 5.0  # seconds without a letter: it is a program that nobody can look into
-_WAITING = 0.8  # of its time, and still: it does nothing else
-_STOPPED = (None, -2, -9, -15, 130, 137, 143)  # how one ends that was told to; None: nobody says
+_UNSAMPLED = 5.0  # seconds without a letter: the program has no probe
+_WAITING = 0.8  # share of the time in a collective from which the rank only waits
+_STOPPED = (None, -2, -9, -15, 130, 137, 143)  # exit codes of a worker that was stopped; None: unknown
 
 
 @dataclass(slots=True)
 class RankView:
+    """One rank: where it runs, what it does, how it is."""
+
     rank: int
     node: int = 0
     host: str = ""
     device: str = ""
     pid: int = 0
-    health: Health = "coming"
-    phase: str = "import"  # the last that was seen
+    health: Health = "starting"
+    phase: str = "import"  # the latest phase
     step: int = -1
-    rate: float = 0.0  # steps a second
-    samples: float = -1.0  # a second; -1: it does not tell
-    data: float = 0.0  # shares of its time
+    rate: float = 0.0  # steps per second
+    samples: float = -1.0  # training samples per second; -1: unknown
+    data: float = 0.0  # shares of the time
     compute: float = 0.0
     waiting: float = 0.0
     cpu: float = 0.0
@@ -46,89 +48,89 @@ class RankView:
     gpu_memory: int = 0
     silent: float = 0.0
     place: str = ""
-    strip: Strip = field(default_factory=Strip)  # its phases on the time axis
-    code: int | None = None  # that it has ended with, where that is known
-    gone: bool = False  # it has ended
+    strip: Strip = field(default_factory=Strip)  # phases on the time axis
+    code: int | None = None  # exit code, if it has ended and that is known
+    gone: bool = False  # the process has ended
     debugged: bool = False
-    seen: float = 0.0  # when it was last looked at
-    _ended: float = 0.0
-    _blind: float = 0.0  # seconds that it has been there, and no letter was seen yet; -1: one was
-    _pace: Rate = field(default_factory=Rate)
-    _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since its last step
-    _shares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # when anything of it was last seen
+    sampled: float = 0.0  # time of the latest sample
+    ended_at: float = 0.0
+    _unsampled: float = 0.0  # seconds without any letter since the start; -1: there was one
+    _rate: Rate = field(default_factory=Rate)
+    _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since the last step
+    _shares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the latest shares that were sampled
 
-    def born(self, pid: int) -> None:
-        """Another process has this rank now."""
+    def start(self, pid: int) -> None:
+        """Record that another process has this rank."""
         if pid != self.pid or self.gone:
             self.pid, self.code, self.gone, self.debugged = pid, None, False, False
-            self.phase, self.silent, self.rate, self.seen = "import", 0.0, 0.0, 0.0
-            self._pace, self._spent, self._blind = Rate(), (0.0, 0.0, 0.0), 0.0
+            self.phase, self.silent, self.rate, self.sampled = "import", 0.0, 0.0, 0.0
+            self._rate, self._spent, self._unsampled = Rate(), (0.0, 0.0, 0.0), 0.0
 
-    def sits(self, face: RankInfo) -> None:
-        self.node, self.host, self.device = face.node, face.host, face.device
-        if face.pid and face.pid != self.pid:
-            self.born(face.pid)
+    def place_at(self, info: RankInfo) -> None:
+        """Record where the rank runs."""
+        self.node, self.host, self.device = info.node, info.host, info.device
+        if info.pid and info.pid != self.pid:
+            self.start(info.pid)
 
-    def ended(self, when: float, code: int | None) -> None:
-        self._ended, self.code, self.gone, self.rate = when, code, True, 0.0
-        self.data, self.compute, self.waiting = self._shares  # a process that ends is not at anything
+    def end(self, when: float, code: int | None) -> None:
+        """Record that the process has ended."""
+        self.ended_at, self.code, self.gone, self.rate = when, code, True, 0.0
+        self.data, self.compute, self.waiting = self._shares  # shares of a dying process mean nothing
 
-    @property
-    def since(self) -> float:
-        """When it has ended."""
-        return self._ended
+    def freeze_rate(self) -> None:
+        """Show how fast the rank was: the run is over."""
+        self.rate = 1 / self._rate.each if self._rate.each else 0.0
 
-    def rests(self) -> None:
-        """The run is over: how fast it was says more than that it stands still."""
-        self.rate = 1 / self._pace.each if self._pace.each else 0.0
-
-    def glance(self, now: float, seconds: float, glance: RankSample, times: Mapping[str, Histogram]) -> None:
-        self.data, self.compute, self.waiting = glance.data, glance.compute, glance.waiting
-        if glance.state not in ("X", "E"):  # of what is gone nothing can be measured
-            if glance.phases.strip(UNSEEN):
-                self._shares = (glance.data, glance.compute, glance.waiting)
-            self.cpu, self.memory, self.samples = glance.cpu, glance.memory, glance.samples
-            self.gpu, self.gpu_memory = glance.gpu, glance.gpu_memory
-        self.silent, self.debugged, self.place = glance.silent, glance.debugged, glance.place
-        since, self.seen = self.seen, now
-        phases = glance.phases
+    def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
+        """Fold a sample into the state. `times`: histograms of the seconds per step."""
+        self.data, self.compute, self.waiting = sample.data, sample.compute, sample.waiting
+        if sample.state not in ("X", "E"):  # else there is nothing to measure
+            if sample.phases.strip(UNSEEN):
+                self._shares = (sample.data, sample.compute, sample.waiting)
+            self.cpu, self.memory, self.samples = sample.cpu, sample.memory, sample.samples
+            self.gpu, self.gpu_memory = sample.gpu, sample.gpu_memory
+        self.silent, self.debugged, self.place = sample.silent, sample.debugged, sample.place
+        since, self.sampled = self.sampled, now
+        phases = sample.phases
         self.strip.add(now, phases)
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
         if last:
-            self._blind = -1.0
-        elif self._blind >= 0 and phases:
-            self._blind += seconds
-            self.phase = "idle" if self._blind >= _BLIND else self.phase
-        if glance.state in ("X", "E"):
-            self.step = glance.step if glance.step >= 0 else self.step
-            self.ended(now, self.code if glance.state == "X" else 0)
+            self._unsampled = -1.0
+        elif self._unsampled >= 0 and phases:
+            self._unsampled += seconds
+            self.phase = "idle" if self._unsampled >= _UNSAMPLED else self.phase
+        if sample.state in ("X", "E"):
+            self.step = sample.step if sample.step >= 0 else self.step
+            self.end(now, self.code if sample.state == "X" else 0)
             return
-        if self.gone and now >= self._ended:  # else it was seen before it died
+        if self.gone and now >= self.ended_at:  # else the sample is older than the end
             self.gone, self.code = False, None
-        # Of a long run only some sights are kept: what each of them has seen stands for the time since the one before.
-        self._count(now, now - since if since and now > since else seconds, glance, times)
+        # Long runs keep only some samples: each one stands for the time since the one before it.
+        self._count(now, now - since if since and now > since else seconds, sample, times)
 
-    def _count(self, now: float, seconds: float, glance: RankSample, times: Mapping[str, Histogram]) -> None:
-        """How long its steps take, and what for."""
+    def _count(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
+        """Add to the histograms what each new step has taken."""
         data, compute, waiting = self._spent
-        data += glance.data * seconds
-        compute += glance.compute * seconds
-        waiting += glance.waiting * seconds
-        steps = glance.step - self.step
+        data += sample.data * seconds
+        compute += sample.compute * seconds
+        waiting += sample.waiting * seconds
+        steps = sample.step - self.step
         if steps > 0 and self.step >= 0:
             times["data"].add(data / steps, steps)
             times["compute"].add(compute / steps, steps)
             times["waiting"].add(waiting / steps, steps)
         self._spent = (data, compute, waiting) if steps == 0 else (0.0, 0.0, 0.0)
-        self.step = glance.step
-        if glance.step >= 0:
-            self._pace.see(now, glance.step)
-            self.rate = self._pace.at(now)
+        self.step = sample.step
+        if sample.step >= 0:
+            self._rate.record(now, sample.step)
+            self.rate = self._rate.at(now)
 
-    def judge(self, *, stuck: bool, slow: bool, stopped: bool = False) -> None:
-        """The worst that is true of it: the order of HEALTH. Who has ended with 0 is done, whatever else there was.
-        `stopped`: that it has ended since is what was asked for."""
+    def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False) -> None:
+        """Set `health` to the worst that applies, in the order of HEALTH; exit code 0 is always "done".
+
+        `stopped`: the worker was asked to end.
+        """
         if self.gone:
             self.health = "done" if self.code == 0 else "stopped" if stopped and self.code in _STOPPED else "dead"
         elif stuck:
@@ -141,7 +143,7 @@ class RankView:
             self.health = "slow"
         elif self.phase == "collective" and self.waiting >= _WAITING:
             self.health = "waiting"
-        elif not self.seen or self.phase in _COMING:
-            self.health = "coming"
+        elif not self.sampled or self.phase in _STARTING:
+            self.health = "starting"
         else:
-            self.health = "well"
+            self.health = "healthy"

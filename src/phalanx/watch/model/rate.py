@@ -1,4 +1,4 @@
-"""How fast something counts up, smoothed over some seconds; the longer nothing comes, the slower it is."""
+"""How fast a counter grows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _WINDOW = 10.0  # seconds
-_PAUSE = 4.0  # times as long as usual: it stood still, which is not how fast it is now
+_PAUSE = 4.0  # a gap of so many times the usual interval was a pause, and is not part of the rate
 
 
 @dataclass(slots=True)
 class Rate:
-    marks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))  # each time that it was more
-    each: float = 0.0  # seconds for one; 0: unknown
+    """The rate of a counter over some seconds. It decreases while the counter stays the same."""
 
-    def see(self, now: float, count: int) -> None:
-        """Of a count that goes back nothing is known but where it goes on."""
+    marks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))  # when it grew, and to what
+    each: float = 0.0  # seconds per count; 0: unknown
+
+    def record(self, now: float, count: int) -> None:
+        """Record the counter. If it has gone back, the rate starts from there."""
         marks = self.marks
         if marks:
             then, before = marks[-1]
@@ -34,7 +36,7 @@ class Rate:
         self.each = (now - start) / (count - less)
 
     def at(self, now: float) -> float:
-        """A second."""
+        """Return the rate per second; 0 if it is unknown."""
         if not self.each:
             return 0.0
         quiet = now - self.marks[-1][0]

@@ -1,4 +1,4 @@
-"""A run of many ranks that nobody has: its events, the same each time. For tests, pictures and measurements."""
+"""The events of a simulated run with any number of ranks, deterministic. For tests, pictures and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from collections.abc import Iterator
 from phalanx.contract import events
 from phalanx.contract.events import LETTERS, LinkMeasured, RankInfo, RankSample
 
-_STEP = "ddffffbbbwwo"  # what a step of 1.2 s looks like, a tenth of a second a letter
+_STEP = "ddffffbbbwwo"  # a step of 1.2 s, one letter per tenth of a second
 
 
-def begin(ranks: int, *, now: float, a_node: int = 8) -> list[events.AnyEvent]:
-    """Until all ranks are there."""
-    nodes = math.ceil(ranks / a_node)
+def begin(ranks: int, *, now: float, per_node: int = 8) -> list[events.AnyEvent]:
+    """Return the events until all ranks have started."""
+    nodes = math.ceil(ranks / per_node)
     hosts = tuple(f"node{number}" for number in range(nodes))
-    faces = tuple(
+    infos = tuple(
         RankInfo(
-            rank=rank, node=rank // a_node, host=hosts[rank // a_node], device=f"gpu {rank % a_node}", pid=1000 + rank
+            rank=rank,
+            node=rank // per_node,
+            host=hosts[rank // per_node],
+            device=f"gpu {rank % per_node}",
+            pid=1000 + rank,
         )
         for rank in range(ranks)
     )
@@ -29,54 +33,56 @@ def begin(ranks: int, *, now: float, a_node: int = 8) -> list[events.AnyEvent]:
     )
     return [
         events.RunStarted(time=now, run="train-simulated", command=("train.py",), world_size=ranks, pid=999),
-        events.RollCall(time=now, expected=nodes, here=hosts[:1], missing=hosts[1:]),
-        events.RollCall(time=now + 1, expected=nodes, here=hosts),
+        events.RendezvousProgress(time=now, expected=nodes, joined=hosts[:1], missing=hosts[1:]),
+        events.RendezvousProgress(time=now + 1, expected=nodes, joined=hosts),
         events.Links(time=now + 1, measured=now - 3600, pairs=links),
         events.AttemptStarted(time=now + 1, attempt=0),
-        events.RankInfos(time=now + 1, ranks=faces),
+        events.RankInfos(time=now + 1, ranks=infos),
     ]
 
 
 def second(number: int, ranks: int, *, now: float, seed: int = 1) -> list[events.AnyEvent]:
-    """The events of one second of training. Rank 3 is slow; rank 1 dies in second 20, and is back in the next;
-    in second 40 rank 2 is stuck for ten seconds."""
-    chance = random.Random(f"{seed} {number}")  # noqa: S311
+    """Return the events of one second of training.
+
+    Rank 3 is slow. Rank 1 dies in second 20 and is replaced in the next. Rank 2 is stuck from second 40 to 50.
+    """
+    rng = random.Random(f"{seed} {number}")  # noqa: S311
     stuck = 2 if 40 <= number < 50 and ranks > 2 else None
     steps = number if stuck is None else 40
-    told: list[events.AnyEvent] = []
+    happened: list[events.AnyEvent] = []
     if number == 20 and ranks > 1:
-        told.append(events.FaultEvent(time=now, rank=1, reason="killed by SIGKILL", recovery="regroup"))
+        happened.append(events.FaultEvent(time=now, rank=1, reason="rank 1 failed: SIGKILL", recovery="regroup"))
     if number == 21 and ranks > 1:
-        told.append(events.Recovered(time=now, generation=1, seconds=0.31, step=steps))
+        happened.append(events.Recovered(time=now, generation=1, seconds=0.31, step=steps))
     if number == 43 and stuck is not None:
         text = "rank 2 is in data loading, dataset.py:41 in __getitem__; the others wait for it in all_reduce #214"
-        told.append(events.Stalled(time=now, seconds=3.0))
-        told.append(events.VerdictEvent(time=now, kind="data", text=text, ranks=(2,)))
+        happened.append(events.Stalled(time=now, seconds=3.0))
+        happened.append(events.VerdictEvent(time=now, kind="data", text=text, ranks=(2,)))
     if number == 50 and ranks > 2:
-        told.append(events.Resumed(time=now, seconds=10.0))
+        happened.append(events.Resumed(time=now, seconds=10.0))
     generation = 1 if number > 20 else 0
-    glances = tuple(_glance(rank, steps, number, stuck, chance) for rank in range(ranks))
-    told.append(events.ClusterSample(time=now, seconds=1.0, generation=generation, ranks=glances))
+    samples = tuple(_rank_sample(rank, steps, number, stuck, rng) for rank in range(ranks))
+    happened.append(events.ClusterSample(time=now, seconds=1.0, generation=generation, ranks=samples))
     if stuck is None:
-        loss = 2.3 * math.exp(-number / 60) + 0.1 + chance.gauss(0, 0.02)
+        loss = 2.3 * math.exp(-number / 60) + 0.1 + rng.gauss(0, 0.02)
         values: dict[str, float | None] = {"loss": loss, "accuracy": 1 - loss / 3}
-        told.append(
+        happened.append(
             events.MetricsMeasured(
                 time=now, step=steps, epoch=steps // 100, total=1000, values=values, samples=ranks * 61.0
             )
         )
-    return told
+    return happened
 
 
 def run(ranks: int, seconds: int, *, now: float = 1.7e9, code: int = 0) -> Iterator[events.AnyEvent]:
-    """A whole one."""
+    """Yield the events of a whole run."""
     yield from begin(ranks, now=now)
     for number in range(seconds):
         yield from second(number, ranks, now=now + 2 + number)
     yield events.RunEnded(time=now + 2 + seconds, code=code, seconds=seconds + 2.0)
 
 
-def _glance(rank: int, steps: int, number: int, stuck: int | None, chance: random.Random) -> RankSample:
+def _rank_sample(rank: int, steps: int, number: int, stuck: int | None, rng: random.Random) -> RankSample:
     if rank == 1 and number == 20:
         return RankSample(rank=rank, step=steps, phases=events.UNSEEN * 10, state="X")
     if stuck is not None:
@@ -94,9 +100,9 @@ def _glance(rank: int, steps: int, number: int, stuck: int | None, chance: rando
         data=data,
         compute=round(1 - waiting - data, 2),
         waiting=waiting,
-        cpu=0.9 + chance.random() / 10,
+        cpu=0.9 + rng.random() / 10,
         memory=(2 << 30) + rank * (1 << 20),
-        gpu=round(0.8 + chance.random() / 5, 2) if stuck is None else 0.0,
+        gpu=round(0.8 + rng.random() / 5, 2) if stuck is None else 0.0,
         gpu_memory=60 << 30,
         samples=61.0 if stuck is None else 0.0,
         state="S" if rank == stuck else "R",

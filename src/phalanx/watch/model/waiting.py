@@ -1,8 +1,8 @@
-"""Who waits for whom, from the phases of all ranks.
+"""Which ranks keep the others waiting, from the phases of all ranks.
 
-A rank waits while it is in a collective. When at least half of the ranks that were seen in the same tenth of a second
-wait, those that do not are waited for. While all of them wait, nobody is: the data is on its way. Where ranks form
-several groups (pipelines), the half is a guess.
+A rank waits while it is in a collective. When at least half of the ranks sampled in the same tenth of a second wait,
+they wait for those that do not. While all of them wait, nobody is late: data is being transferred. If ranks form
+several groups (pipelines), "half" is a guess.
 """
 
 from __future__ import annotations
@@ -12,25 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.contract.events import LETTERS, UNSEEN
-from phalanx.watch.model.strip import TICK, Strip
+from phalanx.watch.model.strip import TICK
 
 PHASES = {letter: name for name, letter in LETTERS.items()}
-APART = ("import", "join", "checkpoint", "compile")  # not part of a usual step: who is in it is not slow
+APART = ("import", "join", "checkpoint", "compile")  # not part of a usual step: a rank in one of them is not slow
 _WAITS = LETTERS["collective"]
-_WINDOW = 60.0  # seconds that a Tally looks back
-_SURE = 20.0  # seconds that it must have seen
-_SLOW, _WELL = 0.1, 0.06  # share of the time that others wait for a rank that is slow, and for one not any more
-_FACTOR = 2.0  # times as much as the rank in the middle
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Somebody is waited for."""
-
-    start: float
-    end: float
-    waiting: tuple[int, ...]  # ranks, when it ended
-    on: tuple[int, ...]  # for those
+_WINDOW = 60.0  # seconds that a WaitingTally looks back
+_ENOUGH = 20.0  # seconds that must have been sampled before a rank is called slow
+_SLOW, _NOT_SLOW = 0.1, 0.06  # share of the time that others wait for a rank: from here it is slow, below no longer
+_FACTOR = 2.0  # a slow rank has at least so many times the share of the median rank
 
 
 @dataclass(frozen=True)
@@ -39,137 +29,97 @@ class WaitedFor:
 
     rank: int
     seconds: float
-    share: float  # of the time that was looked at
-    phase: str  # that it was in, mostly
-    steps: int = 0  # that it made meanwhile; 0: unknown
-
-    @property
-    def each(self) -> float:
-        """Seconds a step; without steps 0."""
-        return self.seconds / self.steps if self.steps else 0.0
+    share: float  # of the sampled time
+    phase: str  # the phase that it was in most of that time
 
     def sentence(self, seconds: float = _WINDOW) -> str:
-        """Of the last so many."""
+        """Return a sentence about it. `seconds`: the sampled time."""
         within = "the last minute" if round(seconds) == 60 else f"the last {seconds:.0f} s"
-        where = {"data": "data loading", "idle": "code of its own"}.get(self.phase, self.phase)
+        where = {"data": "data loading", "idle": "its own code"}.get(self.phase, self.phase)
         return f"rank {self.rank} kept the others waiting {self.share:.0%} of {within}, mostly in {where}"
 
 
-def stretches(strips: Mapping[int, Strip], start: float, end: float) -> list[Stretch]:
-    """In order. A stretch ends when somebody else is waited for."""
-    ranks, columns = _columns({rank: strip.between(start, end) for rank, strip in strips.items()})
-    first = end - TICK * len(columns)
-    found: list[Stretch] = []
-    last = -1
-    for number, column in enumerate(columns):
-        on = tuple(ranks[place] for place, _ in _late(column))
-        if not on:
-            continue
-        waiting = tuple(rank for rank, letter in zip(ranks, column, strict=True) if letter == _WAITS)
-        if found and last == number - 1 and found[-1].on == on:
-            found[-1] = Stretch(found[-1].start, first + TICK * (number + 1), waiting, on)
-        else:
-            found.append(Stretch(first + TICK * number, first + TICK * (number + 1), waiting, on))
-        last = number
-    return found
-
-
-def held(strips: Mapping[int, Strip], start: float, end: float) -> list[WaitedFor]:
-    """Of that time: who was waited for, the longest first."""
-    letters = {rank: strip.between(start, end) for rank, strip in strips.items()}
-    ranks, columns = _columns(letters)
-    seen: dict[int, Counter[str]] = {}
-    for column in columns:
-        for place, letter in _late(column):
-            seen.setdefault(ranks[place], Counter())[letter] += 1
-    steps = {rank: sum(map(str.isupper, letters[rank])) for rank in seen}
-    return _ordered(seen, len(columns), steps)
-
-
 @dataclass
-class Tally:
-    """The same of the last minute, second by second: cheap, however many ranks there are."""
+class WaitingTally:
+    """Who was waited for in the last minute. The cost per second does not depend on the number of ranks in it."""
 
     _parts: deque[tuple[float, int, dict[int, str]]] = field(default_factory=deque)  # when, ticks, letters by rank
-    _seen: dict[int, Counter[str]] = field(default_factory=dict)
+    _counts: dict[int, Counter[str]] = field(default_factory=dict)  # rank -> letters
     _ticks: int = 0
     _slow: set[int] = field(default_factory=set)
 
-    def see(self, now: float, letters: Mapping[int, str]) -> None:
+    def record(self, now: float, letters: Mapping[int, str]) -> None:
+        """Add the letters of all ranks that were sampled just before `now`."""
         ranks, columns = _columns(letters)
         found: dict[int, str] = {}
         for column in columns:
             for place, letter in _late(column):
                 found[ranks[place]] = found.get(ranks[place], "") + letter
         for rank, more in found.items():
-            self._seen.setdefault(rank, Counter()).update(more)
+            self._counts.setdefault(rank, Counter()).update(more)
         self._ticks += len(columns)
         self._parts.append((now, len(columns), found))
         while self._parts and not now - _WINDOW < self._parts[0][0] <= now:
-            self._forget(*self._parts.popleft()[1:])
-        self._slow = set(self._late_ones(len(ranks)))
+            self._drop(*self._parts.popleft()[1:])
+        self._slow = set(self._find_slow(len(ranks)))
 
     @property
     def seconds(self) -> float:
-        """That it has seen of the last minute."""
+        """The sampled seconds of the last minute."""
         return self._ticks * TICK
 
     def clear(self) -> None:
+        """Start again."""
         self._parts.clear()
-        self._seen.clear()
+        self._counts.clear()
         self._slow.clear()
         self._ticks = 0
 
-    def held(self) -> list[WaitedFor]:
-        return _ordered(self._seen, self._ticks, {})
+    def ranking(self) -> list[WaitedFor]:
+        """Return the ranks that were waited for, the longest first."""
+        found = []
+        for rank, letters in self._counts.items():
+            count = letters.total()
+            phase = PHASES.get(max(letters, key=letters.__getitem__), "idle")
+            found.append(WaitedFor(rank, round(count * TICK, 1), count / self._ticks if self._ticks else 0.0, phase))
+        return sorted(found, key=lambda one: (-one.share, one.rank))
 
     @property
     def slow(self) -> set[int]:
-        """Ranks that hold the others up all the time, beyond what chance does to everybody."""
+        """Ranks that keep the others waiting more than can be chance."""
         return self._slow
 
-    def _late_ones(self, ranks: int) -> Iterator[int]:
-        if self._ticks * TICK < _SURE:
+    def _find_slow(self, ranks: int) -> Iterator[int]:
+        if self._ticks * TICK < _ENOUGH:
             return
-        every = self.held()
-        usual = every[ranks // 2].share if ranks // 2 < len(every) else 0.0  # of two, the one that is faster
-        for one in every:
-            enough = _WELL if one.rank in self._slow else _SLOW
-            if one.share >= enough and one.share >= _FACTOR * usual and one.phase not in APART:
+        ranking = self.ranking()
+        median = ranking[ranks // 2].share if ranks // 2 < len(ranking) else 0.0  # of two ranks: the faster one
+        for one in ranking:
+            least = _NOT_SLOW if one.rank in self._slow else _SLOW
+            if one.share >= least and one.share >= _FACTOR * median and one.phase not in APART:
                 yield one.rank
 
-    def _forget(self, ticks: int, found: dict[int, str]) -> None:
+    def _drop(self, ticks: int, found: dict[int, str]) -> None:
         self._ticks -= ticks
         for rank, letters in found.items():
-            left = self._seen[rank]
-            left.subtract(letters)
-            self._seen[rank] = +left
-            if not self._seen[rank]:
-                del self._seen[rank]
+            counts = self._counts[rank]
+            counts.subtract(letters)
+            self._counts[rank] = +counts
+            if not self._counts[rank]:
+                del self._counts[rank]
 
 
 def _columns(letters: Mapping[int, str]) -> tuple[list[int], list[str]]:
-    """The ranks, and what they were all in, tick by tick; the last ticks are the same for all."""
+    """Return the ranks, and one string per tick with a letter per rank. The last ticks of all ranks coincide."""
     size = max(map(len, letters.values()), default=0)
     whole = "".join([each.rjust(size, UNSEEN) for each in letters.values()]).lower()
     return list(letters), [whole[tick::size] for tick in range(size)]
 
 
 def _late(column: str) -> list[tuple[int, str]]:
-    """Who is waited for: place in the column, and letter."""
+    """Return who is waited for: index in the column, and letter."""
     waiting = column.count(_WAITS)
     others = len(column) - waiting - column.count(UNSEEN)
     if not 0 < others <= waiting:
         return []
     return [(place, letter) for place, letter in enumerate(column) if letter not in (_WAITS, UNSEEN)]
-
-
-def _ordered(seen: Mapping[int, Counter[str]], ticks: int, steps: Mapping[int, int]) -> list[WaitedFor]:
-    every = []
-    for rank, letters in seen.items():
-        count = letters.total()
-        phase = PHASES.get(max(letters, key=letters.__getitem__), "idle")
-        every.append(
-            WaitedFor(rank, round(count * TICK, 1), count / ticks if ticks else 0.0, phase, steps.get(rank, 0))
-        )
-    return sorted(every, key=lambda one: (-one.share, one.rank))

@@ -1,7 +1,7 @@
-"""The files of the page: as the server hands them out, and as one file, for a report.
+"""The files of the page, as the server sends them and as one file for a report.
 
-The scripts are modules that a browser loads as they are. In one file each is a function that gives what it exports,
-in the order of `SCRIPTS`: what is imported comes first.
+The scripts are modules that a browser loads unchanged. In one file each becomes a function that returns its exports, in
+the order of `SCRIPTS`: imported modules come first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import resources
 INDEX = "index.html"
 SCRIPTS = (
     "dom.js",
-    "words.js",
+    "format.js",
     "phases.js",
     "theme.js",
     "canvas.js",
@@ -24,7 +24,7 @@ SCRIPTS = (
     "timeline.js",
     "charts.js",
     "topology.js",
-    "story.js",
+    "events.js",
     "stacks.js",
     "logs.js",
     "keys.js",
@@ -36,27 +36,29 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) ([\w$]+))", 
 
 
 def names() -> tuple[str, ...]:
-    """What /assets/NAME may ask for."""
+    """Return what /assets/NAME may ask for."""
     return ("style.css", "icon.svg", *SCRIPTS)
 
 
 @functools.cache
 def read(name: str) -> bytes:
-    """One of `names()`, or INDEX."""
+    """Return the content of one of `names()`, or of INDEX."""
     return resources.files(__package__).joinpath("assets", name).read_bytes()
 
 
 def kind(name: str) -> str:
-    """Its content type."""
+    """Return the content type."""
     return KINDS[name.rpartition(".")[2]]
 
 
 def inlined(run: str = "") -> str:
-    """The page in one file. `run`: the JSON that it shows, {"whole": Update, "logs": {rank: {stdout, stderr}},
-    "why": Because}; without it, it shows nothing."""
+    """Return the page as one file.
+
+    `run`: the JSON that it shows, {"whole": PageUpdate, "logs": {rank: {stdout, stderr}}, "why": WhyAnswer}.
+    """
     script = "\n".join(map(_scoped, SCRIPTS))
     script = f'<script>\n"use strict";\n(() => {{\n{script}\n}})();\n</script>'
-    data = run.replace("<", "\\u003c")  # nothing in it ends the element that it is in
+    data = run.replace("<", "\\u003c")  # the data cannot close its element
     page = _between(_text(INDEX), "links", f"<style>\n{_text('style.css')}</style>")
     return _between(
         page, "data", f'<script type="application/json" id="run">{data}</script>\n{script}' if run else script
@@ -64,7 +66,7 @@ def inlined(run: str = "") -> str:
 
 
 def _scoped(name: str) -> str:
-    """A module as a function, so that its names stay its own."""
+    """Return a module as a function with its own scope."""
     text = _IMPORT.sub(r"const \1 = module_\2;", _text(name))
     exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", text)
@@ -76,7 +78,7 @@ def _text(name: str) -> str:
 
 
 def _between(page: str, name: str, text: str) -> str:
-    """What stands between <!-- begin: name … --> and <!-- end: name --> becomes that text."""
+    """Replace what is between <!-- begin: name … --> and <!-- end: name -->."""
     begin = page.index(f"<!-- begin: {name}")
     end = f"<!-- end: {name} -->"
     return page[:begin] + text + page[page.index(end) + len(end) :]

@@ -1,7 +1,7 @@
-"""Who gets in, and how much a stranger may hold: nobody is told anything of the run before it is known that he may be.
+"""Access control of the page.
 
-Against pages of other sites in the same browser: the name they call us by (`Host`), where they come from (`Origin`,
-`Sec-Fetch-Site`), and a cookie that is not sent along for them. Against whoever else reaches the port: the key.
+Against pages of other sites in the same browser: the names in `Host`, `Origin` and `Sec-Fetch-Site`, and a cookie that
+is not sent along with their requests. Against others who can reach the port: the key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from aiohttp import web
 from phalanx.control.connection_gate import GateLimits
 from phalanx.watch.page.keys import PageKeys
 
-# A browser has six connections, and the page itself may come by a slow line. Its headers are long: it sends the cookies
-# of everything that ever was on this host, on any port.
+# A browser opens six connections, and may be slow. Its headers are long: it sends the cookies of all servers that ever
+# were on this host, on any port.
 LIMITS = GateLimits(most=128, patience=30.0, allowance=1 << 16, field=1 << 13)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -31,29 +31,33 @@ _HEADERS = {
 
 
 def sealed(response: web.StreamResponse) -> web.StreamResponse:
-    """With what every answer carries."""
+    """Return `response` with the security headers that every answer has."""
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     return response
 
 
 def refused(status: int, why: str) -> web.StreamResponse:
+    """Return an error response."""
     return sealed(web.Response(status=status, text=why + "\n"))
 
 
 def foreign(request: web.BaseRequest, names: frozenset[str], *, digits: bool) -> str:
-    """Why this is none of our own pages; empty: it may be one. `digits`: any address in digits is our name as well."""
+    """Return why a request does not come from our own page; empty: it may.
+
+    `digits`: any IP address is a name of this host as well.
+    """
     host = request.headers.get("Host", "")
     if not _ours(host, names, digits=digits):
-        return "this is not a name of this page"
+        return "the Host header is not a name of this page"
     origin = request.headers.get("Origin")
     if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-        return "a page of another origin asks"
+        return "the request comes from another origin"
     site = request.headers.get("Sec-Fetch-Site", "none")
-    # A link to it may stand anywhere: what it leads to is the shell, which holds nothing.
+    # A link from anywhere may open the page itself: the shell contains nothing of the run.
     follows = request.method == "GET" and request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
     if site not in ("same-origin", "none") and not follows:
-        return "a page of another site asks"
+        return "the request comes from another site"
     return ""
 
 
@@ -75,6 +79,7 @@ def _ours(host: str, names: frozenset[str], *, digits: bool) -> bool:
 
 
 def entitled(request: web.BaseRequest, keys: PageKeys, *, bearer: bool = False) -> bool:
+    """Return whether the request has the cookie, or, with `bearer`, the key."""
     if keys.knows(request.cookies.get(keys.cookie_name)):
         return True
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -1,5 +1,7 @@
-"""The key that lets a browser in, and the cookie that it gets for it. Neither can be guessed, nor told from a wrong one
-by how long the answer takes."""
+"""The key that lets a browser in, and the cookie that it gets in exchange.
+
+Both are random, and comparing them takes the same time for every wrong one.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +17,48 @@ from phalanx.errors import UsageError
 _OWN = re.compile(r"[0-9a-fA-F]{32,256}")
 
 
-def new(told: str = "") -> str:
-    """256 bits, or what the user has said. Raises UsageError."""
-    if not told:
+def new(given: str = "") -> str:
+    """Return a new key of 256 bits, or the given one after a check. Raises UsageError."""
+    if not given:
         return secrets.token_urlsafe(32)
-    if not _OWN.fullmatch(told):
+    if not _OWN.fullmatch(given):
         raise UsageError(
-            f"{PAGE_KEY} is no key: {len(told)} characters",
+            f"{PAGE_KEY} is not a valid key: {len(given)} characters",
             details=["expected: at least 32 hexadecimal digits"],
             fix=f"export {PAGE_KEY}=$(openssl rand -hex 32)",
         )
-    return told
+    return given
 
 
 @dataclass(frozen=True)
 class PageKeys:
+    """The key of a page and what is derived from it."""
+
     key: str
     port: int
     run: str = ""
 
     @property
     def cookie_name(self) -> str:
-        """A browser sends cookies of one host to all its ports, and ssh -L makes many machines one host."""
+        """Browsers send cookies of a host to all its ports, and ssh -L makes many machines one host: so the name is
+        unique.
+        """
         return f"phalanx_{self.port}_{self._derived('name')[:8]}"
 
     @property
     def cookie(self) -> str:
-        """Not the key itself, which may be that of many runs: of no use at another port, or once the run is over. But
-        the same again when the server is another process."""
+        """Derived from the key, which may be shared by many runs, for this port and run only.
+
+        It stays valid when the server is restarted.
+        """
         return self._derived("cookie")
 
     @property
     def folder(self) -> str:
-        """Under which a browser asks, and the cookie is valid: another server on this host, whom the browser would send
-        it as well, on any port, cannot guess the name."""
+        """The path below which the cookie is valid.
+
+        Other servers on this host cannot guess it, so they never get the cookie.
+        """
         return self._derived("folder")[:32]
 
     def _derived(self, what: str) -> str:
@@ -56,18 +66,20 @@ class PageKeys:
         return hmac.new(self.key.encode(), words.encode(errors="replace"), hashlib.sha256).hexdigest()
 
     def opens(self, key: str) -> bool:
+        """Return whether `key` is the key."""
         return _same(key, self.key)
 
     def within(self, path: str) -> str:
-        """The same path without our folder, where it begins with it."""
+        """Return `path` without the folder, if it begins with it."""
         first, slash, rest = path[1:].partition("/")
         return f"/{rest}" if slash and _same(first, self.folder) else path
 
     def knows(self, cookie: str | None) -> bool:
+        """Return whether `cookie` is the cookie."""
         return cookie is not None and _same(cookie, self.cookie)
 
 
 def _same(one: str, other: str) -> bool:
-    # Of digests, so that not even the length can be told.
+    # Compare digests, so that the time does not depend on the length.
     digests = (hashlib.sha256(word.encode(errors="replace")).digest() for word in (one, other))
     return hmac.compare_digest(*digests)

@@ -1,8 +1,7 @@
-"""What the page is told, as JSON: everything at first, then what has changed.
+"""What the page receives, as JSON: the whole state first, then what has changed.
 
-GET /live is a stream of server-sent events: `whole` once, then `update` each time that anything happens; both carry
-an `Update`. Its `at` is when the newest event in it happened, so that a browser on this machine can tell how late its
-picture is.
+GET /live is a stream of server-sent events: `whole` once, then `update` after each change. Both carry a `PageUpdate`.
+Its `at` is the time of the newest event in it: a browser on the same machine can compute the latency.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import msgspec
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
-    """A rank, as `RankView`. In a whole, all of them; in an update, those that have changed."""
+    """A rank, as `RankView`. `whole` has all of them; `update` those that have changed."""
 
     rank: int
     node: int
@@ -35,6 +34,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_d
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the run as a whole."""
+
     run: str
     command: str
     state: str
@@ -53,11 +54,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     samples: float
     goodput: float
     lost: float
-    left: float | None  # seconds, where that is known
+    eta: float | None  # seconds; None: unknown
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A TimelineEvent."""
+class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A `TimelineEvent`."""
 
     time: float
     kind: str
@@ -67,15 +68,17 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The whole state, or what has changed."""
+
     at: float
     head: Head
     rows: tuple[RankRow, ...] = ()
-    gone: tuple[int, ...] = ()  # ranks that are no more
-    strips: dict[int, tuple[float, str]] = {}  # new letters of a rank, and when the first of them begins
+    gone: tuple[int, ...] = ()  # ranks that no longer exist
+    strips: dict[int, tuple[float, str]] = {}  # rank -> when the first new letter begins, and the new letters
     curves: dict[str, list[tuple[int, float, float]]] = {}  # new points: step, time, value
-    told: tuple[Told, ...] = ()  # new happenings
-    verdicts: tuple[Told, ...] = ()  # that stand now: all of them, each time
-    held: tuple[tuple[int, float, str], ...] = ()  # rank that others wait for, share of the last minute, its phase
-    roll: dict[str, object] | None = None  # RollCall, as long as it is called
+    events: tuple[TimelineEntry, ...] = ()  # new ones
+    verdicts: tuple[TimelineEntry, ...] = ()  # all current ones, each time
+    stragglers: tuple[tuple[int, float, str], ...] = ()  # rank, share of the last minute that others waited, phase
+    rendezvous: dict[str, object] | None = None  # RendezvousProgress, while nodes are missing
     links: tuple[tuple[str, str, float, float, float], ...] = ()  # one, other, latency, there, back; when they change
-    measured: float = 0.0  # when they were
+    measured: float = 0.0  # when the links were measured

@@ -1,8 +1,8 @@
-"""The page's server: `phalanx watch --page`, and what `phalanx run --page` starts when somebody looks.
+"""The server of the page, for `phalanx watch --page` and `phalanx run --page`.
 
-GET /            the shell, which holds nothing of the run; and /assets/…
-POST /enter      the key, for a cookie, and the folder under which it is valid and everything else is asked for
-GET /live        everything, then every change (protocol.py), as server-sent events
+GET /            the shell, which contains nothing of the run, and /assets/…
+POST /enter      exchanges the key for a cookie and the folder below which it is valid
+GET /live        the whole state, then every change (protocol.py), as server-sent events
 GET /log, /search, /why, /metrics
 No request changes anything.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,9 +27,9 @@ from phalanx.contract import encoding
 from phalanx.control.connection_gate import ConnectionGate
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
-from phalanx.watch.page import guard, keys, place
+from phalanx.watch.page import address, guard, keys
+from phalanx.watch.page.address import PageAddress
 from phalanx.watch.page.keys import PageKeys
-from phalanx.watch.page.place import PageAddress
 from phalanx.watch.page.subscribers import Subscribers
 from phalanx.watch.source import Source, Stream, WhyAnswer
 
@@ -43,25 +43,27 @@ _TYPES = {
     ".ico": "image/x-icon",
     ".json": "application/json",
 }
+logger = logging.getLogger(__name__)
+
 _LONGEST_KEY = 1024  # characters
 _PART = 1 << 16  # bytes of a log
 _MOST_FOUND = 1000
-_FRESH = 2.0  # seconds that an answer to `why` is good for: all ranks are asked for their stacks
-_PAST = 5.0  # seconds to read what has happened so far, before anybody is told a number
-_SOON = 0.5  # the same, before a browser is shown what is known by then
-_LAST = 1.0  # seconds for browsers to hear the end
+_FRESH = 2.0  # seconds for which an answer to `why` is reused: it needs the stacks of all ranks
+_PAST = 5.0  # seconds to read past events before /metrics is answered
+_SOON = 0.5  # the same, before /live is answered
+_LAST = 1.0  # seconds to send the end to browsers
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def serve(source: Source, at: str | None = None, fd: int | None = None, key: str | None = None) -> int:
-    """Until Ctrl-C; with `fd`, a socket of `phalanx run` that listens already: until the run ends."""
-    where = place.parse(at)
+    """Serve the page until Ctrl-C. With `fd`, a listening socket of `phalanx run`: until the run ends."""
+    where = address.parse(at)
     key = key or keys.new()
-    sock = place.listen(where) if fd is None else socket.socket(fileno=fd)
+    sock = address.listen(where) if fd is None else socket.socket(fileno=fd)
     with sock:
         if fd is None:
-            sys.stdout.write(place.link(where, sock, key) + "\n")
+            sys.stdout.write(address.link(where, sock, key) + "\n")
             if not where.loopback:
                 sys.stdout.write(f"{where.warning}\n")
             sys.stdout.flush()
@@ -73,16 +75,16 @@ async def _served(source: Source, where: PageAddress, key: str, sock: socket.soc
     page = PageServer(source, where, PageKeys(key, sock.getsockname()[1], source.run))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = web.ServerRunner(page.door, handle_signals=False, shutdown_timeout=_LAST)
+    runner = web.ServerRunner(page.gate, handle_signals=False, shutdown_timeout=_LAST)
     await runner.setup()
-    following = asyncio.create_task(page.crowd.follow())
+    following = asyncio.create_task(page.subscribers.follow())
     stopping = asyncio.create_task(stop.wait())
     try:
         await web.SockSite(runner, sock).start()
         await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
         if stays:
             if following.done() and following.exception() is not None:
-                sys.stderr.write(f"phalanx: nothing new is to be seen: {following.exception()}\n")
+                sys.stderr.write(f"phalanx: no more events: {following.exception()}\n")
             await stopping
     finally:
         following.cancel()
@@ -95,16 +97,18 @@ async def _served(source: Source, where: PageAddress, key: str, sock: socket.soc
 
 
 class PageServer:
+    """Answers the requests of browsers and of Prometheus."""
+
     def __init__(self, source: Source, where: PageAddress, own: PageKeys) -> None:
-        self.crowd = Subscribers(source)
-        self.door = ConnectionGate(self._handle, guard.LIMITS)
+        self.subscribers = Subscribers(source)
+        self.gate = ConnectionGate(self._handle, guard.LIMITS)
         self._source = source
         self._keys = own
-        self._names = place.names(where)
+        self._names = address.names(where)
         self._digits = where.everywhere
         self._assets = _assets()
         self._asking = asyncio.Lock()
-        self._because: tuple[float, WhyAnswer] | None = None
+        self._why_answer: tuple[float, WhyAnswer] | None = None
         self._routes: dict[tuple[str, str], Answer] = {
             ("GET", "/live"): self._live,
             ("GET", "/log"): self._log,
@@ -124,10 +128,10 @@ class PageServer:
             return self._shell(request, "index.html" if path == "/" else path.removeprefix("/assets/"))
         answer = self._routes.get((method, path))
         if not guard.entitled(request, self._keys, bearer=path == "/metrics"):
-            return guard.refused(401, "nothing is shown without the key: open the link that phalanx has printed")
-        self.door.trust(request)
+            return guard.refused(401, "the key is missing: open the link that phalanx printed")
+        self.gate.trust(request)
         if answer is None:
-            return guard.refused(404, "there is no such thing here")
+            return guard.refused(404, "not found")
         try:
             return guard.sealed(await answer(request))
         except _QuestionError as error:
@@ -135,20 +139,20 @@ class PageServer:
         except PhalanxError as error:
             return guard.refused(503, str(error))
         except ConnectionError:
-            raise  # it has gone
-        except Exception:  # of whoever may see everything
-            traceback.print_exc()
-            return guard.refused(500, "the page's server has made a mistake: what it says of it is on its stderr")
+            raise  # the browser is gone
+        except Exception:  # a bug here must not end the server
+            logger.exception("%s %s failed", method, path)
+            return guard.refused(500, "internal error: see the output of the server")
 
     async def _enter(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method != "POST":
             return guard.refused(405, "POST the key")
         length = request.content_length
         if length is None or length > _LONGEST_KEY:
-            return guard.refused(413, "that is no key")
+            return guard.refused(413, "not a key")
         if not self._keys.opens((await request.read()).decode(errors="replace").strip()):
-            return guard.refused(403, "that is not the key of this run")
-        self.door.trust(request)
+            return guard.refused(403, "not the key of this run")
+        self.gate.trust(request)
         folder = self._keys.folder
         response = web.Response(status=204, headers={"Content-Location": f"{folder}/"})
         response.set_cookie(
@@ -157,11 +161,11 @@ class PageServer:
         return guard.sealed(response)
 
     def _shell(self, request: web.BaseRequest, name: str) -> web.StreamResponse:
-        """Files are known by their names before anybody asks: no path that is asked for is ever looked up."""
+        """Return a static file. Names are looked up in a table, never as paths."""
         if request.method not in ("GET", "HEAD"):
             return guard.refused(405, "GET it")
         if name not in self._assets:
-            return guard.refused(404, "there is no such thing here")
+            return guard.refused(404, "not found")
         content, kind, tag = self._assets[name]
         headers = {"ETag": tag, "Cache-Control": "no-cache"}
         if request.headers.get("If-None-Match") == tag:
@@ -170,14 +174,14 @@ class PageServer:
         return guard.sealed(web.Response(body=content, content_type=kind, charset=charset, headers=headers))
 
     async def _live(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.crowd.full:
+        if self.subscribers.full:
             return guard.refused(503, "too many browsers look at this run already")
         response = guard.sealed(
             web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         )
         await response.prepare(request)
-        await self.crowd.settled(_SOON)
-        await self.crowd.show(response, request.transport)
+        await self.subscribers.settled(_SOON)
+        await self.subscribers.show(response, request.transport)
         return response
 
     async def _log(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -191,23 +195,23 @@ class PageServer:
         return _json(await self._source.log(_number(query.get("rank")), chosen, start=start, size=size))
 
     async def _search(self, request: web.BaseRequest) -> web.StreamResponse:
-        text, told = request.query.get("text", ""), request.query.get("ranks", "")
+        text, chosen = request.query.get("text", ""), request.query.get("ranks", "")
         if not text:
-            raise _QuestionError("text is what to look for")
-        ranks = [_number(rank) for rank in told.split(",")] if told else None
+            raise _QuestionError("text is missing")
+        ranks = [_number(rank) for rank in chosen.split(",")] if chosen else None
         most = min(_number(request.query.get("most") or "200"), _MOST_FOUND)
         return _json(await self._source.search(text, ranks, most=most))
 
     async def _why(self, _: web.BaseRequest) -> web.StreamResponse:
         async with self._asking:
-            if self._because is None or time.monotonic() - self._because[0] > _FRESH:
-                because = await self._source.why()
-                self._because = (time.monotonic(), because)
-            return _json(self._because[1])
+            if self._why_answer is None or time.monotonic() - self._why_answer[0] > _FRESH:
+                answer = await self._source.why()
+                self._why_answer = (time.monotonic(), answer)
+            return _json(self._why_answer[1])
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        await self.crowd.settled(_PAST)
-        text = prometheus.text(self.crowd.scene)
+        await self.subscribers.settled(_PAST)
+        text = prometheus.text(self.subscribers.model)
         return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
@@ -226,7 +230,7 @@ def _json(content: Any) -> web.StreamResponse:
 
 
 def _assets() -> dict[str, tuple[bytes, str, str]]:
-    """By name: content, type, and a tag that is another when the content is."""
+    """Return name -> content, type, ETag."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(_ASSETS):

@@ -1,4 +1,7 @@
-"""Whoever looks at the page: each gets everything once, then every change. Who is slow gets everything anew."""
+"""The browsers that show the page.
+
+Each gets the whole state once, then every change; a slow one gets the whole again.
+"""
 
 from __future__ import annotations
 
@@ -16,118 +19,122 @@ from phalanx.watch.source import Source
 
 MOST = 64  # browsers
 EVERY = 1 / 30  # seconds between two updates, at least
-HEARTBEAT = 10.0  # seconds without one, after which a comment says that we live
-_BEHIND = 90  # updates that one may be behind
-_PATIENCE = 20.0  # seconds for a browser to read
-_AT_A_TIME = 64  # events that are folded before anything else has its turn
-_QUIET = 0.05  # seconds without an event: what had happened before has been told
+HEARTBEAT = 10.0  # seconds without an update after which a comment is sent
+_BEHIND = 90  # updates that may be queued for a browser
+_WRITE_TIMEOUT = 20.0  # seconds
+_BATCH = 64  # events that are folded before other tasks run
+_QUIET = 0.05  # seconds without an event after which past events are assumed to be read
 
 
 class SseSubscriber:
-    """A browser."""
+    """A browser, and what is still to be sent to it."""
 
     def __init__(self) -> None:
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.waiting: deque[bytes] = deque()
-        self.begins = True  # it is to get everything
+        self.needs_whole = True  # it needs the whole state
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
+        """Queue `data`. A browser that is too far behind gets the whole state instead."""
         if len(self.waiting) >= _BEHIND:
             self.waiting.clear()
-            self.begins = True
-        if not self.begins:
+            self.needs_whole = True
+        if not self.needs_whole:
             self.waiting.append(data)
-        self.news.set()
+        self.changed.set()
 
 
 class Subscribers:
+    """All browsers of a run. `follow` folds the events of the run, `show` sends updates to one browser."""
+
     def __init__(self, source: Source) -> None:
-        self.scene = RunModel()
-        self.ended = asyncio.Event()  # nothing more happens
+        self.model = RunModel()
+        self.ended = asyncio.Event()  # no more events
         self._source = source
-        self._updates = Updates(self.scene)
-        self._onlookers: set[SseSubscriber] = set()
+        self._updates = Updates(self.model)
+        self._subscribers: set[SseSubscriber] = set()
         self._due: asyncio.TimerHandle | None = None
-        self._told = 0.0
-        self._seen = 0.0  # when the last event came
+        self._sent_at = 0.0
+        self._last_event = 0.0  # when it came
 
     @property
     def full(self) -> bool:
-        return len(self._onlookers) >= MOST
+        """Whether there are as many browsers as are allowed."""
+        return len(self._subscribers) >= MOST
 
     async def follow(self) -> None:
-        """The events of the run, until it ends."""
+        """Fold the events of the run until it ends."""
         try:
             folded = 0
             async for event in self._source.events():
-                self._see(event)
+                self._apply(event)
                 folded += 1
-                if folded % _AT_A_TIME == 0:
+                if folded % _BATCH == 0:
                     await asyncio.sleep(0)
                 if isinstance(event, RunEnded):
                     break
         finally:
-            self._tell()
+            self._send_update()
             self.ended.set()
-            for onlooker in self._onlookers:
-                onlooker.news.set()
+            for subscriber in self._subscribers:
+                subscriber.changed.set()
 
     async def settled(self, limit: float) -> None:
-        """Until the scene is that of now: a server that has only just begun reads what has happened first."""
+        """Wait until past events are folded, at most `limit` seconds: a new server reads them first."""
         end = time.monotonic() + limit
         while not self.ended.is_set() and time.monotonic() < end:
-            if self._seen and time.monotonic() - self._seen > _QUIET:
+            if self._last_event and time.monotonic() - self._last_event > _QUIET:
                 return
             await asyncio.sleep(_QUIET / 2)
 
-    def _see(self, event: AnyEvent) -> None:
-        self.scene.see(event)
-        self._seen = time.monotonic()
+    def _apply(self, event: AnyEvent) -> None:
+        self.model.apply(event)
+        self._last_event = time.monotonic()
         if self._due is None:
-            # What comes together is told together; and at once, unless something was told only just now.
-            wait = max(0.0, self._told + EVERY - time.monotonic())
-            self._due = asyncio.get_running_loop().call_later(wait, self._tell)
+            # Send at once, unless an update was sent just now; then collect.
+            wait = max(0.0, self._sent_at + EVERY - time.monotonic())
+            self._due = asyncio.get_running_loop().call_later(wait, self._send_update)
 
-    def _tell(self) -> None:
+    def _send_update(self) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        self._told = time.monotonic()
-        update = self._updates.next() if self._onlookers else None
+        self._sent_at = time.monotonic()
+        update = self._updates.next() if self._subscribers else None
         if update is None:
             return
         data = _event("update", update)
-        for onlooker in self._onlookers:
-            onlooker.tell(data)
+        for subscriber in self._subscribers:
+            subscriber.send(data)
 
     async def show(self, response: web.StreamResponse, transport: asyncio.Transport | None) -> None:
-        """To one browser, for as long as it looks, or there is anything to see."""
-        onlooker = SseSubscriber()
-        self._onlookers.add(onlooker)
+        """Send updates to one browser until it leaves or the run ends."""
+        subscriber = SseSubscriber()
+        self._subscribers.add(subscriber)
         try:
             while True:
-                while onlooker.begins or onlooker.waiting:
-                    await asyncio.wait_for(response.write(self._next(onlooker)), _PATIENCE)
+                while subscriber.needs_whole or subscriber.waiting:
+                    await asyncio.wait_for(response.write(self._next(subscriber)), _WRITE_TIMEOUT)
                 if self.ended.is_set():
-                    await asyncio.wait_for(response.write(b"event: end\ndata: {}\n\n"), _PATIENCE)
+                    await asyncio.wait_for(response.write(b"event: end\ndata: {}\n\n"), _WRITE_TIMEOUT)
                     return
-                onlooker.news.clear()
+                subscriber.changed.clear()
                 try:
-                    await asyncio.wait_for(onlooker.news.wait(), HEARTBEAT)
+                    await asyncio.wait_for(subscriber.changed.wait(), HEARTBEAT)
                 except TimeoutError:
-                    await asyncio.wait_for(response.write(b": still here\n\n"), _PATIENCE)
-        except (OSError, TimeoutError):  # it has gone, or does not read
+                    await asyncio.wait_for(response.write(b": heartbeat\n\n"), _WRITE_TIMEOUT)
+        except (OSError, TimeoutError):  # the browser is gone or does not read
             if transport is not None:
                 transport.abort()
         finally:
-            self._onlookers.discard(onlooker)
+            self._subscribers.discard(subscriber)
 
-    def _next(self, onlooker: SseSubscriber) -> bytes:
-        if not onlooker.begins:
-            return onlooker.waiting.popleft()
-        self._tell()  # to the others: what is in the whole must not be in the update that follows it
-        onlooker.begins = False
-        onlooker.waiting.clear()
+    def _next(self, subscriber: SseSubscriber) -> bytes:
+        if not subscriber.needs_whole:
+            return subscriber.waiting.popleft()
+        self._send_update()  # to the others: the next update must not repeat what the whole contains
+        subscriber.needs_whole = False
+        subscriber.waiting.clear()
         return b"retry: 1000\n" + _event("whole", self._updates.whole())
 
 

@@ -1,7 +1,7 @@
-"""A scene as the page is told of it: all of it once, then what has changed.
+"""The model of a run as updates for the page: the whole state first, then what has changed.
 
-One `Updates` serves all clients: whoever comes gets `whole()`, which is as of the latest `next()`, and from then on
-what `next()` gives, as everybody does.
+One `Updates` serves all browsers: a new one gets `whole()`, the state as of the latest `next()`, and from then on what
+`next()` returns, like all others.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from phalanx.watch.model.curve import Point
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel, TimelineEvent
 from phalanx.watch.model.strip import TICK, Strip
-from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, Told
+from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, TimelineEntry
 
-SECONDS = 30.0  # of phases, in a whole
-_HELD = 5  # ranks that others waited for
+SECONDS = 30.0  # of phases in the whole state
+_STRAGGLERS = 5
 
 
 def encode(update: PageUpdate) -> bytes:
-    """In one line, as server-sent events want it."""
+    """Return `update` in one line, as server-sent events require."""
     return encoding.encode(update)
 
 
 class Updates:
-    """`seconds`: of phases, that a whole has."""
+    """Computes updates. `seconds`: of phases in the whole state."""
 
-    def __init__(self, scene: RunModel, *, seconds: float = SECONDS) -> None:
-        self._scene = scene
+    def __init__(self, model: RunModel, *, seconds: float = SECONDS) -> None:
+        self._model = model
         self._seconds = seconds
-        self._latest: PageUpdate | None = None  # with all that is told each time, and nothing that is told once
+        self._latest: PageUpdate | None = None  # without what is sent only once
         self._rows: dict[int, RankRow] = {}
-        self._ends: dict[int, float] = {}  # how far the strips were told
-        self._given: dict[str, int] = {}  # how far the curves were told
-        self._told = 0
+        self._ends: dict[int, float] = {}  # rank -> end of the letters sent
+        self._given: dict[str, int] = {}  # curve -> number of points sent
+        self._sent = 0  # events
         self._links: object = None
 
     def whole(self) -> PageUpdate:
-        """What all updates so far come to; the first one looks at the scene."""
+        """Return the state as of the latest `next()`."""
         if self._latest is None:
             self.next()
         assert self._latest is not None  # noqa: S101
-        new = len(self._scene.story.since(self._told))
-        happenings = self._scene.happenings
+        new = len(self._model.timeline.since(self._sent))
+        events = self._model.timeline_events
         return msgspec.structs.replace(
             self._latest,
             rows=tuple(self._rows.values()),
@@ -58,34 +58,34 @@ class Updates:
             curves={
                 name: curve.points[: curve.before(given)]
                 for name, given in self._given.items()
-                if (curve := self._scene.curves[name]).points
+                if (curve := self._model.curves[name]).points
             },
-            told=tuple(map(_told, islice(happenings, len(happenings) - new))),
+            events=tuple(map(_entry, islice(events, len(events) - new))),
             **self._linked(),
         )
 
     def next(self) -> PageUpdate | None:
-        """What is new; None: nothing."""
-        scene = self._scene
-        links = self._linked() if scene.links is not self._links else {}
-        self._links = scene.links
-        rows = {rank: _row(view) for rank, view in scene.ranks.items()}
+        """Return what has changed; None: nothing."""
+        model = self._model
+        links = self._linked() if model.links is not self._links else {}
+        self._links = model.links
+        rows = {rank: _row(view) for rank, view in model.ranks.items()}
         before, self._rows = self._rows, rows
         gone = tuple(rank for rank in before if rank not in rows)
         for rank in gone:
             self._ends.pop(rank, None)
         latest = PageUpdate(
-            at=scene.now,
-            head=_head(scene),
-            verdicts=tuple(map(_told, scene.verdicts)),
-            roll=msgspec.to_builtins(scene.roll) if scene.roll is not None else None,
-            held=tuple((one.rank, round(one.share, 3), one.phase) for one in scene.held[:_HELD]),
+            at=model.now,
+            head=_head(model),
+            verdicts=tuple(map(_entry, model.verdicts)),
+            rendezvous=msgspec.to_builtins(model.rendezvous) if model.rendezvous is not None else None,
+            stragglers=tuple((one.rank, round(one.share, 3), one.phase) for one in model.stragglers[:_STRAGGLERS]),
         )
         strips = self._strips()
         curves = self._curves()
-        told = scene.story.since(self._told)
-        self._told = scene.story.counts.total()
-        if latest == self._latest and before == rows and not (gone or strips or curves or told or links):
+        events = model.timeline.since(self._sent)
+        self._sent = model.timeline.counts.total()
+        if latest == self._latest and before == rows and not (gone or strips or curves or events or links):
             return None
         self._latest = latest
         return msgspec.structs.replace(
@@ -94,15 +94,15 @@ class Updates:
             gone=gone,
             strips=strips,
             curves=curves,
-            told=tuple(map(_told, told)),
+            events=tuple(map(_entry, events)),
             **links,
         )
 
-    # -- what only ever gets longer
+    # -- what only grows
 
     def _strips(self) -> dict[int, tuple[float, str]]:
         new: dict[int, tuple[float, str]] = {}
-        for rank, view in self._scene.ranks.items():
+        for rank, view in self._model.ranks.items():
             strip = view.strip
             if not strip.letters:
                 continue
@@ -114,19 +114,19 @@ class Updates:
 
     def _after(self, strip: Strip, end: float | None) -> str:
         most = round(self._seconds / TICK)
-        if end is None or strip.end < end:  # a new one, or the clock was set back
+        if end is None or strip.end < end:  # a new strip, or the clock was set back
             return strip.letters[-most:]
         new = min(round((strip.end - end) / TICK), most)
         return strip.letters[-new:] if new else ""
 
     def _back(self, rank: int, end: float) -> str:
-        """The letters of the last seconds before that."""
-        view = self._scene.ranks.get(rank)
+        """Return the letters of the seconds before `end`."""
+        view = self._model.ranks.get(rank)
         return view.strip.between(max(end - self._seconds, view.strip.start), end) if view is not None else ""
 
     def _curves(self) -> dict[str, list[Point]]:
         new: dict[str, list[Point]] = {}
-        for name, curve in self._scene.curves.items():
+        for name, curve in self._model.curves.items():
             points = curve.points[curve.before(self._given.get(name, 0)) :]
             self._given[name] = curve.given
             if points:
@@ -134,7 +134,7 @@ class Updates:
         return new
 
     def _linked(self) -> dict[str, object]:
-        links = self._scene.links
+        links = self._model.links
         if links is None:
             return {}
         pairs = tuple((link.one, link.other, link.latency, link.there, link.back) for link in links.pairs)
@@ -165,35 +165,35 @@ def _row(view: RankView) -> RankRow:
     )
 
 
-def _head(scene: RunModel) -> Head:
+def _head(model: RunModel) -> Head:
     return Head(
-        run=scene.run,
-        command=shlex.join(scene.command),
-        state=scene.state,
-        started=scene.started,
-        now=scene.now,
-        ended=scene.ended,
-        code=scene.code,
-        world_size=scene.world_size,
-        nodes=scene.nodes,
-        generation=scene.generation,
-        attempt=scene.attempt,
-        step=scene.step,
-        total=scene.total,
-        epoch=scene.epoch,
-        rate=round(scene.rate, 4),
-        samples=round(scene.samples, 2),
-        goodput=round(scene.goodput, 5),
-        lost=round(scene.lost, 2),
-        left=round(scene.left, 1) if scene.left is not None else None,
+        run=model.run,
+        command=shlex.join(model.command),
+        state=model.state,
+        started=model.started,
+        now=model.now,
+        ended=model.ended,
+        code=model.code,
+        world_size=model.world_size,
+        nodes=model.nodes,
+        generation=model.generation,
+        attempt=model.attempt,
+        step=model.step,
+        total=model.total,
+        epoch=model.epoch,
+        rate=round(model.rate, 4),
+        samples=round(model.samples, 2),
+        goodput=round(model.goodput, 5),
+        lost=round(model.lost, 2),
+        eta=round(model.eta, 1) if model.eta is not None else None,
     )
 
 
-def _told(happening: TimelineEvent) -> Told:
-    return Told(
-        time=happening.time,
-        kind=happening.kind,
-        text=happening.text,
-        ranks=happening.ranks,
-        seconds=happening.seconds,
+def _entry(event: TimelineEvent) -> TimelineEntry:
+    return TimelineEntry(
+        time=event.time,
+        kind=event.kind,
+        text=event.text,
+        ranks=event.ranks,
+        seconds=event.seconds,
     )

@@ -1,4 +1,4 @@
-"""One picture of the run: lines for a screen of any size. Pure."""
+"""One frame: lines for a screen of any size. Pure."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from phalanx.watch.screen.signs import KINDS, Signs
 from phalanx.watch.screen.text import Line
 from phalanx.watch.screen.view import View
 
-_WIDE = 100  # columns, from which the lower part is two panels
-_HIGH = 34  # rows, from which there is room for a curve anyway
+_WIDE = 100  # columns from which the lower part has two panels
+_HIGH = 34  # rows from which there is always room for a curve
 _LEAST_LOG = 4  # rows, with its title
 
 
-def draw(scene: RunModel, view: View, canvas: Canvas, now: float) -> list[Line]:
-    """That many lines, none of them wider. Also tells the view how much of it is seen."""
-    view.keep(scene)
-    top = head.draw(scene, canvas, now)
+def draw(model: RunModel, view: View, canvas: Canvas, now: float) -> list[Line]:
+    """Return `height` lines of at most `width` cells. Also updates how much the view shows."""
+    view.keep(model)
+    top = head.draw(model, canvas, now)
     if canvas.height < 3:
         return top[: canvas.height]
     top = top[: 1 if canvas.height < 8 else 2]
     room = canvas.height - len(top) - 1
     draws = _pane if view.pane is not None else _followed if view.follows else _body
-    body = [text.clip(line, canvas.width) for line in draws(scene, view, canvas.part(room))[:room]]
-    return [*top, *body, *([[]] * (room - len(body))), _bottom(scene, view, canvas.width)]
+    body = [text.clip(line, canvas.width) for line in draws(model, view, canvas.part(room))[:room]]
+    return [*top, *body, *([[]] * (room - len(body))), _bottom(model, view, canvas.width)]
 
 
-def _body(scene: RunModel, view: View, canvas: Canvas) -> list[Line]:
+def _body(model: RunModel, view: View, canvas: Canvas) -> list[Line]:
     width, room = canvas.width, canvas.height
-    news = _news_lines(scene, room)
-    rows = len(scene.ranks) + 1 if scene.ranks else 4
-    most = room - news - (_LEAST_LOG if room >= 9 else 0)
+    events = _event_rows(model, room)
+    rows = len(model.ranks) + 1 if model.ranks else 4
+    most = room - events - (_LEAST_LOG if room >= 9 else 0)
     share = max(most if room < 9 else min(most, max(room * 55 // 100, 4)), 1)
     height = min(rows, share)
     if view.overview:
-        lines = grid.overview(scene, view.rank, canvas.part(max(room - news - 3, share)))
+        lines = grid.overview(model, view.rank, canvas.part(max(room - events - 3, share)))
     else:
         view.page = max(height - 1, 1)
-        view.keep(scene)
-        lines = grid.draw(scene, view.rank, view.top, canvas.part(height))
-    lines = [*lines, *_news(scene, canvas.part(news))]
+        view.keep(model)
+        lines = grid.draw(model, view.rank, view.top, canvas.part(height))
+    lines = [*lines, *_events(model, canvas.part(events))]
     left = room - len(lines)
     if left < 2:
         return lines
-    if width >= _WIDE and left >= 6 and _curve_name(scene):
+    if width >= _WIDE and left >= 6 and _curve_name(model):
         half = width * 9 // 20
-        curve = _curve(scene, canvas.part(left, half))
-        log = _log(scene, view, canvas.part(left, width - half - 1))
+        curve = _curve(model, canvas.part(left, half))
+        log = _log(model, view, canvas.part(left, width - half - 1))
         return [*lines, *_beside(log, curve, width - half - 1)]
-    if room >= _HIGH and left >= 18 and _curve_name(scene):
-        lines += _curve(scene, canvas.part(10))
-    return [*lines, *_log(scene, view, canvas.part(room - len(lines)))]
+    if room >= _HIGH and left >= 18 and _curve_name(model):
+        lines += _curve(model, canvas.part(10))
+    return [*lines, *_log(model, view, canvas.part(room - len(lines)))]
 
 
 def _beside(left: list[Line], right: list[Line], width: int) -> list[Line]:
@@ -73,32 +73,32 @@ def _rule(title: str, canvas: Canvas, *, right: str = "") -> Line:
     return text.clip([*line, (signs.rule * free + tail, "dim")], width)
 
 
-# -- what has happened
+# -- events
 
 
-def _news_lines(scene: RunModel, room: int) -> int:
-    """How many lines of it there are to be."""
+def _event_rows(model: RunModel, room: int) -> int:
+    """Return the number of lines for events."""
     if room < 7:
-        return 0 if room < 4 else int(bool(scene.happenings))
+        return 0 if room < 4 else int(bool(model.timeline_events))
     most = 1 if room < 26 else 3 if room < 34 else 5
-    return max(1, min(most, len(scene.happenings)))
+    return max(1, min(most, len(model.timeline_events)))
 
 
-def _news(scene: RunModel, canvas: Canvas) -> list[Line]:
-    """The newest last. A verdict that stands stays, and so does what a run has died of."""
+def _events(model: RunModel, canvas: Canvas) -> list[Line]:
+    """Return the latest events, the newest last. A current verdict and the root cause of a failure stay."""
     height = canvas.height
     if height <= 0:
         return []
-    last = list(scene.happenings)[-height:]
-    stands = scene.cause if scene.ended is not None else scene.verdicts[-1] if scene.verdicts else None
+    last = list(model.timeline_events)[-height:]
+    stands = model.cause if model.ended is not None else model.verdicts[-1] if model.verdicts else None
     if stands is not None and stands not in last:
         last = [stands, *last[-height + 1 :]] if height > 1 else [stands]
     if not last:
-        return [[(" nothing has happened yet", "dim")]][:height]
-    return [_told(one, canvas.width, canvas.signs) for one in last]
+        return [[(" no events yet", "dim")]][:height]
+    return [_event_line(one, canvas.width, canvas.signs) for one in last]
 
 
-def _told(one: TimelineEvent, width: int, signs: Signs) -> Line:
+def _event_line(one: TimelineEvent, width: int, signs: Signs) -> Line:
     style = KINDS.get(one.kind, "")
     when = time.strftime("%H:%M:%S", time.localtime(one.time))
     words = text.clean(" ".join(one.text.split()))
@@ -111,14 +111,14 @@ def _told(one: TimelineEvent, width: int, signs: Signs) -> Line:
 # -- the curve
 
 
-def _curve_name(scene: RunModel) -> str:
-    found = head.loss(scene)
-    return found[0] if found is not None and len(scene.curves[found[0]].points) > 1 else ""
+def _curve_name(model: RunModel) -> str:
+    found = head.loss(model)
+    return found[0] if found is not None and len(model.curves[found[0]].points) > 1 else ""
 
 
-def _curve(scene: RunModel, canvas: Canvas) -> list[Line]:
-    name = _curve_name(scene)
-    points = [(float(step), value) for step, _, value in scene.curves[name].points]
+def _curve(model: RunModel, canvas: Canvas) -> list[Line]:
+    name = _curve_name(model)
+    points = [(float(step), value) for step, _, value in model.curves[name].points]
     rows = plot.lines([plot.Series(name, points)], canvas.width, canvas.height - 1, ascii_only=canvas.signs.ascii_only)
     drawn: list[Line] = [[(piece, "dim" if style == plot.AXIS else "curve") for piece, style in row] for row in rows]
     return [_rule(text.clean(name), canvas), *drawn]
@@ -127,16 +127,16 @@ def _curve(scene: RunModel, canvas: Canvas) -> list[Line]:
 # -- the log
 
 
-def _log(scene: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
+def _log(model: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
     width, height, signs = canvas.width, canvas.height, canvas.signs
     title = f"rank {view.rank} {signs.dot} {view.stream}"
-    hints = f"{view.back} lines back" if view.back else ""
+    hints = f"scrolled back {view.back} lines" if view.back else ""
     lines: list[Line] = [_rule(title, canvas, right=hints)]
     kept = view.tail.shown if view.tail.rank == view.rank and view.tail.stream == view.stream else []
-    if view.tail.trouble:
-        return [*lines, [(f" {text.cut(text.clean(view.tail.trouble), width - 1, signs.dots)}", "dim")]][:height]
+    if view.tail.error:
+        return [*lines, [(f" {text.cut(text.clean(view.tail.error), width - 1, signs.dots)}", "dim")]][:height]
     if not kept:
-        return [*lines, [(" nothing written" if scene.ranks else "", "dim")]][:height]
+        return [*lines, [(" no output" if model.ranks else "", "dim")]][:height]
     room = max(height - 1, 0)
     kept = kept[: len(kept) - view.back] if view.back else kept
     if wrapped:
@@ -145,17 +145,17 @@ def _log(scene: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) 
     return [*lines, *([(" " + text.cut(line, width - 1, signs.dots), "")] for line in shown)][:height]
 
 
-def _followed(scene: RunModel, view: View, canvas: Canvas) -> list[Line]:
+def _followed(model: RunModel, view: View, canvas: Canvas) -> list[Line]:
     room = canvas.height
-    at = sorted(scene.ranks).index(view.rank) if view.rank in scene.ranks else 0
-    lines = grid.draw(scene, view.rank, at, canvas.part(2)) if room >= 6 else []
-    if room >= 10 and view.rank in scene.ranks and scene.ranks[view.rank].strip.letters:
-        lines.append(grid.phases(scene.ranks[view.rank], canvas.width))
-    lines += _news(scene, canvas.part(1)) if room >= 8 else []
-    return [*lines, *_log(scene, view, canvas.part(room - len(lines)), wrapped=True)]
+    at = sorted(model.ranks).index(view.rank) if view.rank in model.ranks else 0
+    lines = grid.draw(model, view.rank, at, canvas.part(2)) if room >= 6 else []
+    if room >= 10 and view.rank in model.ranks and model.ranks[view.rank].strip.letters:
+        lines.append(grid.phases(model.ranks[view.rank], canvas.width))
+    lines += _events(model, canvas.part(1)) if room >= 8 else []
+    return [*lines, *_log(model, view, canvas.part(room - len(lines)), wrapped=True)]
 
 
-# -- text over all of it
+# -- text over the whole body
 
 
 def _pane(_: RunModel, view: View, canvas: Canvas) -> list[Line]:
@@ -184,36 +184,36 @@ _KEYS = (
     ("s", "stacks"),
     ("d", "debug"),
     ("x", "stop"),
-    ("g", "all"),
+    ("g", "overview"),
 )
 
 
-def _bottom(scene: RunModel, view: View, width: int) -> Line:
+def _bottom(model: RunModel, view: View, width: int) -> Line:
     if view.question == "stop":
-        more = "; Ctrl-C again: at once" if view.held else ""
-        return _said(f"stop the run, with all its ranks?  y / n{more}", "chosen", width)
+        more = "; Ctrl-C again: kill" if view.owned_by_run else ""
+        return _message(f"stop the run?  y / n{more}", "chosen", width)
     if view.word:
-        return _said(view.word, "warn", width)
+        return _message(view.word, "warn", width)
     if view.typed:
-        return _said(f"rank {view.typed}", "bold", width)
-    if view.over and scene.ended is None:
-        return _said("nothing more is heard of the run; q leaves", "bold", width)
+        return _message(f"rank {view.typed}", "bold", width)
+    if view.over and model.ended is None:
+        return _message("no more updates from the run; q leaves", "bold", width)
     if view.over:
-        code = f", exit code {scene.code}" if scene.code is not None else ""
-        return _said(f"the run has ended{code}; q leaves", "bold", width)
-    if view.question == "stopping" and scene.ended is None:
-        return _said("the run is being stopped" + ("; Ctrl-C: at once" if view.held else ""), "warn", width)
+        code = f", exit code {model.code}" if model.code is not None else ""
+        return _message(f"the run has ended{code}; q leaves", "bold", width)
+    if view.question == "stopping" and model.ended is None:
+        return _message("stopping the run" + ("; Ctrl-C: kill" if view.owned_by_run else ""), "warn", width)
     if view.pane is not None:
-        return _said("Esc closes; up, down, PgUp, PgDn", "dim", width)
+        return _message("Esc: close; up, down, PgUp, PgDn: scroll", "dim", width)
     line: Line = [(" ", "")]
     for key, what in _KEYS:
         other = "stdout" if key == "e" and view.stream == "stderr" else what
         line += [(key, "bold"), (f" {other}  ", "dim")]
     seen = ""
-    if len(scene.ranks) > view.page and not view.follows and not view.overview:
-        seen = f"ranks {view.top}-{view.top + view.page - 1} of {len(scene.ranks)} " if width >= 60 else ""
+    if len(model.ranks) > view.page and not view.follows and not view.overview:
+        seen = f"ranks {view.top}-{view.top + view.page - 1} of {len(model.ranks)} " if width >= 60 else ""
     return text.spread(text.clip(line, width - len(seen) - 2), [(seen, "dim")] if seen else [], width)
 
 
-def _said(words: str, style: str, width: int) -> Line:
+def _message(words: str, style: str, width: int) -> Line:
     return text.clip([(f" {text.clean(words)} ", style)], width)

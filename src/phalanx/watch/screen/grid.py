@@ -1,4 +1,4 @@
-"""The ranks: a row each, or, of very many, a sign each."""
+"""The ranks: one row each, or one symbol each."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from phalanx.watch.model.run_model import RankView, RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.signs import STYLES, Signs
+from phalanx.watch.screen.signs import HEALTH_STYLES, Signs
 from phalanx.watch.screen.text import Line, Piece
 
 _BAR = (10, 30)  # cells, at least and at most
 _PLACE = 18  # cells, at least
 _LETTERS = {"d": "data", "f": "compute", "b": "compute", "o": "compute", "w": "wait"}  # of contract/events.py
-_TITLES = ("data compute wait", "data comp wait", "time")  # of the bar, as it has room
+_TITLES = ("data compute wait", "data comp wait", "time")  # the longest that fits
 
 
 @dataclass(frozen=True)
 class _Column:
     title: str
     width: int
-    keep: int  # those with the lowest go first where there is no room
+    keep: int  # columns with the lowest values are dropped first
     cell: Callable[[RankView], str]
     right: bool = True
 
@@ -34,9 +34,9 @@ class _Layout:
     place: int
 
 
-def draw(scene: RunModel, chosen: int, top: int, canvas: Canvas) -> list[Line]:
-    """A line of titles, and as many ranks as there is room for, beginning with the one at `top`."""
-    views = [scene.ranks[rank] for rank in sorted(scene.ranks)]
+def draw(model: RunModel, chosen: int, top: int, canvas: Canvas) -> list[Line]:
+    """Return a header and as many ranks as fit, beginning with index `top`."""
+    views = [model.ranks[rank] for rank in sorted(model.ranks)]
     layout = _layout(views, canvas.width)
     titles = " ".join(text.fit(c.title, c.width, right=c.right) for c in layout.columns)
     titles += f" {text.fit(_title(layout.bar), layout.bar)}" if layout.bar else ""
@@ -45,7 +45,7 @@ def draw(scene: RunModel, chosen: int, top: int, canvas: Canvas) -> list[Line]:
     for view in views[top : top + canvas.height - 1]:
         lines.append(_row(view, layout, canvas, chosen=view.rank == chosen))
     if not views:
-        lines += _roll_call(scene, canvas.width)
+        lines += _rendezvous(model, canvas.width)
     return lines[: canvas.height]
 
 
@@ -53,22 +53,27 @@ def _title(bar: int) -> str:
     return next((title for title in _TITLES if len(title) <= bar), "")
 
 
-def _roll_call(scene: RunModel, width: int) -> list[Line]:
-    """Who is here, as long as somebody is not."""
-    if scene.roll is None:
+def _rendezvous(model: RunModel, width: int) -> list[Line]:
+    """Return which nodes have joined and which are missing."""
+    if model.rendezvous is None:
         return [[("   no ranks yet", "dim")]]
-    here, missing = (", ".join(map(text.clean, names)) for names in (scene.roll.here, scene.roll.missing))
-    lines: list[Line] = [[("   here: ", "dim"), (here, "good")], [("   missing: ", "dim"), (missing or "?", "warn")]]
-    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(scene.roll.text)}", "dim")])]
+    joined, missing = (
+        ", ".join(map(text.clean, names)) for names in (model.rendezvous.joined, model.rendezvous.missing)
+    )
+    lines: list[Line] = [
+        [("   joined: ", "dim"), (joined, "good")],
+        [("   missing: ", "dim"), (missing or "?", "warn")],
+    ]
+    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(model.rendezvous.text)}", "dim")])]
 
 
 def _layout(views: list[RankView], width: int) -> _Layout:
-    """Of the columns those that fit."""
+    """Choose the columns that fit."""
     hosts, nodes = {view.host for view in views}, {view.node for view in views}
-    named = len(hosts) == len(nodes)  # else several are on one machine, and have numbers alone
+    named = len(hosts) == len(nodes)  # else several nodes are on one host: show numbers
     devices = any(view.device for view in views)
     gpus = any(view.gpu >= 0 or view.gpu_memory for view in views)
-    told = any(view.samples >= 0 for view in views)
+    has_samples = any(view.samples >= 0 for view in views)
     host = min(max((text.width(text.clean(name)) for name in hosts), default=4), 12)
     device = min(max((text.width(text.clean(view.device)) for view in views), default=3), 10)
     columns = [
@@ -77,7 +82,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
         _Column("device", max(6, device), 2, lambda view: text.clean(view.device) or "cpu", right=False),
         _Column("phase", 10, 7, _phase, right=False),
         _Column("step", max(6, max((len(str(view.step)) for view in views), default=0)), 8, _step),
-        _Column("samp/s" if told else "step/s", 6, 5, _rate),
+        _Column("samp/s" if has_samples else "step/s", 6, 5, _rate),
         _Column("mem", 5, 4, lambda view: numbers.size(view.memory) if view.memory else ""),
         _Column("cpu", 4, 1, lambda view: f"{view.cpu:.1f}"),
         _Column("gpu", 4, 6, lambda view: f"{view.gpu * 100:.0f}%" if view.gpu >= 0 else ""),
@@ -89,7 +94,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
         columns = [column for column in columns if column.title != "device"]
     if not gpus:
         columns = [column for column in columns if column.title not in ("gpu", "gmem")]
-    if width < 40:  # numbers are short of room here
+    if width < 40:  # little room
         columns = [replace(column, width=min(column.width, 6)) for column in columns]
     room = width - 4
     while len(columns) > 1 and _sum(columns) + 1 + (_BAR[0] if width >= 50 else 0) > room:
@@ -107,8 +112,10 @@ def _sum(columns: list[_Column]) -> int:
 
 def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
     signs = canvas.signs
-    style = STYLES.get(view.health, "")
-    plain = "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("coming", "stopped", "done") else ""
+    style = HEALTH_STYLES.get(view.health, "")
+    plain = (
+        "bad" if view.health in ("stuck", "dead") else "dim" if view.health in ("starting", "stopped", "done") else ""
+    )
     line: Line = [(signs.chosen if chosen else " ", "bold"), (signs.health.get(view.health, "?"), style), (" ", "")]
     for column in layout.columns:
         cell = text.fit(column.cell(view), column.width, right=column.right, dots="")
@@ -121,14 +128,14 @@ def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Li
     if layout.place:
         where = text.clean(view.place).removesuffix(" <module>")
         if view.silent >= 5:
-            where = f"silent for {numbers.about(view.silent)}; {where}"
+            where = f"no heartbeat for {numbers.about(view.silent)}; {where}"
         line.append((" " + text.cut(where, layout.place, signs.dots), "dim"))
     return text.clip(line, canvas.width)
 
 
 def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
-    """How it spends its time: each share a number of cells, so that all together fill the bar."""
-    if view.health in ("dead", "stopped", "done", "coming"):
+    """Return how the rank spends its time, as cells."""
+    if view.health in ("dead", "stopped", "done", "starting"):
         return [(signs.empty * cells, "dim")]
     known = min(round((view.data + view.compute + view.waiting) * cells), cells)
     data = min(round(view.data * cells), known)
@@ -143,7 +150,7 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
 
 
 def phases(view: RankView, width: int) -> Line:
-    """What it was at, a letter for every tenth of a second."""
+    """Return the recent phases, one letter per tenth of a second."""
     letters = view.strip.letters[-max(width - 12, 1) :]
     line: Line = [(f" last {len(letters) / 10:.0f} s ".ljust(11), "dim")]
     for style, group in itertools.groupby(letters, key=lambda letter: _LETTERS.get(letter.lower(), "dim")):
@@ -163,21 +170,21 @@ def _rate(view: RankView) -> str:
     return numbers.rate(view.samples if view.samples >= 0 else view.rate)
 
 
-# -- a sign each
+# -- overview
 
 
-def overview(scene: RunModel, chosen: int, canvas: Canvas) -> list[Line]:
-    """Every rank as its sign, node by node: of very many, all are seen at once."""
+def overview(model: RunModel, chosen: int, canvas: Canvas) -> list[Line]:
+    """Return one symbol per rank, node by node."""
     width, height, signs = canvas.width, canvas.height, canvas.signs
     nodes: dict[int, list[RankView]] = {}
-    for rank in sorted(scene.ranks):
-        nodes.setdefault(scene.ranks[rank].node, []).append(scene.ranks[rank])
+    for rank in sorted(model.ranks):
+        nodes.setdefault(model.ranks[rank].node, []).append(model.ranks[rank])
     names = {node: text.clean(views[0].host) or f"node {node}" for node, views in nodes.items()}
     margin = min(max((text.width(name) for name in names.values()), default=0), 16, width // 3)
     cells = max(width - margin - 3, 8)
     groups: list[Line] = []
     line: Line = []
-    for node in sorted(nodes):  # several nodes in a row, where there is room
+    for node in sorted(nodes):  # several nodes per line if they fit
         label = text.fit(names[node], margin, dots="")
         for at in range(0, len(nodes[node]), cells):
             part = nodes[node][at : at + cells]
@@ -188,17 +195,17 @@ def overview(scene: RunModel, chosen: int, canvas: Canvas) -> list[Line]:
             line = [*line, (" ", ""), *group] if line else group
     if line:
         groups.append(line)
-    told = {health: sum(view.health == health for view in scene.ranks.values()) for health in signs.health}
+    counts = {health: sum(view.health == health for view in model.ranks.values()) for health in signs.health}
     legend: Line = [(" ", "")]
-    for health, count in told.items():
+    for health, count in counts.items():
         if count:
-            legend += [(f"{signs.health[health]} ", STYLES.get(health, "")), (f"{health} {count}   ", "dim")]
-    # The chosen one is always to be seen.
+            legend += [(f"{signs.health[health]} ", HEALTH_STYLES.get(health, "")), (f"{health} {count}   ", "dim")]
+    # The chosen rank is always visible.
     at = next((n for n, row in enumerate(groups) if any("chosen" in style for _, style in row)), 0)
     first = min(max(0, at - (height - 1) // 2), max(0, len(groups) - height + 1))
     return [text.clip(legend, width), *(text.clip(row, width) for row in groups[first : first + height - 1])][:height]
 
 
 def _dot(view: RankView, chosen: int, signs: Signs) -> Piece:
-    style = STYLES.get(view.health, "")
+    style = HEALTH_STYLES.get(view.health, "")
     return signs.health.get(view.health, "?"), f"chosen {style}" if view.rank == chosen else style

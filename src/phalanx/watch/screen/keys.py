@@ -1,10 +1,10 @@
-"""What is typed, from bytes to the names of keys. What is pasted is nothing that anybody has typed."""
+"""Turns terminal input into key names. Pasted text is ignored."""
 
 from __future__ import annotations
 
 import re
 
-# As terminals send them, with and without application mode.
+# With and without application mode.
 _NAMED = {
     **{
         f"\x1b{lead}{letter}": name
@@ -34,17 +34,20 @@ _PASTED, _THROUGH = "\x1b[200~", "\x1b[201~"
 
 
 class Keys:
+    """A decoder that keeps incomplete escape sequences."""
+
     def __init__(self) -> None:
         self._rest = ""
         self._pasting = False
 
     @property
     def halfway(self) -> bool:
-        """An escape has come, and nothing behind it yet: the key itself, or the beginning of another."""
+        """Whether an escape byte was received that may be the Escape key or the beginning of another key."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[str]:
-        if data == b"\x03":  # whatever else has got lost: nobody is caught here
+        """Return the keys in `data`."""
+        if data == b"\x03":  # Ctrl-C always works, even if the end of a paste got lost
             self._pasting, self._rest = False, ""
         self._rest += data.decode(errors="ignore")
         found: list[str] = []
@@ -57,12 +60,12 @@ class Keys:
                 self._pasting = key == _PASTED
             elif not self._pasting:
                 found.append(_NAMED.get(key, key if key.isprintable() else ""))
-        if len(self._rest) > 64:  # no key is as long
+        if len(self._rest) > 64:  # no key is that long
             self._rest = ""
         return [key for key in found if key]
 
     def lapse(self) -> list[str]:
-        """Nothing more has come for a while. Of what is pasted, the end is waited for: without it no key is one."""
+        """Return the Escape key if only an escape byte was received. During a paste: nothing."""
         if self._pasting:
             return []
         alone, self._rest = self._rest == "\x1b", ""

@@ -1,4 +1,4 @@
-"""The run as plain lines, for a pipe: one for everything that happens, and how far it is now and then."""
+"""The run as plain lines, for a pipe: one per event, and the progress now and then."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from phalanx.watch.model.run_model import RunModel, TimelineEvent
 from phalanx.watch.screen import head, numbers, text
 from phalanx.watch.source import Source
 
-_EVERY = 10.0  # seconds between two lines that say how far it is
+_EVERY = 10.0  # seconds between two progress lines
 
 
 def show(source: Source, *, out: TextIO | None = None) -> int:
-    """Until the run has ended. Returns its exit code; 1 if nobody knows it."""
+    """Print lines until the run has ended. Returns its exit code; 1 if that is unknown."""
     return asyncio.run(_show(source, out or sys.stdout))
 
 
 async def _show(source: Source, out: TextIO) -> int:
-    scene = RunModel(run=source.run)
-    began = told = time.time()
+    model = RunModel(run=source.run)
+    began = printed = time.time()
     last: TimelineEvent | None = None
     async for event in source.events():
-        scene.see(event)
-        for one in _since(scene, last):
-            out.write(f"{_clock(one.time)} {happened(one)}\n")
-        last = scene.happenings[-1] if scene.happenings else None
-        if event.time >= began and scene.ended is None and scene.now - told >= _EVERY:
-            told = scene.now
-            out.write(f"{_clock(scene.now)} {status(scene)}\n")
+        model.apply(event)
+        for one in _since(model, last):
+            out.write(f"{_clock(one.time)} {event_line(one)}\n")
+        last = model.timeline_events[-1] if model.timeline_events else None
+        if event.time >= began and model.ended is None and model.now - printed >= _EVERY:
+            printed = model.now
+            out.write(f"{_clock(model.now)} {status(model)}\n")
         out.flush()
-    out.write(f"{ending(scene)}\n")
+    out.write(f"{ending(model)}\n")
     out.flush()
-    return 1 if scene.code is None else scene.code & 0xFF
+    return 1 if model.code is None else model.code & 0xFF
 
 
-def _since(scene: RunModel, last: TimelineEvent | None) -> Iterator[TimelineEvent]:
-    """In order."""
+def _since(model: RunModel, last: TimelineEvent | None) -> Iterator[TimelineEvent]:
+    """Yield the new events in order."""
     new: list[TimelineEvent] = []
-    for one in reversed(scene.happenings):
+    for one in reversed(model.timeline_events):
         if one is last:
             break
         new.append(one)
@@ -52,30 +52,33 @@ def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
-def happened(one: TimelineEvent) -> str:
+def event_line(one: TimelineEvent) -> str:
+    """Return an event as a line."""
     words = text.clean(" ".join(one.text.split()))
     return words if one.kind == "note" or words.startswith(one.kind) else f"{one.kind}: {words}"
 
 
-def status(scene: RunModel) -> str:
-    words = [head.state(scene)]
-    if scene.step >= 0:
-        words.append(f"step {scene.step}/{scene.total}" if scene.total else f"step {scene.step}")
-        words.append(f"{numbers.rate(scene.rate)} steps/s")
-        if scene.samples >= 0:
-            words.append(f"{numbers.rate(scene.samples)} samples/s")
-    found = head.loss(scene)
+def status(model: RunModel) -> str:
+    """Return state, progress and speed as a line."""
+    words = [head.state(model)]
+    if model.step >= 0:
+        words.append(f"step {model.step}/{model.total}" if model.total else f"step {model.step}")
+        words.append(f"{numbers.rate(model.rate)} steps/s")
+        if model.samples >= 0:
+            words.append(f"{numbers.rate(model.samples)} samples/s")
+    found = head.loss(model)
     if found is not None:
         words.append(f"{text.clean(found[0])} {numbers.value(found[1])}")
-    if scene.left is not None:
-        words.append(f"{numbers.about(scene.left)} left")
+    if model.eta is not None:
+        words.append(f"ETA {numbers.about(model.eta)}")
     return ", ".join(words)
 
 
-def ending(scene: RunModel) -> str:
-    name = text.clean(scene.run) or "the run"
-    if scene.ended is None:
-        return f"{name}: its end was not seen ({status(scene)})"
-    steps = f", {scene.step} steps" if scene.step > 0 else ""
-    how = "ended well" if scene.code == 0 else f"failed with exit code {scene.code}"
-    return f"{name}: {how} after {numbers.span(scene.ended - scene.started)}{steps}"
+def ending(model: RunModel) -> str:
+    """Return the result as a line."""
+    name = text.clean(model.run) or "the run"
+    if model.ended is None:
+        return f"{name}: the end was not recorded ({status(model)})"
+    steps = f", {model.step} steps" if model.step > 0 else ""
+    how = "succeeded" if model.code == 0 else f"failed with exit code {model.code}"
+    return f"{name}: {how} after {numbers.span(model.ended - model.started)}{steps}"

@@ -1,12 +1,12 @@
-"""Numbers as people read them, in a few characters."""
+"""Numbers in a few characters."""
 
 from __future__ import annotations
 
-from phalanx.watch.charts import figures
+from phalanx.watch.charts import formatting
 
 
 def size(count: int) -> str:
-    """Bytes."""
+    """Return a number of bytes."""
     value = float(count)
     for unit in "BKMGT":
         if value < 999.5 or unit == "T":
@@ -16,18 +16,19 @@ def size(count: int) -> str:
 
 
 def rate(value: float) -> str:
+    """Return a rate."""
     if value >= 9999.5:
         return f"{value / 1000:.0f}k" if value >= 99999.5 else f"{value / 1000:.1f}k"
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def share(value: float) -> str:
-    """One that is almost all is not all of it."""
+    """Return a percentage. Less than everything is never 100%."""
     return f"{min(int(value * 1000) / 10, 99.9):.1f}%" if 0.99 <= value < 1 else f"{value * 100:.0f}%"
 
 
 def span(seconds: float) -> str:
-    """How long: 0:07, 12:34, 1:02:03, 3d 04:05."""
+    """Return a duration as 0:07, 12:34, 1:02:03, 3d 04:05."""
     whole = max(int(seconds), 0)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:
@@ -36,7 +37,7 @@ def span(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """How long, where nobody knows for sure."""
+    """Return an approximate duration."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -46,4 +47,4 @@ def about(seconds: float) -> str:
 
 def value(number: float) -> str:
     """Something that was measured: as everywhere."""
-    return figures.number(number)
+    return formatting.number(number)

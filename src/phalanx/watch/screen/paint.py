@@ -1,4 +1,4 @@
-"""Lines to bytes for a terminal: only those that have changed, in one piece."""
+"""Turns lines into terminal output: only changed lines, in one write."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _SGR = {
 }
 _NO_COLOUR = {"bad": "1", "bold": "1", "dim": "2", "chosen": "7"}
 
-_BEGIN, _END = b"\x1b[?2026h", b"\x1b[?2026l"  # a terminal that knows it shows all of it at once
+_BEGIN, _END = b"\x1b[?2026h", b"\x1b[?2026l"  # synchronized update
 
 
 class Painter:
+    """Remembers what is on the screen."""
+
     def __init__(self, *, colour: bool, ascii_only: bool) -> None:
         self._codes = _SGR if colour else _NO_COLOUR
         self._ascii = ascii_only
@@ -35,11 +37,11 @@ class Painter:
         self._sgr = functools.cache(self._look_up)
 
     def forget(self) -> None:
-        """Nobody knows what is on the screen: the next frame is painted as a whole."""
+        """Paint the next frame completely."""
         self._painted = []
 
     def frame(self, lines: Sequence[Line], width: int, height: int) -> bytes:
-        """What to write, so that the screen shows these lines; empty if it does."""
+        """Return what to write so that the screen shows these lines; empty if it does already."""
         rows = [self._row(line, width) for line in lines[:height]]
         rows += [b"\x1b[K"] * (height - len(rows))
         whole = len(self._painted) != len(rows)
@@ -55,7 +57,7 @@ class Painter:
     def _row(self, line: Line, width: int) -> bytes:
         parts: list[str] = []
         style = ""
-        # Once more, whoever has drawn it: what a terminal would obey comes from us alone.
+        # Clean everything here: only this module may write control characters.
         line = [(text.clean(piece), named) for piece, named in line]
         for piece, named in text.clip(line, width):
             code = self._sgr(named)
@@ -65,7 +67,7 @@ class Painter:
             parts.append(piece)
         if style:
             parts.append("\x1b[0m")
-        if text.length(line) < width:  # behind the last column this would erase what stands in it
+        if text.length(line) < width:  # after the last column this would erase it
             parts.append("\x1b[K")
         row = "".join(parts)
         if not row.isascii():

@@ -1,9 +1,9 @@
-"""The screen as a picture, for docs: the same lines, as SVG.
+"""The screen as an SVG picture, for the documentation.
 
 model = RunModel()
 for event in simulation.run(8, 45):
-    scene.see(event)
-Path("screen.svg").write_text(picture.svg(scene))
+    model.apply(event)
+Path("screen.svg").write_text(picture.svg(model))
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _STYLES = {
     "wait": "blue",
     "curve": "cyan",
 }
-_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # from elsewhere: whoever has none like it has another
+_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # fetched from the network: use a local font instead
 
 
 def svg(
-    scene: RunModel, view: View | None = None, *, columns: int = 110, rows: int = 34, title: str = "phalanx"
+    model: RunModel, view: View | None = None, *, columns: int = 110, rows: int = 34, title: str = "phalanx"
 ) -> str:
+    """Return the screen as SVG."""
     from rich.console import Console
     from rich.text import Text
 
-    lines = frame.draw(scene, view or View(able=True), Canvas(columns, rows, UNICODE), scene.now)
+    lines = frame.draw(model, view or View(able=True), Canvas(columns, rows, UNICODE), model.now)
     console = Console(record=True, width=columns, height=rows, file=io.StringIO(), force_terminal=True)
     for line in lines:
         styled = ((piece, " ".join(_STYLES.get(name, "") for name in named.split())) for piece, named in line)

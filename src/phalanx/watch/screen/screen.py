@@ -1,4 +1,4 @@
-"""The run on the whole screen of a terminal: listens to its events, to keys and to signals, and paints."""
+"""The run on the whole screen of a terminal: handles events, keys and signals, and draws."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 from phalanx.contract.events import ClusterSample, MetricsMeasured
 from phalanx.errors import PhalanxError
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.hands import RunActions
 from phalanx.watch.screen.keys import Keys
 from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import signs
@@ -24,53 +23,75 @@ from phalanx.watch.screen.terminal import Terminal
 from phalanx.watch.screen.view import Pane, View
 from phalanx.watch.source import Source, WhyAnswer
 
-_PAUSE = 1.0  # seconds between two frames that nobody has asked for: each takes time from ranks that have all cores
-_AT_ONCE = 0.03  # where somebody has typed
-_LOOK = 1.0  # seconds between two looks at the log
-_ESCAPE = 0.05  # seconds after which an escape was the key itself
-_LINGER = 1.0  # seconds that the last state of a run stays, where its own terminal is waiting
+_PAUSE = 1.0  # seconds between two frames without a key: drawing takes CPU time from the ranks
+_AT_ONCE = 0.03  # seconds after a key
+_POLL = 1.0  # seconds between two reads of the log
+_ESCAPE = 0.05  # seconds after which an escape byte is the Escape key
+_LINGER = 1.0  # seconds for which `run --screen` shows the final state
 _TYPING = 1.5  # seconds between two digits of a number
-_PATIENCE = 2.0  # seconds for questions that are still under way when somebody leaves
-_HEED = 200  # events between two looks at anything else
+_LEAVE_TIMEOUT = 2.0  # seconds for requests that are still running when the user leaves
+_BATCH = 200  # events that are folded before other tasks run
 
 
-def show(source: Source, *, hands: RunActions, environ: Mapping[str, str], held: bool = False) -> int:
-    """Until somebody leaves. `held`: below `phalanx run`, whose terminal this is; it goes with the run."""
-    return asyncio.run(Screen(source, hands, environ, held=held).run())
+def show(source: Source, *, actions: RunActions, environ: Mapping[str, str], owned_by_run: bool = False) -> int:
+    """Show the run until the user leaves.
+
+    `owned_by_run`: started by `phalanx run --screen`, in its terminal; it ends with the run.
+    """
+    return asyncio.run(RunScreen(source, actions, environ, owned_by_run=owned_by_run).run())
 
 
-class Screen:
-    def __init__(self, source: Source, hands: RunActions, environ: Mapping[str, str], *, held: bool) -> None:
+class RunActions(Protocol):
+    """What can be done from the screen. Viewers cannot change a run by themselves: the caller passes this in."""
+
+    def debugger(self, rank: int) -> Sequence[str]:
+        """Return the command that debugs a rank in the terminal."""
+        ...
+
+    def stop(self) -> None:
+        """Stop the run as SIGTERM does. Does not wait. Raises PhalanxError."""
+        ...
+
+    def end_now(self) -> None:
+        """Stop the run without any grace, as a second Ctrl-C does."""
+        ...
+
+
+class RunScreen:
+    """The screen of one run."""
+
+    def __init__(self, source: Source, actions: RunActions, environ: Mapping[str, str], *, owned_by_run: bool) -> None:
         self._source = source
-        self._hands = hands
+        self._actions = actions
         self._signs = signs(environ)
         self._painter = Painter(colour=not environ.get("NO_COLOR"), ascii_only=self._signs.ascii_only)
-        self._scene = RunModel(run=source.run)
-        self._view = View(held=held, able=source.alive)
+        self._model = RunModel(run=source.run)
+        self._view = View(owned_by_run=owned_by_run, able=source.alive)
         self._keys = Keys()
-        self._news = asyncio.Event()  # there is something to paint
-        self._hurry = asyncio.Event()  # somebody has typed
-        self._turned = asyncio.Event()  # another rank is chosen
+        self._changed = asyncio.Event()  # there is something to draw
+        self._hurry = asyncio.Event()  # draw at once
+        self._rank_changed = asyncio.Event()  # another log is to be shown
         self._left = asyncio.Event()
-        self._lapse: asyncio.TimerHandle | None = None  # of an escape
-        self._typing: asyncio.TimerHandle | None = None  # of a number
-        self._away = False  # the terminal is somebody else's
+        self._escape_timer: asyncio.TimerHandle | None = None
+        self._typing_timer: asyncio.TimerHandle | None = None  # of a rank number
+        self._away = False  # another program uses the terminal
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
 
     async def run(self) -> int:
+        """Show the run until the user leaves. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._went_wrong)
+        loop.set_exception_handler(self._unexpected)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._left.set)
         loop.add_signal_handler(signal.SIGWINCH, self._repaint)
-        # Below a run, that has got it as well, and to leave is not for us to decide. Heard and not ignored: else a
-        # debugger that we start would ignore it too.
-        loop.add_signal_handler(signal.SIGINT, (lambda: None) if self._view.held else self._left.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was held back until here (screening.py)
+        # Under `phalanx run` the run gets the signal as well and decides. A handler instead of SIG_IGN, which debuggers
+        # that are started here would inherit.
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if self._view.owned_by_run else self._left.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here (launch/viewers/terminal.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
-            loop.add_signal_handler(signal.SIGCONT, self._went_on, terminal)
+            loop.add_signal_handler(signal.SIGCONT, self._continued, terminal)
             loop.add_reader(terminal.fd, self._typed, terminal)
             for work in (self._listen(), self._follow(), self._paint(terminal), self._tick(terminal)):
                 self._start(work)
@@ -83,7 +104,7 @@ class Screen:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failed is not None:
             raise self._failed
-        _leave_behind(_PATIENCE)
+        _leave_behind(_LEAVE_TIMEOUT)
         return 0
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -96,89 +117,89 @@ class Screen:
         if not task.cancelled():
             self._fail(task.exception())
 
-    def _went_wrong(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _unexpected(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if not isinstance(error, OSError):  # a connection that has broken is told where it is read
+        if not isinstance(error, OSError):  # a lost connection is handled where it is read
             self._fail(error)
 
     def _fail(self, error: BaseException | None) -> None:
-        """What nobody has thought of ends the screen, and is told on a terminal that is as it was."""
+        """Leave because of an unexpected error; it is raised after the terminal is restored."""
         if error is not None:
             self._failed = self._failed or error
             self._left.set()
 
-    # -- what comes
+    # -- events and logs
 
     async def _listen(self) -> None:
         seen = 0
         try:
             async for event in self._source.events():
-                self._scene.see(event)
-                self._news.set()
-                if not isinstance(event, ClusterSample | MetricsMeasured):  # something has happened
+                self._model.apply(event)
+                self._changed.set()
+                if not isinstance(event, ClusterSample | MetricsMeasured):  # not a periodic event
                     self._hurry.set()
                 seen += 1
-                if seen % _HEED == 0:
+                if seen % _BATCH == 0:
                     await asyncio.sleep(0)
         except (PhalanxError, OSError) as error:
-            self._view.word = f"nothing more is heard of it: {error}"
+            self._view.word = f"no more updates: {error}"
         self._view.over, self._view.able = True, False
         self._view.question = ""
-        self._news.set()
-        if self._view.held:
+        self._changed.set()
+        if self._view.owned_by_run:
             await asyncio.sleep(_LINGER)
             self._left.set()
 
     async def _follow(self) -> None:
-        """The log of the chosen rank."""
+        """Follow the log of the chosen rank."""
         view = self._view
         while True:
-            if view.rank in self._scene.ranks:
-                view.tail.turn(view.rank, view.stream)
+            if view.rank in self._model.ranks:
+                view.tail.switch(view.rank, view.stream)
                 before = view.tail.came
                 try:
                     if await view.tail.read(self._source, whole=view.back > 0):
-                        self._news.set()
-                    if view.back:  # whoever has scrolled back stays where he is
+                        self._changed.set()
+                    if view.back:  # keep the scroll position
                         view.back = max(0, min(view.back + view.tail.came - before, len(view.tail.lines) - 1))
-                    view.tail.trouble = ""
+                    view.tail.error = ""
                 except (PhalanxError, OSError) as error:
-                    if view.tail.trouble != str(error):
-                        view.tail.trouble = str(error)
-                        self._news.set()
-            self._turned.clear()
-            await _within(_LOOK, self._turned)
+                    if view.tail.error != str(error):
+                        view.tail.error = str(error)
+                        self._changed.set()
+            self._rank_changed.clear()
+            await _within(_POLL, self._rank_changed)
 
     async def _tick(self, terminal: Terminal) -> None:
-        """The time that it runs."""
+        """Redraw once per second, for the elapsed time."""
         while not self._view.over:
             await asyncio.sleep(1.0 - time.time() % 1.0)
-            self._news.set()
-            if not terminal.in_front:  # the run was stopped, but not by us: a shell has the terminal
+            self._changed.set()
+            if not terminal.in_front:  # a shell has the terminal: the job was stopped from outside
                 self._begin_away(terminal, "step back")
 
-    # -- what is seen
+    # -- drawing
 
     async def _paint(self, terminal: Terminal) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             if not self._away and not terminal.busy:
                 rows, columns = terminal.size()
-                now = self._scene.now if self._view.over else time.time()
-                lines = frame.draw(self._scene, self._view, Canvas(columns, rows, self._signs), now)
+                now = self._model.now if self._view.over else time.time()
+                lines = frame.draw(self._model, self._view, Canvas(columns, rows, self._signs), now)
                 terminal.write(self._painter.frame(lines, columns, rows))
             elif terminal.busy:
-                self._news.set()
+                self._changed.set()
             self._hurry.clear()
             await asyncio.sleep(_AT_ONCE)
             await _within(_PAUSE - _AT_ONCE, self._hurry)
 
     def _repaint(self) -> None:
         self._painter.forget()
-        self._news.set()
+        self._changed.set()
 
-    # -- what is typed
+    # -- keys
 
     def _typed(self, terminal: Terminal) -> None:
         try:
@@ -190,66 +211,66 @@ class Screen:
         if not data:  # the terminal is gone
             self._left.set()
             return
-        if self._lapse is not None:
-            self._lapse.cancel()
+        if self._escape_timer is not None:
+            self._escape_timer.cancel()
         self._pressed(self._keys.feed(data), terminal)
         if self._keys.halfway:
             loop = asyncio.get_running_loop()
-            self._lapse = loop.call_later(_ESCAPE, lambda: self._pressed(self._keys.lapse(), terminal))
+            self._escape_timer = loop.call_later(_ESCAPE, lambda: self._pressed(self._keys.lapse(), terminal))
 
     def _pressed(self, keys: list[str], terminal: Terminal | None = None) -> None:
         view = self._view
         for key in keys:
-            if view.over and view.held:
+            if view.over and view.owned_by_run:
                 self._left.set()
                 return
             was = (view.rank, view.stream)
-            wish = view.press(key, self._scene)
+            action = view.press(key, self._model)
             if (view.rank, view.stream) != was:
-                self._turned.set()
-            self._grant(wish, terminal)
+                self._rank_changed.set()
+            self._handle(action, terminal)
         if keys:
-            self._news.set()
+            self._changed.set()
             self._hurry.set()
-            if self._typing is not None:
-                self._typing.cancel()
+            if self._typing_timer is not None:
+                self._typing_timer.cancel()
             if view.typed:
-                self._typing = asyncio.get_running_loop().call_later(_TYPING, self._typed_through)
+                self._typing_timer = asyncio.get_running_loop().call_later(_TYPING, self._number_done)
 
-    def _typed_through(self) -> None:
+    def _number_done(self) -> None:
         self._view.typed = ""
-        self._news.set()
+        self._changed.set()
 
-    def _grant(self, wish: str, terminal: Terminal | None) -> None:
-        match wish:
+    def _handle(self, action: str, terminal: Terminal | None) -> None:
+        match action:
             case "leave":
                 self._left.set()
             case "repaint":
                 self._repaint()
             case "stop" | "end now":
-                self._start(self._stop(now=wish == "end now"))
+                self._start(self._stop(now=action == "end now"))
             case "stacks":
                 self._view.pane = Pane("stacks", ["asking all ranks ..."])
                 self._start(self._stacks(self._view.pane))
             case "suspend" | "debugger" if terminal is not None:
-                self._begin_away(terminal, wish)
+                self._begin_away(terminal, action)
 
     async def _stop(self, *, now: bool) -> None:
         try:
-            await asyncio.to_thread(self._hands.end_now if now else self._hands.stop)
+            await asyncio.to_thread(self._actions.end_now if now else self._actions.stop)
         except PhalanxError as error:
             self._view.word, self._view.question = str(error), ""
-        self._news.set()
+        self._changed.set()
 
     async def _stacks(self, pane: Pane) -> None:
         try:
             found = await self._source.why()
-            pane.text = told(found, self._view.rank)
+            pane.text = stack_lines(found, self._view.rank)
         except (PhalanxError, OSError) as error:
             pane.text = str(error).splitlines()
-        self._news.set()
+        self._changed.set()
 
-    # -- when the terminal is somebody else's
+    # -- while another program uses the terminal
 
     def _begin_away(self, terminal: Terminal, why: str) -> None:
         if not self._away and not self._left.is_set():
@@ -266,8 +287,8 @@ class Screen:
             elif why == "step back":
                 await terminal.step_back()
             else:
-                words = self._hands.debugger(self._view.rank)
-                await terminal.lend(words, hint="phalanx: Enter goes back to the screen\n")
+                words = self._actions.debugger(self._view.rank)
+                await terminal.lend(words, hint="phalanx: press Enter to return to the screen\n")
         except (OSError, PhalanxError) as error:
             self._view.word = str(error)
             try:
@@ -281,20 +302,20 @@ class Screen:
         loop.add_reader(terminal.fd, self._typed, terminal)
         self._repaint()
 
-    def _went_on(self, terminal: Terminal) -> None:
+    def _continued(self, terminal: Terminal) -> None:
         if not self._away:
-            terminal.again()
+            terminal.reenter()
             self._repaint()
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError):  # not wait_for, which before Python 3.12 may swallow that it is cancelled
+    with contextlib.suppress(TimeoutError):  # not wait_for, which may swallow a cancellation before Python 3.12
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def _leave_behind(seconds: float) -> None:
-    """A question that nobody answers does not keep the shell waiting."""
+    """Exit after some seconds, even if a request in another thread is never answered."""
 
     def leave() -> None:
         time.sleep(seconds)
@@ -303,8 +324,8 @@ def _leave_behind(seconds: float) -> None:
     threading.Thread(target=leave, daemon=True).start()
 
 
-def told(found: WhyAnswer, first: int) -> list[str]:
-    """The stacks of the chosen rank before those of the others."""
+def stack_lines(found: WhyAnswer, first: int) -> list[str]:
+    """Return the report and the stacks, those of rank `first` before the others."""
     lines = found.report.splitlines()
     for rank in sorted(found.stacks, key=lambda rank: (rank != first, rank)):
         lines += ["", f"rank {rank}", *(f"  {line}" for line in found.stacks[rank].splitlines())]

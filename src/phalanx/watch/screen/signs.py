@@ -1,14 +1,14 @@
-"""What stands for what: a sign for every health beside its colour, in Unicode and in ASCII."""
+"""The symbol and the style of every health, in Unicode and in ASCII."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# health or state -> style (paint.py)
-STYLES = {
-    "coming": "dim",
-    "well": "good",
+# health -> style (paint.py)
+HEALTH_STYLES = {
+    "starting": "dim",
+    "healthy": "good",
     "waiting": "info",
     "slow": "warn",
     "debugged": "odd",
@@ -16,6 +16,10 @@ STYLES = {
     "stuck": "bad",
     "dead": "bad",
     "stopped": "dim",
+    "done": "dim",
+}
+# state of the run -> style
+STATE_STYLES = {
     "done": "dim",
     "gathering": "info",
     "starting": "info",
@@ -25,7 +29,7 @@ STYLES = {
     "stopping": "warn",
     "failed": "bad",
 }
-# of happenings
+# kind of event -> style
 KINDS = {
     "joined": "info",
     "fault": "bad",
@@ -43,10 +47,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Signs:
+    """The symbols of the screen."""
+
     health: Mapping[str, str] = field(
         default_factory=lambda: {
-            "coming": "○",
-            "well": "●",
+            "starting": "○",
+            "healthy": "●",
             "waiting": "◐",
             "slow": "▼",
             "debugged": "◆",
@@ -71,8 +77,8 @@ class Signs:
 UNICODE = Signs()
 ASCII = Signs(
     health={
-        "coming": "o",
-        "well": "*",
+        "starting": "o",
+        "healthy": "*",
         "waiting": "~",
         "slow": "v",
         "debugged": "d",
@@ -95,6 +101,6 @@ ASCII = Signs(
 
 
 def signs(environ: Mapping[str, str]) -> Signs:
-    """Unicode where the locale has it."""
+    """Return the Unicode symbols if the locale supports them."""
     locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := environ.get(name))), "")
     return UNICODE if "utf8" in locale.lower().replace("-", "") else ASCII

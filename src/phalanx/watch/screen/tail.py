@@ -1,4 +1,4 @@
-"""The end of what the chosen rank has written, followed as it grows."""
+"""The end of the output of the chosen rank."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from phalanx.watch.screen import text
 from phalanx.watch.source import LogPart, Source, Stream
 
 _KEPT = 2000  # lines
-_LONGEST = 2000  # characters of a line that nobody ends
-_MUCH = 1 << 15  # bytes between two looks: there may be more than one look gives
+_LONGEST = 2000  # characters of a line
+_MUCH = 1 << 15  # bytes from which there may be more
 
 
 class Tail:
+    """Follows one stream of one rank."""
+
     def __init__(self) -> None:
         self.rank = -1
         self.stream: Stream = "stdout"
         self.lines: deque[str] = deque(maxlen=_KEPT)
-        self.came = 0  # lines, ever: who has scrolled back stays where he is
-        self.trouble = ""
+        self.came = 0  # lines so far, for a stable scroll position
+        self.error = ""
         self._end: int | None = None
-        self._open = ""  # a line that is not finished
+        self._open = ""  # the unfinished line
 
-    def turn(self, rank: int, stream: Stream) -> None:
-        """To another one."""
+    def switch(self, rank: int, stream: Stream) -> None:
+        """Switch to another rank or stream."""
         if (rank, stream) != (self.rank, self.stream):
-            self.rank, self.stream, self.trouble = rank, stream, ""
+            self.rank, self.stream, self.error = rank, stream, ""
             self._begin()
 
     def _begin(self) -> None:
@@ -33,10 +35,9 @@ class Tail:
         self.came, self._end, self._open = 0, None, ""
 
     async def read(self, source: Source, *, whole: bool = False) -> bool:
-        """What has come since. True: there is something else to show now.
+        """Read new output. Returns whether there is something new to show.
 
-        A rank that writes faster than it is read here is seen as it is now, and what lies between is left out; `whole`:
-        somebody reads it.
+        If a rank writes faster than this reads, the middle is left out; `whole`: read all of it.
         """
         rank, stream, start = self.rank, self.stream, self._end
         if rank < 0:
@@ -47,14 +48,15 @@ class Tail:
             newest = await source.log(rank, stream)
             skips = newest.end > part.end
             part = newest if skips else part
-        if (rank, stream, start) != (self.rank, self.stream, self._end):  # turned away meanwhile
+        if (rank, stream, start) != (self.rank, self.stream, self._end):  # switched meanwhile
             return False
         if skips:
             self._begin()
         return self.take(part)
 
     def take(self, part: LogPart) -> bool:
-        if self._end is not None and part.start != self._end:  # another file: of the next attempt, or the next worker
+        """Add part of the output. Returns whether there is something new to show."""
+        if self._end is not None and part.start != self._end:  # another file: the next attempt or worker
             self._begin()
             self._end = None
             return True
@@ -62,7 +64,7 @@ class Tail:
         if not part.text:
             return first
         finished = (self._open + part.text).split("\n")
-        if first and part.start > 0:  # most likely the middle of a line
+        if first and part.start > 0:  # probably the middle of a line
             finished = finished[1:] or finished
         self._open = finished.pop()[-_LONGEST:] if finished else ""
         self.lines.extend(text.shown(line.removesuffix("\r")[-_LONGEST:]) for line in finished)
@@ -71,6 +73,6 @@ class Tail:
 
     @property
     def shown(self) -> list[str]:
-        """All lines that are kept; the one that is not finished is the last."""
+        """All lines, the unfinished one last."""
         unfinished = text.shown(self._open)
         return [*self.lines, unfinished] if unfinished else list(self.lines)

@@ -1,7 +1,7 @@
-"""The terminal itself: raw and on its other screen while we draw, and as it was whenever we do not.
+"""The terminal: raw and on its alternate screen while we draw, restored whenever we do not.
 
-with Terminal() as terminal:      # entered, and left however the block ends
-    terminal.write(frame)         # what a slow one does not take at once follows when it can
+with Terminal() as terminal:      # restored however the block ends
+    terminal.write(frame)         # what a slow terminal does not accept at once is written later
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import termios
 import tty
 from collections.abc import Iterator, Sequence
 
-# The other screen, no cursor, lines that do not wrap, and pasted text that can be told from keys.
+# Alternate screen, no cursor, no line wrapping, bracketed paste.
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[?2004h\x1b[0m\x1b[2J"
 LEAVE = b"\x1b[?2026l\x1b[?2004l\x1b[?7h\x1b[0m\x1b[?25h\x1b[?1049l"
-_PATIENCE = 1.0  # seconds for a terminal that takes nothing
-_AWAY = 0.5  # seconds between two looks whether we are in front again
+_WRITE_TIMEOUT = 1.0  # seconds
+_AWAY = 0.5  # seconds between two checks whether we are in the foreground
 
 
 Attributes = list[int | list[bytes | int]]
 
 
 class Terminal:
+    """The terminal of this process."""
+
     def __init__(self, source: int = 0, target: int = 1) -> None:
         self.fd = source
-        self._out, self._own = _once_more(target)
-        self._as_it_was: Attributes | None = None
+        self._out, self._own = _reopened(target)
+        self._saved_attributes: Attributes | None = None
         self._rest = b""
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -48,18 +50,22 @@ class Terminal:
 
     @property
     def entered(self) -> bool:
-        return self._as_it_was is not None
+        """Whether it is in raw mode on the alternate screen."""
+        return self._saved_attributes is not None
 
     @property
     def in_front(self) -> bool:
-        """What is typed is ours. In the background, to draw would be rude, and to change the terminal would stop us."""
+        """Whether this job is in the foreground.
+
+        A background job must not draw, and changing the terminal would stop it.
+        """
         try:
             return os.tcgetpgrp(self.fd) == os.getpgrp()
         except OSError:
-            return True  # it does not control our session: nobody else's job either
+            return True  # not our controlling terminal: there is no job control
 
     def size(self) -> tuple[int, int]:
-        """Rows and columns; what does not tell is the usual one."""
+        """Return rows and columns; 24 and 80 if they are unknown."""
         with contextlib.suppress(OSError, termios.error):
             rows, columns = termios.tcgetwinsize(self._out)
             if rows and columns:
@@ -67,42 +73,43 @@ class Terminal:
         return 24, 80
 
     def enter(self) -> None:
-        """Raises OSError: it is gone."""
-        if self._as_it_was is None:
+        """Switch to raw mode and the alternate screen. Raises OSError if the terminal is gone."""
+        if self._saved_attributes is None:
             try:
                 attributes = termios.tcgetattr(self.fd)
-                tty.setraw(self.fd, termios.TCSAFLUSH)  # what was typed before was for somebody else
+                tty.setraw(self.fd, termios.TCSAFLUSH)  # drop earlier input: it was not meant for us
             except termios.error as error:
                 raise OSError(*error.args) from error
-            self._as_it_was = attributes
-            self._straight(_ENTER)
+            self._saved_attributes = attributes
+            self._write_now(_ENTER)
 
-    def again(self) -> None:
-        """Somebody has stopped us, and may have done to the terminal what he liked."""
+    def reenter(self) -> None:
+        """Set up the terminal once more, after this process was stopped and continued."""
         if self.entered and self.in_front:
             with contextlib.suppress(OSError, termios.error):
                 tty.setraw(self.fd, termios.TCSANOW)
-            self._straight(_ENTER)
+            self._write_now(_ENTER)
 
     def leave(self) -> None:
-        """Whatever else goes wrong."""
-        if self._as_it_was is None:
+        """Restore the terminal."""
+        if self._saved_attributes is None:
             return
-        attributes, self._as_it_was = self._as_it_was, None
-        self._forget()
+        attributes, self._saved_attributes = self._saved_attributes, None
+        self._drop_pending()
         with _allowed():
-            self._straight(LEAVE)
+            self._write_now(LEAVE)
             with contextlib.suppress(OSError, termios.error):
-                # What was typed and not read was meant for us, and not for the shell; unless that has it already.
+                # Unread input was meant for us, not for the shell, unless the shell is in the foreground already.
                 when = termios.TCSAFLUSH if self.in_front else termios.TCSADRAIN
                 termios.tcsetattr(self.fd, when, attributes)
 
     @property
     def busy(self) -> bool:
-        """It has not taken yet what it was given: a newer frame is to wait."""
+        """Whether the last frame is not written yet: then skip the next one."""
         return bool(self._rest)
 
     def write(self, data: bytes) -> None:
+        """Write without blocking."""
         if not self.entered:
             return
         self._rest += data
@@ -114,7 +121,7 @@ class Terminal:
                 self._rest = self._rest[os.write(self._out, self._rest[:65536]) :]
         except BlockingIOError:
             pass
-        except OSError:  # it is gone; whoever reads from it leaves
+        except OSError:  # it is gone; the reader notices
             self._rest = b""
         if self._loop is not None:
             if self._rest:
@@ -122,36 +129,35 @@ class Terminal:
             elif self._own:
                 self._loop.remove_writer(self._out)
 
-    def _forget(self) -> None:
+    def _drop_pending(self) -> None:
         self._rest = b""
         if self._loop is not None and self._own:
             self._loop.remove_writer(self._out)
 
-    def _straight(self, data: bytes) -> None:
-        """All of it now, unless it is not taken."""
+    def _write_now(self, data: bytes) -> None:
+        """Write all of it now, unless the terminal does not accept it."""
         ready = select.poll()
         ready.register(self._out, select.POLLOUT)
         with contextlib.suppress(OSError):  # it is gone
-            while data and any(event & select.POLLOUT for _, event in ready.poll(int(_PATIENCE * 1000))):
+            while data and any(event & select.POLLOUT for _, event in ready.poll(int(_WRITE_TIMEOUT * 1000))):
                 data = data[os.write(self._out, data) :]
 
     async def suspend(self) -> None:
-        """Ctrl-Z: until the shell has us go on, and in front. With all that it calls this job, as the terminal would
-        have done it; but not before that is as it was, for then it is the shell's."""
+        """Ctrl-Z: stop the job as the terminal would, after restoring the terminal, until the shell continues it."""
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(0, signal.SIGTSTP)  # nothing happens where there is no shell that could have us go on
+        os.kill(0, signal.SIGTSTP)  # ignored if there is no shell that could continue us
         await self.step_back()
 
     async def step_back(self) -> None:
-        """Until it is ours again."""
+        """Restore the terminal and wait until this job is in the foreground reenter."""
         self.leave()
         while not self.in_front:
             await asyncio.sleep(_AWAY)
         self.enter()
 
     async def lend(self, words: Sequence[str], *, hint: str) -> int:
-        """To another program, until it has ended; as a shell would, so that Ctrl-C is for that program alone."""
+        """Run another program in the foreground, as a shell does: Ctrl-C is for that program alone."""
         self.leave()
         attributes = termios.tcgetattr(self.fd)
         without_ctrl_z = termios.tcgetattr(self.fd)
@@ -161,18 +167,18 @@ class Terminal:
         try:
             self._in_front(process.pid)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)  # it may have read before it was in front
+                os.kill(process.pid, signal.SIGCONT)  # it may have been stopped by reading too early
             code = await _ended(process)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             with contextlib.suppress(OSError):
-                if os.tcgetpgrp(self.fd) == process.pid:  # else a shell has it: of a run that was killed
+                if os.tcgetpgrp(self.fd) == process.pid:  # else a shell has taken it
                     self._in_front(os.getpgrp())
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(self.fd, termios.TCSADRAIN, attributes)
-        if code:  # what it has said about that would be hidden by our screen
+        if code:  # keep its error message visible
             sys.stderr.write(hint)
             sys.stderr.flush()
             await self._typed()
@@ -184,14 +190,14 @@ class Terminal:
             os.tcsetpgrp(self.fd, group)
 
     async def _typed(self) -> None:
-        """Until there is a line."""
+        """Wait for a line."""
         await _ready(self.fd)
         os.read(self.fd, 4096)
 
 
 @contextlib.contextmanager
 def _allowed() -> Iterator[None]:
-    """Change the terminal even from the background, where that would stop us."""
+    """Allow changes of the terminal from the background, where they would stop us."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         yield
@@ -218,13 +224,13 @@ async def _ready(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-def _once_more(fd: int) -> tuple[int, bool]:
-    """The same terminal, opened for us alone, so that it can be written to without waiting."""
+def _reopened(fd: int) -> tuple[int, bool]:
+    """Open the same terminal reenter, so that non-blocking mode affects only us."""
     with contextlib.suppress(OSError):
         return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), True
     return fd, False
 
 
-def good_for_a_screen(term: str) -> bool:
-    """Both ends are a terminal, and one that can move its cursor."""
+def supports_screen(term: str) -> bool:
+    """Return whether stdin and stdout are a terminal that can move its cursor."""
     return os.isatty(0) and os.isatty(1) and term not in ("", "dumb", "unknown")

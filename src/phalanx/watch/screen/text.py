@@ -1,4 +1,4 @@
-"""Styled text in the cells of a terminal: how wide it is, cut to a width, rid of what a terminal would obey."""
+"""Styled text in terminal cells: its width, cut to a width, without control characters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 
 
 def clean(text: str) -> str:
-    """One line of what somebody else wrote: no colours, no cursor movement, nothing that hides or turns text around."""
+    """Return one line without colours, cursor movement and characters that hide or reverse text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", text).expandtabs() if c not in "\x07\x08\x7f")
 
 
 def shown(text: str) -> str:
-    """A line as it stands when it is finished: a bar writes over itself."""
+    """Return a line as it looks when it is finished: progress bars overwrite themselves."""
     return next((clean(part) for part in reversed(text.split("\r")) if part), "")
 
 
 def width(text: str) -> int:
+    """Return the number of cells."""
     return len(text) if text.isascii() else sum(map(_cells, text))
 
 
@@ -37,7 +38,7 @@ def _cells(c: str) -> int:
 
 
 def cut(text: str, cells: int, dots: str = "…") -> str:
-    """At most so many cells of it."""
+    """Return at most `cells` cells."""
     if cells <= 0:
         return ""
     if width(text) <= cells:
@@ -52,18 +53,19 @@ def cut(text: str, cells: int, dots: str = "…") -> str:
 
 
 def fit(text: str, cells: int, *, right: bool = False, dots: str = "…") -> str:
-    """Exactly so many cells."""
+    """Return exactly `cells` cells."""
     text = cut(text, cells, dots)
     blank = " " * (cells - width(text))
     return blank + text if right else text + blank
 
 
 def length(line: Sequence[Piece]) -> int:
+    """Return the number of cells of a line."""
     return sum(width(text) for text, _ in line)
 
 
 def clip(line: Sequence[Piece], cells: int, *, fill: str | None = None) -> Line:
-    """At most so many cells of it; exactly so many, if there is a style to `fill` the rest with."""
+    """Return at most `cells` cells; exactly so many if `fill` is the style for the rest."""
     kept: Line = []
     left = cells
     for text, style in line:
@@ -81,7 +83,7 @@ def clip(line: Sequence[Piece], cells: int, *, fill: str | None = None) -> Line:
 
 
 def spread(left: Sequence[Piece], right: Sequence[Piece], cells: int) -> Line:
-    """One at each end; the right one only where there is room for it."""
+    """Return `left` and `right` at both ends; without `right` if there is no room."""
     free = cells - length(left) - length(right)
     if free < 1:
         return clip(left, cells)
@@ -89,7 +91,7 @@ def spread(left: Sequence[Piece], right: Sequence[Piece], cells: int) -> Line:
 
 
 def wrap(text: str, cells: int) -> list[str]:
-    """Lines of at most so many cells; what is indented goes on indented."""
+    """Return lines of at most `cells` cells. Continuation lines are indented."""
     if width(text) <= cells or cells < 8:
         return [cut(text, cells)]
     indent = " " * min(len(text) - len(text.lstrip()) + 2, cells // 2)

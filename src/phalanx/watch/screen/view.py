@@ -1,4 +1,4 @@
-"""What is looked at, and what keys change about it. Knows nothing of terminals."""
+"""What the screen shows, and how keys change it. Independent of terminals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from phalanx.watch.screen import text
 from phalanx.watch.screen.tail import Tail
 from phalanx.watch.source import Stream
 
-# What a key asks for that is not only a matter of looking.
-Wish = Literal["", "leave", "stop", "end now", "stacks", "debugger", "suspend", "repaint"]
+# What a key asks the screen to do.
+Action = Literal["", "leave", "stop", "end now", "stacks", "debugger", "suspend", "repaint"]
 Question = Literal["", "stop", "stopping"]
 
 _DIGITS = 6
@@ -28,6 +28,7 @@ class Pane:
     _fitting: tuple[int, int] = (0, 0)
 
     def fit(self, width: int) -> None:
+        """Wrap the text to a width."""
         if self._fitting != (width, id(self.text)):
             self._fitting = (width, id(self.text))
             self.lines = [part for line in self.text for part in text.wrap(text.clean(line), width)]
@@ -35,32 +36,35 @@ class Pane:
 
 @dataclass
 class View:
-    held: bool = False  # below `phalanx run`, whose terminal this is: then Ctrl-C is for the run
-    able: bool = False  # there is something to be done: a run that lives
+    """The selection, the scroll positions and open questions."""
+
+    owned_by_run: bool = False  # in the terminal of `phalanx run`: Ctrl-C is for the run
+    able: bool = False  # the run is live: it can be stopped and debugged
     rank: int = 0
-    top: int = 0  # the first rank that is shown
-    page: int = 8  # ranks that are shown
-    follows: bool = False  # its log is all there is
-    back: int = 0  # lines that the log is scrolled back
+    top: int = 0  # index of the first visible rank
+    page: int = 8  # number of visible ranks
+    follows: bool = False  # show only the log
+    back: int = 0  # lines by which the log is scrolled back
     stream: Stream = "stdout"
     overview: bool = False
     pane: Pane | None = None
     pane_page: int = 10
     question: Question = ""
     typed: str = ""
-    word: str = ""  # at the bottom, until the next key
-    over: bool = False  # nothing more comes
+    word: str = ""  # message in the last line, until the next key
+    over: bool = False  # no more events
     tail: Tail = field(default_factory=Tail)
 
-    def keep(self, scene: RunModel) -> None:
-        """The chosen rank is one that is there, and to be seen."""
-        ranks = sorted(scene.ranks)
-        if ranks and self.rank not in scene.ranks:
+    def keep(self, model: RunModel) -> None:
+        """Make sure that the chosen rank exists and is visible."""
+        ranks = sorted(model.ranks)
+        if ranks and self.rank not in model.ranks:
             self.rank = min(ranks, key=lambda rank: abs(rank - self.rank))
         at = ranks.index(self.rank) if ranks else 0
         self.top = max(min(self.top, at, len(ranks) - self.page), at - self.page + 1, 0)
 
-    def press(self, key: str, scene: RunModel) -> Wish:
+    def press(self, key: str, model: RunModel) -> Action:
+        """Handle a key. Returns what the screen has to do."""
         self.word = ""
         if key == "ctrl-z":
             return "suspend"
@@ -73,7 +77,7 @@ class View:
         if self.pane is not None and self._scroll(key, self.pane):
             return ""
         if key.isdigit() and len(key) == 1 and key.isascii():
-            self._type(key, scene)
+            self._type(key, model)
             return ""
         typed, self.typed = self.typed, ""
         if typed and key == "backspace":
@@ -81,25 +85,25 @@ class View:
             return ""
         if key in ("q", "Q"):
             return "leave"
-        return self._act(key, scene) or self._look(key, scene)
+        return self._act(key, model) or self._look(key, model)
 
-    def _interrupted(self) -> Wish:
-        """Of our own, it is enough to look away; the run's terminal is where one stops it."""
-        if not (self.held and self.able):
+    def _interrupted(self) -> Action:
+        """Ctrl-C leaves `phalanx watch`; in the terminal of the run it stops the run."""
+        if not (self.owned_by_run and self.able):
             return "leave"
         if self.question == "stopping":
             return "end now"
         self.question = "stop"
         return ""
 
-    def _answer(self, key: str) -> Wish:
+    def _answer(self, key: str) -> Action:
         if key == "ctrl-c":
             self.question = "stopping"
-            return "end now" if self.held else "leave"
+            return "end now" if self.owned_by_run else "leave"
         self.question = "stopping" if key in ("y", "Y") else ""
         return "stop" if self.question else ""
 
-    def _act(self, key: str, scene: RunModel) -> Wish:
+    def _act(self, key: str, model: RunModel) -> Action:
         if key not in ("x", "s", "d"):
             return ""
         if not self.able and key != "s":
@@ -107,24 +111,25 @@ class View:
             return ""
         if key == "x":
             if self.question == "stopping":
-                self.word = f"it is being stopped already; phalanx stop --now {scene.run} does not let it finish"
+                self.word = f"already stopping; phalanx stop --now {model.run} does not wait"
             else:
                 self.question = "stop"
             return ""
         return "stacks" if key == "s" else "debugger"
 
-    def _type(self, digit: str, scene: RunModel) -> None:
+    def _type(self, digit: str, model: RunModel) -> None:
         self.typed = (self.typed + digit)[-_DIGITS:]
-        if int(self.typed) in scene.ranks:
+        if int(self.typed) in model.ranks:
             self.choose(int(self.typed))
-        elif int(digit) in scene.ranks and not any(str(rank).startswith(self.typed) for rank in scene.ranks):
-            self.typed = digit  # the beginning of another number
+        elif int(digit) in model.ranks and not any(str(rank).startswith(self.typed) for rank in model.ranks):
+            self.typed = digit  # the first digit of another number
             self.choose(int(digit))
 
     def choose(self, rank: int) -> None:
+        """Select a rank."""
         self.rank, self.back = rank, 0
 
-    def _look(self, key: str, scene: RunModel) -> Wish:
+    def _look(self, key: str, model: RunModel) -> Action:
         match key:
             case "f" | "enter":
                 self.follows, self.back = not self.follows, 0
@@ -141,11 +146,11 @@ class View:
                 most = len(self.tail.lines) - 1
                 self.back = most if key == "home" else 0 if key == "end" else max(0, min(self.back, most))
             case _:
-                self._move(key, scene)
+                self._move(key, model)
         return ""
 
-    def _move(self, key: str, scene: RunModel) -> None:
-        ranks = sorted(scene.ranks)
+    def _move(self, key: str, model: RunModel) -> None:
+        ranks = sorted(model.ranks)
         by = {
             "up": -1,
             "k": -1,
@@ -159,11 +164,11 @@ class View:
             "end": len(ranks),
         }.get(key)
         if by and ranks:
-            at = ranks.index(self.rank) if self.rank in scene.ranks else 0
+            at = ranks.index(self.rank) if self.rank in model.ranks else 0
             self.choose(ranks[max(0, min(at + by, len(ranks) - 1))])
 
     def _scroll(self, key: str, pane: Pane) -> bool:
-        """Whether the pane has taken it."""
+        """Return whether the pane has handled the key."""
         if key in ("escape", "q", "enter", "?", "backspace"):
             self.pane = None
             return True
@@ -178,22 +183,22 @@ class View:
 
 
 HELP = [
-    "up down j k      the rank above, the rank below",
-    "PgUp PgDn        a page of ranks; Home End: the first, the last",
-    "0-9              a rank by its number",
-    "g Tab            every rank as a sign, and back",
+    "up down j k      previous rank, next rank",
+    "PgUp PgDn        a page of ranks; Home End: first, last",
+    "0-9              select a rank by its number",
+    "g Tab            overview: one symbol per rank",
     "",
-    "f Enter          only the log of the chosen rank; up and down scroll it",
-    "e                its stdout, its stderr",
+    "f Enter          only the log of the selected rank; up and down scroll it",
+    "e                switch between stdout and stderr",
     "",
-    "s                the stacks of all ranks, and what is wrong if something is",
-    "d                a debugger in the chosen rank; it stops there until you leave it",
+    "s                stacks of all ranks, and the verdict if the run is stalled",
+    "d                debug the selected rank; it is paused until you leave the debugger",
     "x                stop the run (asks first)",
     "",
-    "Ctrl-Z           to the shell; fg comes back.  Ctrl-L: paint again",
-    "q                leave; the run goes on",
+    "Ctrl-Z           suspend; fg returns.  Ctrl-L: redraw",
+    "q                leave; the run continues",
     "",
-    "data compute wait: what a rank has spent its time on, since the last look",
+    "data compute wait: shares of the time of a rank, since the last sample",
     "letters (f): d data, f forward, b backward, w waits for others, o optimizer, n none of these;",
-    "a capital: a step has ended",
+    "a capital letter: a step ended",
 ]

@@ -1,4 +1,4 @@
-// A canvas as sharp as the screen is.
+// A canvas at the resolution of the screen, and the ticks of axes.
 
 export function fit(canvas, width, height) {
   const scale = devicePixelRatio || 1;
@@ -19,13 +19,13 @@ export const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helveti
 
 const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400];
 
-// How many seconds lie between two labels.
-export function pace(seconds, width, room = 90) {
+// Seconds between two labels.
+export function timeStep(seconds, width, room = 90) {
   const least = (seconds * room) / Math.max(1, width);
   return STEPS.find((step) => step >= least) ?? Math.ceil(least / 86400) * 86400;
 }
 
-// Round numbers between two values: three or so.
+// About `wanted` round numbers between two values.
 export function ticks(low, high, wanted = 3) {
   const rough = (high - low) / wanted;
   if (!(rough > 0)) return [low];

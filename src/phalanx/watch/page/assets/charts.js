@@ -1,22 +1,22 @@
-// Every measured curve, over time or steps. On the time axis: what faults and stalls have cost.
+// All curves, over time or steps. Over time: with what faults and stalls have cost.
 
-import { FONT, fit, pace, ticks } from "./canvas.js";
-import { $, el, press, say, sight } from "./dom.js";
+import { FONT, fit, timeStep, ticks } from "./canvas.js";
+import { $, el, press, say, observeVisible } from "./dom.js";
 import { colour, onTheme } from "./theme.js";
-import { count, measure, offset, short } from "./words.js";
+import { count, measure, offset, short } from "./format.js";
 
 const HEIGHT = 132;
 const [LEFT, RIGHT, ABOVE, BELOW] = [58, 10, 14, 18];
-const LAST = ["steps/s", "samples/s"]; // after what a training says of itself
-const BANDS = { recovered: "dead", restarted: "dead", resumed: "stuck" }; // they end then, and lasted `seconds`
-const SIGNS = { fault: ["✕", "dead"], recovered: ["✓", "well"], restarted: ["↻", "well"], stalled: ["■", "stuck"], resumed: ["▸", "well"] };
+const LAST = ["steps/s", "samples/s"]; // after the metrics of the training
+const BANDS = { recovered: "dead", restarted: "dead", resumed: "stuck" }; // kind -> colour; the band ends at the event and is `seconds` wide
+const SIGNS = { fault: ["✕", "dead"], recovered: ["✓", "healthy"], restarted: ["↻", "healthy"], stalled: ["■", "stuck"], resumed: ["▸", "healthy"] };
 
 export class Charts {
   #model;
   #box = $("charts");
   #charts = new Map(); // name -> {figure, canvas, value, seen}
   #over = "time";
-  #hover = null; // a share of the width, the same in all
+  #hover = null; // share of the width, the same in all charts
   #asked = false;
 
   constructor(model) {
@@ -38,7 +38,7 @@ export class Charts {
     if (changes.whole) this.#forget();
     for (const name of changes.curves) if (!this.#charts.has(name)) this.#make(name);
     if (changes.whole) this.#empty();
-    if (changes.curves.size || (changes.told && this.#over === "time")) this.#draw();
+    if (changes.curves.size || (changes.events && this.#over === "time")) this.#draw();
   }
 
   #forget() {
@@ -51,14 +51,14 @@ export class Charts {
 
   #empty() {
     this.#box.querySelector(".nothing")?.remove();
-    if (!this.#charts.size) this.#box.append(el("p", { class: "nothing", text: "no step yet" }));
+    if (!this.#charts.size) this.#box.append(el("p", { class: "nothing", text: "no steps yet" }));
   }
 
   #make(name) {
     const canvas = el("canvas", { role: "img", "aria-label": name });
     const value = el("span", { class: "value" });
     const figure = el("figure", { "data-curve": name }, el("figcaption", {}, el("b", { text: name }), value), canvas);
-    const seen = sight(figure, () => this.#ask());
+    const seen = observeVisible(figure, () => this.#ask());
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect();
       this.#hover = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
@@ -85,7 +85,7 @@ export class Charts {
 
   #draw() {
     const charts = [...this.#charts.values()].filter((chart) => chart.seen.now);
-    const widths = charts.map((chart) => chart.figure.clientWidth - 28); // less its padding; all at once: to ask and to write in turn is slow
+    const widths = charts.map((chart) => chart.figure.clientWidth - 28); // without the padding; read all widths first: alternating reads and writes is slow
     charts.forEach((chart, place) => this.#one(chart, widths[place]));
   }
 
@@ -102,12 +102,12 @@ export class Charts {
     let to = Math.max(timely ? (this.#model.ended ? this.#model.head.ended : this.#model.head.now) : 0, from + 1);
     let [low, high] = [Infinity, -Infinity];
     for (const point of points) {
-      from = Math.min(from, point[along]); // after a restart, steps are made again
+      from = Math.min(from, point[along]); // after a restart, steps are computed again
       to = Math.max(to, point[along]);
       low = Math.min(low, point[2]);
       high = Math.max(high, point[2]);
     }
-    if (LAST.includes(name)) low = 0; // a rate means little without its zero
+    if (LAST.includes(name)) low = 0; // rates start at zero
     if (high - low < 1e-9 * Math.max(1, Math.abs(high))) [low, high] = low === 0 ? [0, 1] : [low - 0.5, high + 0.5];
     const x = (place) => LEFT + ((place - from) / (to - from)) * (width - LEFT - RIGHT);
     const y = (height) => HEIGHT - BELOW - ((height - low) / (high - low)) * (HEIGHT - ABOVE - BELOW);
@@ -122,7 +122,7 @@ export class Charts {
     pen.textAlign = "right";
     let marks = ticks(low, high, 4);
     if (marks.length < 3) marks = ticks(low, high, 8);
-    // As many digits as tell two neighbours apart.
+    // As many digits as distinguish two ticks.
     const size = Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]);
     const digits = Math.min(9, Math.max(3, Math.ceil(size + 1e-9) + 1)) || 3;
     for (const tick of marks) {
@@ -131,8 +131,8 @@ export class Charts {
       pen.fillStyle = colour("soft");
       pen.fillText(short(Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits), LEFT - 6, y(tick));
     }
-    const pitch = timely ? pace(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0);
-    const step = timely ? pitch : Math.max(1, pitch); // there is no half of one
+    const pitch = timely ? timeStep(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0);
+    const step = timely ? pitch : Math.max(1, pitch); // whole steps
     const zero = timely ? since : 0;
     for (let number = Math.ceil((from - zero) / step); zero + number * step <= to; number++) {
       const at = x(zero + number * step);
@@ -142,10 +142,10 @@ export class Charts {
     }
   }
 
-  // How long it stood, as a band; what happened, as a sign.
+  // Lost time as bands, events as symbols.
   #costs(pen, { x, from, to }) {
-    let room = 0; // where the next sign may stand: a recovery is often on the heels of its fault
-    for (const one of this.#model.told) {
+    let room = 0; // x of the next symbol: a recovery often follows its fault closely
+    for (const one of this.#model.events) {
       if (one.time < from || one.time > to) continue;
       if (BANDS[one.kind] && one.seconds) {
         pen.globalAlpha = 0.16;
@@ -167,7 +167,7 @@ export class Charts {
     pen.beginPath();
     let last = -Infinity;
     for (const point of points) {
-      // Steps that are made again are a line of their own.
+      // Steps that are computed again start a new line.
       if (point[along] < last) pen.moveTo(x(point[along]), y(point[2]));
       else pen.lineTo(x(point[along]), y(point[2]));
       last = point[along];

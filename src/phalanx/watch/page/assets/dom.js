@@ -1,4 +1,4 @@
-// Elements, and text that is only ever text: what a run says is not trusted to be HTML.
+// Elements and text. All text of the run is untrusted and never parsed as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -24,7 +24,7 @@ export function drawn(tag, properties = {}, ...children) {
   return made;
 }
 
-// A browser lays out again after every write, also one that changes nothing: so look first.
+// Writes only changes: a browser lays out again after every write.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -33,8 +33,8 @@ export function press(button, pressed) {
   button.setAttribute("aria-pressed", String(pressed));
 }
 
-// Calls `shown` when the element comes into sight and tells whether it is there: what nobody sees is not drawn.
-export function sight(element, shown) {
+// Calls `shown` when the element becomes visible; the result says whether it is. What is not visible is not drawn.
+export function observeVisible(element, shown) {
   const seen = { now: false };
   new IntersectionObserver((entries) => {
     const now = entries[entries.length - 1].isIntersecting;

@@ -1,7 +1,7 @@
-// A row for every rank. Only those in sight exist as elements: 512 ranks scroll as smoothly as four.
+// One row per rank. Only visible rows exist as elements: 512 ranks scroll as smoothly as four.
 
 import { $, el, press, say } from "./dom.js";
-import { bytes, count, HEALTH, percent, rate } from "./words.js";
+import { bytes, count, HEALTH, percent, rate } from "./format.js";
 
 const COLUMNS = [
   ["rank", "rank", (v) => String(v.rank)],
@@ -14,10 +14,10 @@ const COLUMNS = [
   ["bars", "data · compute · wait", null],
   ["memory", "memory", (v) => bytes(v.memory)],
   ["gpu", "GPU", (v) => (v.gpu >= 0 || v.gpuMemory ? `${percent(v.gpu)} · ${bytes(v.gpuMemory, 0)}` : "–")],
-  ["place", "at", (v) => (v.silent >= 2 ? `silent for ${v.silent.toFixed(0)} s · ${v.place}` : v.place)],
+  ["place", "at", (v) => (v.silent >= 2 ? `no heartbeat for ${v.silent.toFixed(0)} s · ${v.place}` : v.place)],
 ];
 const SHARES = ["data", "compute", "waiting"];
-const SPARE = 6; // rows above and below what is seen
+const SPARE = 6; // extra rows above and below the visible ones
 
 export class Grid {
   #model;
@@ -47,7 +47,7 @@ export class Grid {
 
   update(changes) {
     if (changes.health) this.#chips();
-    if (changes.seats || (this.#only && changes.health)) this.#list();
+    if (changes.placement || (this.#only && changes.health)) this.#list();
     else if (changes.ranks.size || changes.chosen) {
       for (const row of this.#rows.values()) {
         if (changes.chosen || changes.ranks.has(row.rank)) this.#paint(row);
@@ -168,7 +168,7 @@ export class Grid {
     else this.#scroller.removeAttribute("aria-activedescendant");
   }
 
-  // How many are how: it is the legend, and a filter.
+  // Ranks per health: a legend and a filter.
   #chips() {
     const counts = new Map();
     for (const view of this.#model.ranks.values()) counts.set(view.health, (counts.get(view.health) ?? 0) + 1);
@@ -177,7 +177,7 @@ export class Grid {
     const wanted = Object.keys(HEALTH).filter((health) => counts.has(health));
     const there = [...box.children].map((chip) => chip.dataset.health);
     if (wanted.join() !== there.join()) {
-      // Only when it must be: a button that is being pressed should stay where it is.
+      // Only if necessary: a button that is being pressed must not be replaced.
       box.replaceChildren(
         ...wanted.map((health) => {
           const chip = el("button", { type: "button", "data-health": health });

@@ -1,18 +1,18 @@
-// The top of the page: which run, how it is, how far, and who is still missing.
+// The top of the page: the run, its state and progress, and missing nodes.
 
 import { $, el, say } from "./dom.js";
-import { count, percent, rate, span, STATE, stateOf } from "./words.js";
+import { count, percent, rate, span, STATE, stateOf } from "./format.js";
 
 const FIGURES = [
-  // name, value, the small print beneath it
+  // name, value, note below it
   ["step", (h) => count(h.step), (h) => (h.total ? `of ${count(h.total)}` : h.epoch ? `epoch ${h.epoch}` : "")],
-  ["left", (h) => (h.left == null ? "–" : span(h.left)), (h) => (h.total && h.epoch ? `epoch ${h.epoch}` : "")],
-  ["up", (h, now) => span(now - h.started), (h) => (h.attempt ? `attempt ${h.attempt + 1}` : "")],
+  ["ETA", (h) => (h.eta == null ? "–" : span(h.eta)), (h) => (h.total && h.epoch ? `epoch ${h.epoch}` : "")],
+  ["elapsed", (h, now) => span(now - h.started), (h) => (h.attempt ? `attempt ${h.attempt + 1}` : "")],
   ["ranks", (h) => count(h.world_size), (h) => (h.nodes === 1 ? "on 1 node" : `on ${count(h.nodes)} nodes`)],
-  ["generation", (h) => count(h.generation), (h) => (h.generation ? "group formed anew" : "the first group")],
+  ["generation", (h) => count(h.generation), (h) => (h.generation ? "regrouped" : "first group")],
   ["steps/s", (h) => rate(h.rate), () => ""],
   ["samples/s", (h) => rate(h.samples), () => ""],
-  ["goodput", (h) => percent(h.goodput), (h) => (h.lost >= 0.05 ? `${h.lost < 60 ? h.lost.toFixed(1) + " s" : span(h.lost)} lost` : "nothing lost")],
+  ["goodput", (h) => percent(h.goodput), (h) => (h.lost >= 0.05 ? `${h.lost < 60 ? h.lost.toFixed(1) + " s" : span(h.lost)} lost` : "no time lost")],
 ];
 
 export class Head {
@@ -27,7 +27,7 @@ export class Head {
       this.#cells.push([value, note]);
       $("figures").append(el("div", {}, el("dt", { text: name }), value, note));
     }
-    setInterval(() => this.#figures(), 1000); // the clock goes on by itself
+    setInterval(() => this.#figures(), 1000); // the clock runs between updates
   }
 
   update(changes) {
@@ -45,7 +45,7 @@ export class Head {
       this.#progress(head);
       this.#figures();
     }
-    if (changes.roll) this.#roll();
+    if (changes.rendezvous) this.#rendezvous();
   }
 
   #figures() {
@@ -66,18 +66,18 @@ export class Head {
     bar.setAttribute("aria-valuenow", String(Math.round(share * 100)));
   }
 
-  #roll() {
-    const { roll } = this.#model;
-    $("roll").hidden = !roll;
-    if (!roll) return;
-    const here = roll.here ?? [];
-    const missing = roll.missing ?? [];
-    say($("roll-text"), roll.text || `${here.length} of ${roll.expected} nodes are here`);
-    const nameless = Math.max(0, roll.expected - here.length - missing.length); // it is not known who they are
-    $("roll-nodes").replaceChildren(
-      ...here.map((host) => el("li", { class: "here", text: `✓ ${host}` })),
+  #rendezvous() {
+    const { rendezvous } = this.#model;
+    $("rendezvous").hidden = !rendezvous;
+    if (!rendezvous) return;
+    const joined = rendezvous.joined ?? [];
+    const missing = rendezvous.missing ?? [];
+    say($("rendezvous-text"), rendezvous.text || `${joined.length} of ${rendezvous.expected} nodes joined`);
+    const unnamed = Math.max(0, rendezvous.expected - joined.length - missing.length);
+    $("rendezvous-nodes").replaceChildren(
+      ...joined.map((host) => el("li", { class: "joined", text: `✓ ${host}` })),
       ...missing.map((host) => el("li", { class: "missing", text: `◌ ${host} is missing` })),
-      ...(nameless ? [el("li", { class: "missing", text: nameless === 1 ? "◌ one more" : `◌ ${nameless} more` })] : []),
+      ...(unnamed ? [el("li", { class: "missing", text: unnamed === 1 ? "◌ one more" : `◌ ${unnamed} more` })] : []),
     );
   }
 }

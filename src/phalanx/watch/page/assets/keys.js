@@ -1,26 +1,26 @@
-// Everything by keyboard; ? shows how.
+// Keyboard shortcuts.
 
 import { $, el } from "./dom.js";
 
 export function startKeys(actions) {
   const table = [
-    [["j", "ArrowDown"], "the next rank", () => actions.step(1)],
-    [["k", "ArrowUp"], "the rank before", () => actions.step(-1)],
-    [["PageDown"], "ten ranks on", () => actions.step(10), "#grid"],
-    [["PageUp"], "ten ranks back", () => actions.step(-10), "#grid"],
-    [["g", "Home"], "the first rank", () => actions.step(-Infinity)],
-    [["G", "End"], "the last rank", () => actions.step(Infinity)],
-    [["Enter", "l"], "its log", actions.log],
+    [["j", "ArrowDown"], "next rank", () => actions.step(1)],
+    [["k", "ArrowUp"], "previous rank", () => actions.step(-1)],
+    [["PageDown"], "ten ranks down", () => actions.step(10), "#grid"],
+    [["PageUp"], "ten ranks up", () => actions.step(-10), "#grid"],
+    [["g", "Home"], "first rank", () => actions.step(-Infinity)],
+    [["G", "End"], "last rank", () => actions.step(Infinity)],
+    [["Enter", "l"], "log of the rank", actions.log],
     [["/"], "search the logs", actions.search],
     [["s"], "stacks of all ranks", actions.stacks],
     [["ArrowLeft", "h"], "timeline: back", () => actions.pan(-1)],
-    [["ArrowRight"], "timeline: on", () => actions.pan(1)],
+    [["ArrowRight"], "timeline: forward", () => actions.pan(1)],
     [["+", "="], "timeline: less time", () => actions.zoom(1 / 2)],
     [["-"], "timeline: more time", () => actions.zoom(2)],
-    [["f"], "timeline: follow what happens", actions.live],
+    [["f"], "timeline: live", actions.live],
     [["x"], "curves over time or steps", actions.axis],
     [["t"], "light or dark", actions.theme],
-    [["?"], "these keys", () => $("keys").showModal()],
+    [["?"], "show keys", () => $("keys").showModal()],
     [["Escape"], "close, leave a field", actions.leave],
   ];
   $("keys-list").append(
@@ -34,8 +34,8 @@ export function startKeys(actions) {
     if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open || $("view").hidden) return;
     const typing = event.target.closest("input, select, textarea");
     if (typing && event.key !== "Escape") return;
-    // Keys that scroll, or press a button, go on doing that where they would.
-    const native = SCROLLING.has(event.key) && event.target.closest("#log, #found, #told, #nodes, #stacks-list, #charts");
+    // Keep the native behaviour of keys that scroll or press a button.
+    const native = SCROLLING.has(event.key) && event.target.closest("#log, #found, #event-list, #nodes, #stacks-list, #charts");
     if (native || (event.key === "Enter" && event.target.closest("button, a, [role=option]"))) return;
     const found = table.find(([keys, , , where]) => keys.includes(event.key) && (!where || event.target.closest(where)));
     if (!found) return;

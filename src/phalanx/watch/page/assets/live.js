@@ -1,12 +1,12 @@
-// Where the run comes from: the server, as it happens; or, in a report, this very file.
+// The source of the data: the server, or, in a report, the file itself.
 
 const PAUSES = [0.5, 1, 2, 3, 5]; // seconds between two tries
-const SILENCE = 40; // seconds: the server says something every ten, so nobody is there any more
+const SILENCE = 40; // seconds: the server sends a heartbeat every ten
 
-// The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: Because}.
-export function kept() {
+// The data of a report: {whole: Update, logs: {rank: {stdout, stderr}}, why: WhyAnswer}.
+export function embedded() {
   const script = document.querySelector("script#run");
-  return script ? new Kept(parsed(script.textContent)) : null;
+  return script ? new Embedded(parsed(script.textContent)) : null;
 }
 
 export class Remote {
@@ -14,12 +14,12 @@ export class Remote {
   #key = "";
   #folder = remembered(); // where the cookie is valid
 
-  // Turns the key of the link into a cookie, and takes it out of the address bar: a picture of the screen, or the
-  // history of the browser, gives nobody the run.
+  // Exchanges the key of the link for a cookie and removes it from the address bar: screenshots and the browser history
+  // must not reveal it.
   async enter() {
-    const told = location.hash.slice(1);
-    if (told) {
-      this.#key = told; // until it has got there: the first try may fail
+    const key = location.hash.slice(1);
+    if (key) {
+      this.#key = key; // kept until the server has it: the first try may fail
       history.replaceState(null, "", location.pathname + location.search);
     }
     if (!this.#key) return;
@@ -30,38 +30,38 @@ export class Remote {
     remember(this.#folder);
   }
 
-  // Calls update(update, whole) for everything that happens, and status("open" | "lost" | "quiet" | "denied" | "ended").
-  // `over` says whether the run has ended: then there is nothing to come back for. Quiet: the server has nothing more to
-  // say, and no end was seen; whoever looked at the run was ended, or the run was killed.
+  // Calls update(update, whole) for each update, and status("open" | "lost" | "quiet" | "denied" | "ended").
+  // `over` returns whether the run has ended: then there is no reconnect. "quiet": the stream ended without the end of
+  // the run: the server was stopped, or the run was killed.
   async follow(update, status, over) {
     let entered = false;
     let quiet = false;
     for (let tries = 0; ; tries++) {
-      let heard = false;
+      let received = false;
       let last = false;
       try {
         if (!entered) await this.enter();
         entered = true;
         const answer = await fetch(`${this.#folder}live`, { credentials: "same-origin", cache: "no-store" });
         if (answer.status === 401 || answer.status === 403) return status("denied");
-        if (!answer.ok) throw new Error(`the server says ${answer.status}`);
+        if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
           last = kind === "end";
           if (last) break;
           if (kind === "update") quiet = false;
           if (!quiet) status("open");
-          heard = true;
+          received = true;
           update(parsed(data), kind === "whole");
         }
       } catch (error) {
-        if (!(error instanceof TypeError)) console.warn(String(error)); // no TypeError: that is a lost connection
+        if (!(error instanceof TypeError)) console.warn(String(error)); // a TypeError is a lost connection
       }
       if (over()) return status("ended");
-      if (heard) tries = 0;
+      if (received) tries = 0;
       quiet = last;
       status(last ? "quiet" : "lost");
       await pause(last ? PAUSES.at(-1) : PAUSES[Math.min(tries, PAUSES.length - 1)]);
-      await looked();
+      await visible();
     }
   }
 
@@ -83,12 +83,12 @@ export class Remote {
 
   async #json(path) {
     const answer = await fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
-    if (!answer.ok) throw new Error((await answer.text()) || `the server says ${answer.status}`);
+    if (!answer.ok) throw new Error((await answer.text()) || `the server answered ${answer.status}`);
     return parsed(await answer.text());
   }
 }
 
-// Other tabs, and this one when it is loaded again, have no key. What is kept here no other port can read.
+// For other tabs and reloads, which have no key. Pages on other ports cannot read this.
 function remember(folder) {
   try {
     localStorage.setItem("phalanx-folder", folder);
@@ -103,7 +103,7 @@ function remembered() {
   }
 }
 
-class Kept {
+class Embedded {
   report = true;
   #run;
 
@@ -143,12 +143,12 @@ class Kept {
   }
 }
 
-// Without what turns the direction of writing: a name that has it would make the words beside it read otherwise.
+// Without characters that change the reading direction.
 function parsed(text) {
   return JSON.parse(text.replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd"));
 }
 
-// Server-sent events, by fetch and not by EventSource: that one does not say why it was refused.
+// Server-sent events by fetch: EventSource does not report why a request was refused.
 async function* messages(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   const hangUp = () => reader.cancel().catch(() => {});
@@ -174,12 +174,12 @@ async function* messages(body) {
       }
     }
   } finally {
-    hangUp(); // a browser has few connections to one server
+    hangUp(); // browsers limit the connections per server
   }
 }
 
-// Until somebody looks: a tab that was forgotten asks nobody.
-async function looked() {
+// Waits until the tab is visible: hidden tabs do not reconnect.
+async function visible() {
   while (document.visibilityState !== "visible") {
     await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
   }

@@ -1,12 +1,12 @@
-// What a rank has written, as it writes it, as long as somebody looks; and what all have, searched.
+// The output of a rank, followed while it is visible, and the search in the output of all ranks.
 
-import { $, el, into, press, say, sight } from "./dom.js";
-import { ranksOf } from "./words.js";
+import { $, el, into, press, say, observeVisible } from "./dom.js";
+import { ranksOf } from "./format.js";
 
-const EVERY = 1000; // milliseconds between two looks
-const KEPT = 300_000; // characters that are shown
-const BEFORE = 4096; // bytes that are shown before a line that was found
-const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\-_])/g; // of a terminal
+const EVERY = 1000; // milliseconds between two requests
+const KEPT = 300_000; // characters
+const BEFORE = 4096; // bytes shown before a found line
+const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\-_])/g; // terminal escape sequences
 
 export class Logs {
   #model;
@@ -15,21 +15,21 @@ export class Logs {
   #box = $("log");
   #stream = "stdout";
   #rank = null; // whose log is shown
-  #end = null; // bytes of it that are shown; null: nothing yet
+  #end = null; // offset after the shown part; null: nothing yet
   #length = 0; // characters
-  #followed = true; // until somebody scrolls up
-  #found = null; // what is shown of it begins before this line, and goes on as one scrolls
+  #followed = true; // until the user scrolls up
+  #found = null; // the found line that is shown
   #busy = false;
-  #over = false; // nothing more will come
-  #view = 0; // which of all that were opened: what was asked for another one is not shown
+  #over = false; // no more output
+  #view = 0; // number of the opened log: answers for another one are dropped
   #seen;
-  #turn = 0; // a search that is no longer wanted is not shown
+  #turn = 0; // number of the search: results of an older one are dropped
 
   constructor(model, source, choose) {
     this.#model = model;
     this.#source = source;
     this.#choose = choose;
-    this.#seen = sight($("logs"), () => this.#look());
+    this.#seen = observeVisible($("logs"), () => this.#look());
     for (const name of ["stdout", "stderr"]) $(name).addEventListener("click", () => this.#open(this.#rank ?? 0, name));
     this.#box.addEventListener("scroll", () => {
       const { scrollTop, clientHeight, scrollHeight } = this.#box;
@@ -91,13 +91,13 @@ export class Logs {
       if (view === this.#view) {
         more = this.#end !== null && !this.#found && part.text.length > 0 && part.end > this.#end;
         this.#add(part);
-        if (this.#found && this.#length && !part.text) this.#found = null; // that was its end: from here on as ever
+        if (this.#found && this.#length && !part.text) this.#found = null; // the end is reached: follow from here on
         this.#end = part.end;
         this.#over = this.#model.ended && !part.text;
         if (!this.#length) say($("log-note"), `rank ${rank}, ${stream}: nothing written yet`);
-      } else more = true; // another was chosen meanwhile
+      } else more = true; // another log was opened meanwhile
     } catch (error) {
-      this.#over = this.#model.ended; // and nobody is there to ask
+      this.#over = this.#model.ended; // the server is gone
       if (!this.#over || !this.#length) say($("log-note"), `rank ${rank}, ${stream}: ${error.message}`);
     }
     this.#busy = false;
@@ -120,7 +120,7 @@ export class Logs {
     else if (this.#followed) this.#box.scrollTop = this.#box.scrollHeight;
   }
 
-  // The line that was found, in the middle of what is to be seen.
+  // Show the found line in the middle.
   #point(part) {
     const { at, line } = this.#found;
     const place = part.text.lastIndexOf(line, at - part.start);
@@ -137,8 +137,8 @@ export class Logs {
     list.hidden = !text;
     if (!text) return list.replaceChildren();
     const ranks = ranksOf($("search-ranks").value, Math.max(1, this.#model.head?.world_size ?? 0));
-    if (ranks === undefined) return list.replaceChildren(el("li", { class: "nothing", text: "ranks are written as 0-3,8" }));
-    list.replaceChildren(el("li", { class: "nothing", text: "searches …" }));
+    if (ranks === undefined) return list.replaceChildren(el("li", { class: "nothing", text: "expected ranks such as 0-3,8" }));
+    list.replaceChildren(el("li", { class: "nothing", text: "searching …" }));
     let found;
     try {
       found = await this.#source.search(text, ranks);
@@ -147,18 +147,18 @@ export class Logs {
       return undefined;
     }
     if (turn !== this.#turn) return undefined;
-    if (!found.length) return list.replaceChildren(el("li", { class: "nothing", text: `nobody has written "${text}"` }));
+    if (!found.length) return list.replaceChildren(el("li", { class: "nothing", text: `no matches for "${text}"` }));
     return list.replaceChildren(...found.map((one) => this.#line(one, text)));
   }
 
   #line(one, text) {
     const line = plain(one.line);
-    if (one.rank < 0) return el("li", { class: "nothing", text: line }); // what could not be searched
+    if (one.rank < 0) return el("li", { class: "nothing", text: line }); // output that could not be searched
     const at = line.toLowerCase().indexOf(text.toLowerCase());
     const marked = at < 0 ? [line] : [line.slice(0, at), el("mark", { text: line.slice(at, at + text.length) }), line.slice(at + text.length)];
     const button = el("button", { type: "button" }, el("b", { text: `rank ${one.rank} ${one.stream}` }), el("span", {}, ...marked));
     button.addEventListener("click", () => {
-      this.#rank = one.rank; // before it is chosen, which would show the end of it
+      this.#rank = one.rank; // before it is chosen, which would open its end
       this.#choose(one.rank);
       this.#open(one.rank, one.stream, one);
     });
@@ -166,7 +166,7 @@ export class Logs {
   }
 }
 
-// Without colours, and of a line that was written over only what was left of it.
+// Without colours and overwritten parts of lines.
 function plain(text) {
   const without = text.replace(ESCAPES, "").replaceAll("\r\n", "\n");
   return without.includes("\r") ? without.replace(/[^\n\r]*\r(?=[^\n])/g, "") : without;

@@ -1,32 +1,33 @@
-// Puts the page together: what comes in is folded into the model, and once a frame the parts draw what has changed.
+// Puts the page together: updates are folded into the model, and once per frame the views draw what has changed.
 
 import { Charts } from "./charts.js";
 import { $, into } from "./dom.js";
+import { Events } from "./events.js";
 import { Grid } from "./grid.js";
 import { Head } from "./head.js";
 import { startKeys } from "./keys.js";
-import { kept, Remote } from "./live.js";
+import { embedded, Remote } from "./live.js";
 import { Logs } from "./logs.js";
-import { Changes, FELL, Model } from "./model.js";
+import { Changes, SHOWN_DEAD, Model } from "./model.js";
 import { Stacks } from "./stacks.js";
-import { Story } from "./story.js";
+
 import { startTheme, toggleTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
-import { stateOf } from "./words.js";
+import { stateOf } from "./format.js";
 
-// For tests and measurements: milliseconds from an event to the picture that shows it, and to the first one.
+// For tests and benchmarks: milliseconds from an event to the frame that shows it, and to the first frame.
 const phalanx = { latency: [], firstPaint: null, status: "" };
 window.phalanx = phalanx;
 const LATENCIES = 1000;
 
 startTheme();
-const source = kept() ?? new Remote();
+const source = embedded() ?? new Remote();
 const model = new Model();
-model.still = source.report;
+model.finished = source.report;
 let changes = new Changes();
 let asked = false;
-let ats = []; // of updates that the next frame shows
+let times = []; // of the updates that the next frame shows
 let views = [];
 
 function choose(rank) {
@@ -42,8 +43,8 @@ function begin() {
   const timeline = new Timeline(model, choose);
   const charts = new Charts(model);
   const logs = new Logs(model, source, choose);
-  const story = new Story(model, choose, () => stacks.ask(true));
-  views = [new Head(model), story, grid, timeline, charts, new Topology(model, choose), stacks, logs];
+  const events = new Events(model, choose, () => stacks.ask(true));
+  views = [new Head(model), events, grid, timeline, charts, new Topology(model, choose), stacks, logs];
   startKeys({
     step: (by) => grid.step(by),
     log: () => logs.show(),
@@ -59,13 +60,13 @@ function begin() {
       stacks.close();
     },
   });
-  $("door").hidden = true;
+  $("denied").hidden = true;
   $("view").hidden = false;
 }
 
 function receive(update, whole) {
   model.apply(update, whole, changes);
-  if (!whole && ats.length < LATENCIES) ats.push(update.at); // what nobody sees has no frames
+  if (!whole && times.length < LATENCIES) times.push(update.at); // a hidden tab has no frames
   if (!model.ranks.has(model.chosen) && model.order.length) {
     model.chosen = model.order[0];
     changes.chosen = true;
@@ -82,11 +83,11 @@ function ask() {
 function draw() {
   asked = false;
   if (!views.length) begin();
-  const [now, shown] = [changes, ats];
+  const [now, shown] = [changes, times];
   changes = new Changes();
-  ats = [];
+  times = [];
   for (const view of views) view.update(now);
-  for (const rank of now.fell) setTimeout(rise, FELL * 1000, rank);
+  for (const rank of now.died) setTimeout(revive, SHOWN_DEAD * 1000, rank);
   if (now.head && model.ended) status(phalanx.status);
   after(() => {
     const time = performance.timeOrigin + performance.now();
@@ -96,12 +97,12 @@ function draw() {
   });
 }
 
-function rise(rank) {
-  model.rises(rank, changes);
+function revive(rank) {
+  model.revive(rank, changes);
   ask();
 }
 
-// A task after the frame: by then its picture has been made.
+// Runs `what` after the frame is painted.
 function after(what) {
   const { port1, port2 } = new MessageChannel();
   port1.onmessage = () => {
@@ -118,23 +119,23 @@ function status(now) {
   notice.dataset.status = model.ended ? "ended" : now;
   if (now === "denied" && !model.head) {
     $("view").hidden = true;
-    $("door").hidden = false;
+    $("denied").hidden = false;
   }
   if (model.ended) {
-    const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "ended well";
+    const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "succeeded";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
   } else if (source.report) {
-    notice.textContent = "No end of this run was seen. This is its last state.";
+    notice.textContent = "The end of this run was not recorded. This is its last state.";
   } else if (now === "lost") {
-    notice.textContent = "The connection is lost. What you see is the last that was heard; trying again …";
+    notice.textContent = "Connection lost. This is the last known state; reconnecting …";
   } else if (now === "quiet" || now === "denied") {
-    // Denied, though it was let in before: another run has this port now.
-    notice.textContent = "Nothing more is heard of this run. This is its last state.";
+    // Denied after it was allowed: another run uses this port now.
+    notice.textContent = "No more updates from this run. This is its last state.";
   }
   notice.hidden = !model.head || !(model.ended || source.report || now === "quiet" || now === "denied" || now === "lost");
 }
 
-// A new link in the same tab changes the fragment only: that alone loads nothing.
+// A new link in the same tab changes only the fragment, which does not reload the page.
 addEventListener("hashchange", () => location.hash.length > 1 && location.reload());
 source.follow(receive, status, () => model.ended);
 document.querySelector(".skip").addEventListener("click", (event) => {

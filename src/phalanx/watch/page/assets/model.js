@@ -1,16 +1,16 @@
-// The run as it is known here. Updates are folded into it; what has changed is noted, so that only that is drawn.
+// The state of the run. Updates are folded into it; `Changes` records what has changed, so that only that is drawn.
 
 import { UNSEEN } from "./phases.js";
 
-export const TICK = 0.1; // seconds a letter
-export const FELL = 3; // seconds that a rank is shown dead, though another has its place at once: people are slower
-const LATE = 15; // seconds: news that are older, of a server that was busy, are only told
-const MOST = 12000; // letters of a rank that are kept of what comes live
-const BACK = 100; // letters: further back, somebody has set the clock
-const TOLD = 500;
+export const TICK = 0.1; // seconds per letter
+export const SHOWN_DEAD = 3; // seconds for which a failed rank is shown as dead, even if it is replaced sooner
+const LATE = 15; // seconds: older faults (from a busy server) are only listed
+const MOST = 12000; // letters per rank
+const BACK = 100; // letters: a time further back means that the clock was set
+const EVENTS = 500;
 const POINTS = 4000;
 
-// The order of watch/page/protocol.py's Row.
+// The order of RankRow in watch/page/protocol.py.
 const FIELDS = [
   "rank", "node", "host", "device", "pid", "health", "phase", "step", "rate", "samples", "data", "compute", "waiting",
   "cpu", "memory", "gpu", "gpuMemory", "silent", "place",
@@ -20,58 +20,58 @@ export class Changes {
   whole = false;
   head = false;
   ranks = new Set();
-  seats = false; // ranks came or went, or sit elsewhere
+  placement = false; // ranks were added or removed, or run elsewhere
   health = false;
-  fell = []; // ranks, which are to rise again
+  died = []; // ranks
   strips = false;
   curves = new Set();
-  told = false;
+  events = false;
   verdicts = false;
-  roll = false;
+  rendezvous = false;
   links = false;
   chosen = false;
 }
 
 export class Model {
   head = null;
-  heard = 0; // when, by this browser's clock, in milliseconds since it loaded
+  receivedAt = 0; // milliseconds since the page was loaded
   ranks = new Map();
   order = []; // of ranks
   strips = new Map(); // rank -> {start (ticks since 1970), letters}
   curves = new Map(); // name -> [[step, time, value], …]
-  told = [];
-  fell = new Set(); // ranks that have died just now
+  events = [];
+  died = new Set(); // ranks that have failed just now
   verdicts = [];
-  held = []; // [rank, share of the last minute that others waited for it, its phase]
-  roll = null;
+  stragglers = []; // [rank, share of the last minute that others waited for it, phase]
+  rendezvous = null;
   links = [];
   measured = 0;
   chosen = 0;
-  still = false; // it is what was kept of a run
+  finished = false; // the data of a report
 
   apply(update, whole, changes) {
-    if (whole) this.#forget(changes);
-    this.#beHead(update.head, changes);
+    if (whole) this.#clear(changes);
+    this.#setHead(update.head, changes);
     for (const row of update.rows ?? []) this.#row(row, changes);
     for (const rank of update.gone ?? []) this.#gone(rank, changes);
-    if (changes.seats) this.order = [...this.ranks.keys()].sort((one, other) => one - other);
+    if (changes.placement) this.order = [...this.ranks.keys()].sort((one, other) => one - other);
     for (const [rank, [start, letters]] of Object.entries(update.strips ?? {})) {
       this.#strip(Number(rank), start, letters, changes);
     }
     for (const [name, points] of Object.entries(update.curves ?? {})) this.#points(name, points, changes);
-    if (update.told?.length) {
-      this.told.push(...update.told);
-      this.told.splice(0, this.told.length - TOLD);
-      changes.told = true;
-      for (const one of update.told) if (one.kind === "fault") this.#falls(one, whole ? FELL : LATE, changes);
+    if (update.events?.length) {
+      this.events.push(...update.events);
+      this.events.splice(0, this.events.length - EVENTS);
+      changes.events = true;
+      for (const one of update.events) if (one.kind === "fault") this.#markDead(one, whole ? SHOWN_DEAD : LATE, changes);
     }
     const verdicts = update.verdicts ?? [];
-    const said = (told) => told.map((one) => one.text).join("\n");
-    if (said(verdicts) !== said(this.verdicts)) changes.verdicts = true;
+    const texts = (list) => list.map((one) => one.text).join("\n");
+    if (texts(verdicts) !== texts(this.verdicts)) changes.verdicts = true;
     this.verdicts = verdicts;
-    this.held = update.held ?? [];
-    if (update.roll || this.roll) changes.roll = true;
-    this.roll = update.roll ?? null;
+    this.stragglers = update.stragglers ?? [];
+    if (update.rendezvous || this.rendezvous) changes.rendezvous = true;
+    this.rendezvous = update.rendezvous ?? null;
     if (update.links?.length) {
       this.links = update.links;
       this.measured = update.measured ?? 0;
@@ -79,22 +79,22 @@ export class Model {
     }
   }
 
-  // It has been dead for long enough.
-  rises(rank, changes) {
+  // Show the real health of a failed rank again.
+  revive(rank, changes) {
     const view = this.ranks.get(rank);
-    if (!this.fell.delete(rank) || !view) return;
-    view.health = view.is;
+    if (!this.died.delete(rank) || !view) return;
+    view.health = view.realHealth;
     changes.ranks.add(rank);
     changes.health = true;
   }
 
-  #falls(fault, late, changes) {
+  #markDead(fault, late, changes) {
     if (this.ended || this.head.now - fault.time > late) return;
     for (const rank of fault.ranks ?? []) {
       const view = this.ranks.get(rank);
       if (!view) continue;
-      this.fell.add(rank);
-      changes.fell.push(rank);
+      this.died.add(rank);
+      changes.died.push(rank);
       view.health = "dead";
       changes.ranks.add(rank);
       changes.health = true;
@@ -105,11 +105,11 @@ export class Model {
     return this.head !== null && this.head.ended != null;
   }
 
-  // Of the run, now: its clock goes on between two updates, unless there are none to come.
+  // The time of the run: its clock runs on between two updates.
   get now() {
     if (this.ended) return this.head.ended;
-    if (this.still) return this.head.now;
-    return this.head.now + (performance.now() - this.heard) / 1000;
+    if (this.finished) return this.head.now;
+    return this.head.now + (performance.now() - this.receivedAt) / 1000;
   }
 
   // When the newest letter ends.
@@ -130,41 +130,41 @@ export class Model {
     return strip?.letters[tick - strip.start] ?? UNSEEN;
   }
 
-  #forget(changes) {
+  #clear(changes) {
     this.ranks.clear();
     this.strips.clear();
     this.curves.clear();
-    this.told = [];
+    this.events = [];
     this.verdicts = [];
     this.links = [];
-    this.roll = null;
+    this.rendezvous = null;
     Object.assign(changes, {
-      whole: true, seats: true, health: true, strips: true, told: true, verdicts: true, roll: true, links: true,
+      whole: true, placement: true, health: true, strips: true, events: true, verdicts: true, rendezvous: true, links: true,
     });
   }
 
-  #beHead(head, changes) {
+  #setHead(head, changes) {
     this.head = head;
-    this.heard = performance.now();
+    this.receivedAt = performance.now();
     changes.head = true;
   }
 
   #row(row, changes) {
     const view = {};
     FIELDS.forEach((name, place) => (view[name] = row[place]));
-    view.is = view.health;
-    if (this.fell.has(view.rank)) view.health = "dead";
+    view.realHealth = view.health;
+    if (this.died.has(view.rank)) view.health = "dead";
     const was = this.ranks.get(view.rank);
-    if (!was || was.node !== view.node || was.host !== view.host || was.device !== view.device) changes.seats = true;
+    if (!was || was.node !== view.node || was.host !== view.host || was.device !== view.device) changes.placement = true;
     if (!was || was.health !== view.health) changes.health = true;
     this.ranks.set(view.rank, view);
     changes.ranks.add(view.rank);
   }
 
   #gone(rank, changes) {
-    if (this.ranks.delete(rank)) changes.seats = changes.health = true;
+    if (this.ranks.delete(rank)) changes.placement = changes.health = true;
     this.strips.delete(rank);
-    this.fell.delete(rank); // whoever has its place later has not died
+    this.died.delete(rank); // a later rank with this number has not failed
   }
 
   #strip(rank, start, letters, changes) {
@@ -180,7 +180,7 @@ export class Model {
       this.strips.set(rank, { start: first, letters });
       return;
     }
-    if (gap < -letters.length) return; // what is known already is not told twice; where nobody looked there is a gap
+    if (gap < -letters.length) return; // known already
     strip.letters += gap >= 0 ? UNSEEN.repeat(gap) + letters : letters.slice(-gap);
     if (strip.letters.length > MOST * 1.1) {
       strip.start += strip.letters.length - MOST;

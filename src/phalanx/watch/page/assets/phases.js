@@ -1,4 +1,4 @@
-// What a rank can be doing: letters of contract/events.py, their names and colours.
+// The phases of a rank: the letters of contract/events.py.
 
 export const PHASES = {
   d: "data",

@@ -1,13 +1,13 @@
-// Stacks side by side: ranks that stand at the same place share a column, and whom a verdict names comes first.
+// Stacks side by side: ranks with the same stack share a column; ranks named by a verdict come first.
 
 import { $, el, into, say } from "./dom.js";
-import { ranges } from "./words.js";
+import { ranges } from "./format.js";
 
 export class Stacks {
   #model;
   #source;
-  #said = ""; // verdicts that stacks were asked for: once each
-  #wanted = false; // by somebody, and not only because of a verdict
+  #said = ""; // verdicts for which stacks were requested already
+  #wanted = false; // requested by the user, not answer of a verdict
 
   constructor(model, source) {
     this.#model = model;
@@ -39,7 +39,7 @@ export class Stacks {
   async #ask() {
     $("stacks").hidden = false;
     $("stacks").setAttribute("aria-busy", "true");
-    say($("stacks-note"), "asks every rank …");
+    say($("stacks-note"), "asking all ranks …");
     try {
       this.#show(await this.#source.why());
     } catch (error) {
@@ -49,11 +49,11 @@ export class Stacks {
     $("stacks").setAttribute("aria-busy", "false");
   }
 
-  #show(because) {
+  #show(answer) {
     const named = new Set(this.#model.verdicts.flatMap((one) => one.ranks ?? []));
     const alike = new Map(); // the stack -> ranks
-    for (const [rank, stack] of Object.entries(because.stacks ?? {})) {
-      // The first line may name the process, which is another in every rank.
+    for (const [rank, stack] of Object.entries(answer.stacks ?? {})) {
+      // Ignore numbers of processes and threads, which differ in every rank.
       const key = `${named.has(Number(rank))} ${stack.replace(/\b(0x[0-9a-f]+|pid \d+|process \d+|thread \d+)\b/gi, "")}`;
       const group = alike.get(key) ?? { ranks: [], stack };
       group.ranks.push(Number(rank));
@@ -70,9 +70,9 @@ export class Stacks {
           el("pre", { text: group.stack.trimEnd() }),
         ),
       ),
-      ...(because.report ? [el("article", { class: "report" }, el("h3", { text: "report" }), el("pre", { text: because.report }))] : []),
+      ...(answer.report ? [el("article", { class: "report" }, el("h3", { text: "report" }), el("pre", { text: answer.report }))] : []),
     );
-    const stacks = Object.keys(because.stacks ?? {}).length;
+    const stacks = Object.keys(answer.stacks ?? {}).length;
     say($("stacks-note"), stacks ? `${stacks} ${stacks === 1 ? "rank" : "ranks"} at ${groups.length} ${groups.length === 1 ? "place" : "places"}` : "no stacks");
   }
 }

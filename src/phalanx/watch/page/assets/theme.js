@@ -1,4 +1,4 @@
-// Light or dark: as the system has it, until somebody chooses. And colours for what is drawn on a canvas.
+// Light or dark: as the system is set, until the user chooses. And the colours for canvases.
 
 import { $ } from "./dom.js";
 
@@ -50,7 +50,7 @@ function changed() {
   for (const listener of listeners) listener();
 }
 
-// A file, or a browser that keeps nothing, has no storage: then it is chosen anew each time.
+// There may be no storage: in a file, or in a private window.
 function remember(chosen) {
   try {
     localStorage.setItem("phalanx-theme", chosen);

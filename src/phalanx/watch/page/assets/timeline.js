@@ -1,16 +1,16 @@
-// The phases of every rank on one time axis: who waits, and for whom. Only what is in sight is drawn.
+// The phases of every rank on one time axis: who waits, and for whom. Only the visible part is drawn.
 
-import { FONT, fit, pace } from "./canvas.js";
-import { $, el, press, say, sight } from "./dom.js";
+import { FONT, fit, timeStep } from "./canvas.js";
+import { $, el, press, say, observeVisible } from "./dom.js";
 import { TICK } from "./model.js";
 import { PHASES, UNSEEN, WAITING } from "./phases.js";
 import { colour, onTheme } from "./theme.js";
-import { clock, offset, percent, ranges } from "./words.js";
+import { clock, offset, percent, ranges } from "./format.js";
 
-const TOP = 34; // the axis, and signs of what happened
-const HELD = 18; // the lane of those that all others wait for
-const KEPT = 20000; // ticks of it
-const MARKS = { fault: "dead", recovered: "well", restarted: "well", stalled: "stuck", verdict: "stuck", resumed: "well", preempted: "slow" };
+const TOP = 34; // height of the axis with its symbols
+const STRAGGLERS = 18; // height of the lane of ranks that others wait for
+const KEPT = 20000; // cached ticks
+const MARKS = { fault: "dead", recovered: "healthy", restarted: "healthy", stalled: "stuck", verdict: "stuck", resumed: "healthy", preempted: "slow" };
 const SIGNS = { fault: "✕", recovered: "✓", restarted: "↻", stalled: "■", verdict: "!", resumed: "▸", preempted: "◇" };
 
 export class Timeline {
@@ -19,12 +19,12 @@ export class Timeline {
   #scroller = $("lanes");
   #canvas = this.#scroller.querySelector("canvas");
   #space = el("div", { class: "space" });
-  #span = 30; // seconds in sight
+  #span = 30; // visible seconds
   #end = null; // null: the newest
   #asked = false;
   #seen;
   #hover = null; // {x, y}
-  #held = new Map(); // tick -> ranks that the others wait for, as far as nothing more is to come
+  #cache = new Map(); // tick -> ranks that others wait for, once all samples are there
   #hatch = null;
 
   constructor(model, choose) {
@@ -37,7 +37,7 @@ export class Timeline {
         el("li", {}, el("i", { class: `phase-${PHASES[letter]}`, "aria-hidden": "true" }), PHASES[letter]),
       ),
     );
-    this.#seen = sight(this.#scroller, () => this.#ask());
+    this.#seen = observeVisible(this.#scroller, () => this.#ask());
     this.#scroller.addEventListener("scroll", () => this.#ask(), { passive: true });
     new ResizeObserver(() => this.#ask()).observe(this.#scroller);
     onTheme(() => {
@@ -51,10 +51,10 @@ export class Timeline {
   }
 
   update(changes) {
-    if (changes.whole) this.#held.clear();
-    if (changes.strips || changes.seats || changes.told || changes.chosen || changes.health) {
+    if (changes.whole) this.#cache.clear();
+    if (changes.strips || changes.placement || changes.events || changes.chosen || changes.health) {
       if (changes.chosen) this.#reveal();
-      if (this.#seen.now) this.#draw(); // in the frame that is being made, not in the next
+      if (this.#seen.now) this.#draw(); // in this frame, not in the next
     }
   }
 
@@ -80,13 +80,13 @@ export class Timeline {
   #move(seconds) {
     const newest = this.#model.newest;
     const first = Math.min(newest, this.#model.oldest + this.#span);
-    const end = Math.max(first, (this.#end ?? newest) + seconds); // there is nothing before the first
+    const end = Math.max(first, (this.#end ?? newest) + seconds); // not before the first sample
     this.#end = end >= newest ? null : end;
     this.#ask();
   }
 
   #window() {
-    // A short past grows from the left; a long one is pushed out there.
+    // A short history grows from the left; a long one scrolls.
     const end = this.#end ?? Math.max(this.#model.newest, this.#model.oldest + this.#span);
     return [end - this.#span, end];
   }
@@ -100,7 +100,7 @@ export class Timeline {
     });
   }
 
-  // -- where things are
+  // -- layout
 
   get #lane() {
     const lanes = Math.max(1, this.#model.order.length);
@@ -115,15 +115,15 @@ export class Timeline {
     const [start, end] = this.#window();
     const width = this.#scroller.clientWidth - this.#gutter;
     const time = start + ((x - this.#gutter) / width) * (end - start);
-    const place = Math.floor((y - TOP - HELD + this.#scroller.scrollTop) / this.#lane);
-    const rank = y > TOP + HELD ? this.#model.order[place] : undefined;
+    const place = Math.floor((y - TOP - STRAGGLERS + this.#scroller.scrollTop) / this.#lane);
+    const rank = y > TOP + STRAGGLERS ? this.#model.order[place] : undefined;
     return { time, tick: Math.floor(time / TICK), rank };
   }
 
   #reveal() {
     const place = this.#model.order.indexOf(this.#model.chosen);
     if (place < 0) return;
-    const [top, room] = [place * this.#lane, this.#scroller.clientHeight - TOP - HELD];
+    const [top, room] = [place * this.#lane, this.#scroller.clientHeight - TOP - STRAGGLERS];
     if (top < this.#scroller.scrollTop) this.#scroller.scrollTop = top;
     else if (top + this.#lane > this.#scroller.scrollTop + room) this.#scroller.scrollTop = top + this.#lane - room;
   }
@@ -131,7 +131,7 @@ export class Timeline {
   // -- who waits for whom
 
   #waitedFor(tick) {
-    const kept = this.#held.get(tick);
+    const kept = this.#cache.get(tick);
     if (kept) return kept;
     const working = [];
     let waiting = 0;
@@ -141,10 +141,10 @@ export class Timeline {
       if (letter === "w" || letter === "W") waiting++;
       else working.push(rank);
     }
-    // As watch/model/waiting.py: when at least half wait, those that do not hold them up.
+    // As in watch/model/waiting.py: when at least half of the ranks wait, they wait for the others.
     const found = working.length <= waiting ? working : [];
-    if (this.#held.size > KEPT) this.#held.clear();
-    if (tick < this.#model.newest / TICK - 30) this.#held.set(tick, found);
+    if (this.#cache.size > KEPT) this.#cache.clear();
+    if (tick < this.#model.newest / TICK - 30) this.#cache.set(tick, found);
     return found;
   }
 
@@ -154,12 +154,12 @@ export class Timeline {
     const { order, strips } = this.#model;
     if (!this.#model.head) return;
     const lane = this.#lane;
-    const tall = TOP + HELD + order.length * lane + 4;
+    const tall = TOP + STRAGGLERS + order.length * lane + 4;
     const [width, height] = [this.#scroller.clientWidth, Math.min(tall, this.#scroller.clientHeight || tall)];
     if (width < 40) return;
     this.#space.style.height = `${Math.max(0, tall - height)}px`;
     this.#scroller.style.setProperty("--lanes", `${tall}px`);
-    const pen = fit(this.#canvas, width, Math.max(height, TOP + HELD));
+    const pen = fit(this.#canvas, width, Math.max(height, TOP + STRAGGLERS));
     pen.font = FONT;
     pen.textBaseline = "middle";
     const [start, end] = this.#window();
@@ -169,20 +169,20 @@ export class Timeline {
     const top = this.#scroller.scrollTop;
 
     const first = Math.floor(top / lane);
-    const last = Math.min(order.length - 1, Math.floor((top + height - TOP - HELD) / lane));
+    const last = Math.min(order.length - 1, Math.floor((top + height - TOP - STRAGGLERS) / lane));
     for (let place = first; place <= last; place++) {
-      const y = TOP + HELD + place * lane - top;
+      const y = TOP + STRAGGLERS + place * lane - top;
       this.#label(pen, order[place], y, lane, gutter);
       const strip = strips.get(order[place]);
       if (strip) this.#strip(pen, strip, { x, start, end, y: y + 1, height: lane - 2, scale });
     }
-    pen.clearRect(0, 0, width, TOP + HELD); // what has been scrolled under the axis
+    pen.clearRect(0, 0, width, TOP + STRAGGLERS); // what has been scrolled under the axis
     this.#axis(pen, { x, start, end, width, height, gutter });
-    this.#heldLane(pen, { x, start, end, scale, gutter });
+    this.#cacheLane(pen, { x, start, end, scale, gutter });
     this.#happenings(pen, { x, start, end, height });
     this.#pointed(pen, { x, height, lane, top });
     press($("now"), this.#end === null);
-    this.#tell();
+    this.#describe();
     this.#sum();
   }
 
@@ -193,11 +193,11 @@ export class Timeline {
       pen.fillStyle = colour("chosen");
       pen.fillRect(0, y, gutter - 4, lane);
     }
-    const unwell = health === "dead" || health === "stuck" || health === "slow" || health === "silent";
-    pen.fillStyle = colour(unwell ? health : chosen ? "ink" : "soft");
+    const unhealthy = health === "dead" || health === "stuck" || health === "slow" || health === "silent";
+    pen.fillStyle = colour(unhealthy ? health : chosen ? "ink" : "soft");
     pen.textAlign = "right";
     pen.fillText(String(rank), gutter - 8, y + lane / 2 + 0.5);
-    if (unwell) {
+    if (unhealthy) {
       pen.textAlign = "left";
       pen.fillText({ dead: "✕", stuck: "■", slow: "▾", silent: "○" }[health], 1, y + lane / 2 + 0.5);
     }
@@ -218,7 +218,7 @@ export class Timeline {
         const from = Math.max(left, x(time(place)));
         const to = x(time(Math.min(next, last)));
         if (letter === WAITING) {
-          // Waiting steps back: lower, and hatched.
+          // Waiting is drawn lower and hatched.
           pen.fillStyle = this.#hatched(pen);
           pen.fillRect(from, y + height * 0.2, to - from, height * 0.6);
         } else {
@@ -256,7 +256,7 @@ export class Timeline {
 
   #axis(pen, { x, start, end, width, height, gutter }) {
     const since = this.#model.head.started;
-    const step = pace(end - start, width - gutter);
+    const step = timeStep(end - start, width - gutter);
     pen.textAlign = "center";
     for (let number = Math.ceil((start - since) / step); since + number * step <= end; number++) {
       const at = x(since + number * step);
@@ -271,7 +271,7 @@ export class Timeline {
     }
   }
 
-  #heldLane(pen, { x, start, end, scale, gutter }) {
+  #cacheLane(pen, { x, start, end, scale, gutter }) {
     const every = Math.max(1, Math.floor(2 / (scale * TICK)));
     const first = Math.ceil(Math.max(start, this.#model.oldest) / TICK / every) * every;
     const last = Math.floor(Math.min(end, this.#model.newest) / TICK);
@@ -284,9 +284,9 @@ export class Timeline {
       if (ranks.length) {
         const [from, to] = [Math.max(gutter, x(tick * TICK)), x(Math.min(next, last) * TICK)];
         pen.fillStyle = colour("slow");
-        pen.fillRect(from, TOP + HELD - 5, to - from, 3);
+        pen.fillRect(from, TOP + STRAGGLERS - 5, to - from, 3);
         const text = ranks.length > 3 ? `${ranks.length} ranks` : ranges(ranks);
-        if (pen.measureText(text).width + 4 < to - from) pen.fillText(text, from + 1, TOP + HELD - 11);
+        if (pen.measureText(text).width + 4 < to - from) pen.fillText(text, from + 1, TOP + STRAGGLERS - 11);
       }
       tick = next;
     }
@@ -294,8 +294,8 @@ export class Timeline {
 
   #happenings(pen, { x, start, end, height }) {
     pen.textAlign = "center";
-    let room = 0; // where the next sign may stand: a recovery is often on the heels of its fault
-    for (const one of this.#model.told) {
+    let room = 0; // x of the next symbol: a recovery often follows its fault closely
+    for (const one of this.#model.events) {
       if (!MARKS[one.kind] || one.time < start || one.time > end) continue;
       const at = Math.round(x(one.time)); // whole pixels are sharp
       pen.fillStyle = colour(MARKS[one.kind]);
@@ -310,14 +310,14 @@ export class Timeline {
     const { tick, rank } = this.#at(this.#hover.x, this.#hover.y);
     pen.fillStyle = colour("accent");
     pen.fillRect(this.#hover.x, TOP, 1, height - TOP);
-    // From the rank that waits to the one that it waits for.
+    // From the waiting rank to the one that it waits for.
     if (rank === undefined || this.#model.letter(rank, tick).toLowerCase() !== WAITING) return;
-    const middle = (one) => TOP + HELD + (this.#model.order.indexOf(one) + 0.5) * lane - top;
+    const middle = (one) => TOP + STRAGGLERS + (this.#model.order.indexOf(one) + 0.5) * lane - top;
     pen.strokeStyle = colour("accent");
     pen.lineWidth = 1.5;
     const at = x((tick + 0.5) * TICK);
     for (const other of this.#waitedFor(tick).slice(0, 4)) {
-      const [from, to] = [middle(rank), Math.max(TOP + HELD, middle(other))];
+      const [from, to] = [middle(rank), Math.max(TOP + STRAGGLERS, middle(other))];
       pen.beginPath();
       pen.moveTo(at, from);
       pen.bezierCurveTo(at + 24, from, at + 24, to, at, to);
@@ -328,8 +328,8 @@ export class Timeline {
     }
   }
 
-  // What is under the pointer; without one, the chosen rank as it is at the right edge.
-  #tell() {
+  // What is under the pointer; without a pointer, the chosen rank at the right edge.
+  #describe() {
     const tip = $("tip");
     const box = this.#scroller.getBoundingClientRect();
     const right = this.#end ?? this.#model.newest;
@@ -346,17 +346,17 @@ export class Timeline {
     tip.style.transform = `translate(${Math.max(4, left)}px, ${above}px)`;
   }
 
-  // Of the last minute, in a sentence; what is hardly anything is not told.
+  // The worst straggler of the last minute, if it matters.
   #sum() {
-    const [rank, share, phase] = this.#model.held[0] ?? [0, 0, ""];
-    say($("held"), share >= 0.03 ? `rank ${rank} kept the others waiting ${percent(share)} of the last minute, in ${phase}` : "");
+    const [rank, share, phase] = this.#model.stragglers[0] ?? [0, 0, ""];
+    say($("stragglers"), share >= 0.03 ? `rank ${rank} kept the others waiting ${percent(share)} of the last minute, in ${phase}` : "");
   }
 
   #reading(rank, tick, time) {
     if (rank === undefined || !this.#model.ranks.has(rank)) return "";
     const letter = this.#model.letter(rank, tick).toLowerCase();
     const when = `${offset(time - this.#model.head.started, 1)} (${clock(time)})`;
-    if (letter === UNSEEN) return `rank ${rank} · not seen · ${when}`;
+    if (letter === UNSEEN) return `rank ${rank} · not sampled · ${when}`;
     const others = letter === WAITING ? this.#waitedFor(tick) : [];
     const first = others.length ? this.#model.letter(others[0], tick).toLowerCase() : "";
     const whom = others.length ? ` · waits for rank ${ranges(others)} (${PHASES[first] ?? "?"})` : "";
@@ -404,7 +404,7 @@ export class Timeline {
         if (event.ctrlKey) this.zoom(event.deltaY > 0 ? 1.25 : 0.8, share);
         else if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
           this.#move(((event.deltaX || event.deltaY) * this.#span) / this.#scroller.clientWidth);
-        } else return; // that scrolls, as ever
+        } else return; // native scrolling
         event.preventDefault();
       },
       { passive: false },

@@ -1,9 +1,9 @@
-// Who sits where, and how fast the links between the nodes are, as the doctor has measured them.
+// Where ranks run, and the speed of the links between nodes, as `phalanx doctor` measured it.
 
 import { $, drawn, el, say } from "./dom.js";
-import { bandwidth, clock, HEALTH } from "./words.js";
+import { bandwidth, clock, HEALTH } from "./format.js";
 
-const RING = 16; // more hosts than this are a list
+const RING = 16; // with more hosts: only the list
 const SLOW = 0.5; // of the median
 
 export class Topology {
@@ -19,7 +19,7 @@ export class Topology {
   }
 
   update(changes) {
-    if (changes.seats) this.#nodes();
+    if (changes.placement) this.#nodes();
     if (changes.health || changes.chosen) this.#paint();
     if (changes.links) this.#links();
   }
@@ -36,12 +36,12 @@ export class Topology {
     $("nodes").replaceChildren(
       ...[...nodes.values()].map((views) => {
         const cells = views.map((view) => {
-          const cell = el("span", { class: "seat", "data-rank": view.rank, title: `rank ${view.rank} · ${view.device || "CPU"}` });
+          const cell = el("span", { class: "rank-cell", "data-rank": view.rank, title: `rank ${view.rank} · ${view.device || "CPU"}` });
           this.#cells.set(view.rank, cell);
           return cell;
         });
         const name = views[0].host || `node ${views[0].node}`;
-        return el("article", { class: "node" }, el("h3", { text: name, title: name }), el("div", { class: "seats" }, ...cells));
+        return el("article", { class: "node" }, el("h3", { text: name, title: name }), el("div", { class: "rank-cells" }, ...cells));
       }),
     );
     this.#paint();
@@ -53,7 +53,7 @@ export class Topology {
       if (!view) continue;
       const [word, sign] = HEALTH[view.health] ?? [view.health, "?"];
       if (cell.dataset.health !== view.health) cell.dataset.health = view.health;
-      const plain = view.health === "well" || view.health === "waiting" || view.health === "stopped" || view.health === "done";
+      const plain = view.health === "healthy" || view.health === "waiting" || view.health === "stopped" || view.health === "done";
       say(cell, plain ? String(rank) : `${rank}${sign}`);
       const label = `rank ${rank} on ${view.device || "a CPU"}: ${word}`;
       if (cell.title !== label) cell.title = label;

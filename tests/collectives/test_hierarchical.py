@@ -1,0 +1,93 @@
+"""Groups across machines: who is where, every collective in both kinds of memory, a machine that is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.collectives import neighbours
+from phalanx.collectives.errors import CollectiveTimeout
+from phalanx.collectives.neighbours import Neighbours
+from tests.collectives.ranks import ROOT, program
+from tests.kit.lab import Lab
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def test_machines_are_in_the_order_of_their_lowest_rank() -> None:
+    assert neighbours.by_host(["b", "a", "b", "c", "a"], 4) == Neighbours(((0, 2), (1, 4), (3,)), 1)
+
+
+def test_ranks_of_this_process_are_on_one_machine() -> None:
+    store = dist.HashStore()
+    found: list[Neighbours] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.append(neighbours.find(store, rank, 3, 60)))
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [Neighbours(((0, 1, 2),), 0)] * 3
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    store.set("host of 1", "elsewhere")
+    with pytest.raises(CollectiveTimeout, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to join"):
+        neighbours.find(store, 0, 4, 0.1)
+
+
+def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> None:
+    program("across", "results", "babca")
+
+
+def test_whoever_is_lost_late_or_elsewhere_is_named_on_every_machine() -> None:
+    told: dict[str, dict[int, str]] = {}
+    for line in program("across", "trouble").splitlines():
+        name, rank, kind, text, seconds = json.loads(line)
+        told.setdefault(name, {})[rank] = f"{kind}: {text}" if kind else ""
+        assert seconds < 20, line  # of 60
+    everyone = {0, 1, 2, 3}
+    for name, rank in {"the leader of the other machine dies": 2, "a rank of the other machine dies": 3}.items():
+        assert told[name].keys() == everyone - {rank}, told[name]
+        for text in told[name].values():
+            assert re.match(rf"PeerLost: all_reduce: .*rank {rank} has ended", text)
+    assert told["late"].pop(3) == ""
+    assert told["late"].keys() == everyone - {3}
+    for text in told["late"].values():
+        assert re.match(r"CollectiveTimeout: all_reduce: rank 3 did not come within the timeout of 1 s", text)
+    different = (
+        "CollectiveMismatch: ranks called different things: rank 0 all_reduce of 100000 float32 (SUM), "
+        "rank 2 broadcast of 32 bytes from rank 3"
+    )
+    # The root of a broadcast has given what it has, and learns of it with its next call.
+    assert told["different calls"] == {**dict.fromkeys(everyone - {3}, different), 3: ""}
+    assert {rank: text.partition(":")[0] for rank, text in told["abort"].items()} == {
+        **dict.fromkeys(everyone - {3}, "GroupAborted"),
+        3: "",
+    }
+    assert told["no message"][0].startswith("PeerLost: recv from rank 3: peer lost, it has ended")
+
+
+def test_everything_on_two_hosts_and_then_one_is_lost(lab: Lab) -> None:
+    env = {"WORLD_SIZE": "3", "MASTER_ADDR": lab[0].address, "MASTER_PORT": "4000", "OMP_NUM_THREADS": "1"}
+    words = (sys.executable, "-W", "ignore", str(SCRIPTS / "everything.py"), "shm", "1", "dies")
+    jobs = [
+        lab[host].start(words=words, env={**env, "RANK": str(rank), "PYTHONPATH": f"{ROOT}/src"})
+        for rank, host in enumerate((0, 1, 0))
+    ]
+    ends = [job.wait(170) for job in jobs]
+    assert ends == [0, -signal.SIGKILL, 0], "\n".join(job.both for job in jobs)
+    for rank, job in enumerate(jobs):
+        assert f"rank {rank} of 3: all as it should be, by shm" in job.out
+    for job in (jobs[0], jobs[2]):
+        assert "PeerLost: all_reduce: rank 1 on another host has ended, or cannot be reached" in job.out

@@ -1,0 +1,287 @@
+"""All kinds of strangers at a real leader's door: garbage, floods, crowds. Members come in all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.control import connection_gate, messages
+from phalanx.control.leader import PATH, Timing
+from phalanx.control.messages import NoteMessage
+from phalanx.errors import JoinError
+from tests.control.parties import (
+    FAST,
+    Led,
+    actor,
+    arrival,
+    joined,
+    leading,
+    port_of,
+    speaking,
+    until,
+)
+from tests.kit.cli import Handle
+
+
+async def conversation(port: int, *parts: bytes, pause: float = 0.0) -> tuple[bytes, float]:
+    """What is answered to these parts until the leader hangs up, and after how long it does."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            while data := await reader.read(65536):
+                answer += data
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer, time.monotonic() - began
+
+
+REQUEST = (
+    f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("words", "answered"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
+        (b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
+        (b"GET " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 400 "),
+    ],
+)
+def test_a_wrong_path_is_answered_by_phalanx(words: bytes, answered: bytes) -> None:
+    async def meet() -> bytes:
+        async with leading() as led:
+            return (await conversation(led.port, words))[0]
+
+    answer = asyncio.run(meet())
+    assert answer.startswith(answered)
+    assert b"\r\nServer: phalanx\r\n" in answer
+
+
+STRANGERS = {
+    "silence": (),
+    "garbage": (bytes(range(256)) * 4,),
+    "half a request": (REQUEST[:40],),
+    "no knock": (REQUEST,),
+    "half a frame": (REQUEST, b"\x82\xfe\xff"),
+    "a long header": (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000,),
+    "an unmasked frame of text": (REQUEST, b"\x81\x05hello"),
+    "pings": (REQUEST, *[b"\x89\x80abcd"] * 20),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_are_turned_away(kind: str) -> None:
+    async def meet() -> None:
+        async with leading(timing=FAST) as led:
+            _, seconds = await conversation(led.port, *STRANGERS[kind])
+            assert seconds < 3 * FAST.patience
+            async with joined(led.port):
+                await led.leader.wait_for_members(5)
+            assert led.ears.gone == []
+
+    asyncio.run(meet())
+
+
+@pytest.mark.parametrize("words", [REQUEST, REQUEST + b"\x82\xfe\x01\x00" + bytes(400)], ids=["request", "frame"])
+def test_a_slow_stranger_is_turned_away(words: bytes) -> None:
+    async def meet() -> None:
+        async with leading(timing=FAST) as led:
+            parts = [words[place : place + 1] for place in range(len(words))]
+            if len(words) > len(REQUEST):
+                parts = [REQUEST, *parts[len(REQUEST) :]]
+            _, seconds = await conversation(led.port, *parts[:40], pause=0.05)
+            assert FAST.patience < seconds < 2.5
+
+    asyncio.run(meet())
+
+
+def test_a_member_outstays_the_patience_with_strangers() -> None:
+    async def meet() -> None:
+        async with leading(timing=FAST) as led, joined(led.port) as (one, ears):
+            await led.leader.wait_for_members(5)
+            await asyncio.sleep(3 * FAST.patience)
+            one.send(NoteMessage(text="x" * 60_000))
+            one.send(NoteMessage(text="y" * 60_000))  # more than a stranger may say
+            await until(lambda: len(led.ears.said) == 2)
+            assert led.ears.gone == ears.gone == []
+
+    asyncio.run(meet())
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(chance.randint(1, 3)):
+        place = chance.randrange(len(changed))
+        match chance.randrange(4):
+            case 0:
+                changed[place] = chance.randrange(256)
+            case 1:
+                del changed[place:]
+            case 2:
+                changed[place:place] = chance.randbytes(chance.randrange(1, 40))
+            case _:
+                changed[place] ^= 1 << chance.randrange(8)
+        if not changed:
+            return b""
+    return bytes(changed)
+
+
+def test_mutated_handshakes_leave_no_trace() -> None:
+    chance = random.Random(20)  # the same on every machine
+
+    async def knock(led: Led) -> None:
+        async with speaking(led.port) as speaker:
+            await speaker.challenged()
+            content = mutated(speaker.knock(), chance)
+            if chance.randrange(2):
+                await speaker.ws.send_bytes(content)
+            else:  # a lie of somebody with the token
+                await speaker.ws.send_bytes(speaker.knock(words=mutated(messages.encode(arrival(1)), chance)))
+            await speaker.ws.receive(5)
+
+    async def call(led: Led) -> None:
+        await conversation(led.port, mutated(REQUEST, chance) + chance.randbytes(chance.randrange(60)))
+
+    async def meet() -> None:
+        # Of so many that liars cannot make it complete.
+        async with leading(1000, timing=FAST) as led:
+            for _ in range(8):
+                async with asyncio.timeout(15):
+                    await asyncio.gather(*(knock(led) for _ in range(20)), *(call(led) for _ in range(20)))
+            await until(lambda: not led.ids)
+            async with joined(led.port, 999):
+                assert led.ids == {999}
+
+    asyncio.run(meet())
+
+
+# -- a leader in a process of its own
+
+
+def resident(pid: int, name: str = "VmRSS") -> int:
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
+
+
+LARGE = 100 << 20
+FLOODS = {
+    "a frame": REQUEST + b"\x82\xff" + struct.pack(">Q", LARGE) + b"mask",
+    "frames": REQUEST,
+    "a body": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE,
+    "a body in chunks": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n6400000\r\n",
+    "a header": b"GET / HTTP/1.1\r\nX: ",
+}
+
+
+def test_floods_find_no_room(led: Handle) -> None:
+    port = port_of(led)
+
+    async def pour(start: bytes, block: bytes) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            writer.write(start)
+            while sent < LARGE:
+                writer.write(block)
+                await writer.drain()
+                sent += len(block)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        del reader
+        return sent
+
+    async def meet() -> None:
+        async with joined(port):
+            await asyncio.to_thread(led.wait_for, "complete")
+            before = resident(led.pid)
+            for kind, start in FLOODS.items():
+                # A frame that is not the last of its message, over and over.
+                block = (b"\x02\xfe\xff\xff" + b"mask" + b"x" * 65535) if kind == "frames" else b"x" * 65536
+                sent = await asyncio.wait_for(asyncio.gather(*(pour(start, block) for _ in range(4))), 30)
+                assert max(sent) < LARGE / 4, kind
+            assert resident(led.pid, "VmHWM") - before < 6 << 20
+            assert "lost" not in led.out
+
+    asyncio.run(meet())
+
+
+def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
+    port = port_of(led)
+    assert f"port {port} files 1024" in led.out
+
+    def files() -> int:
+        return len(os.listdir(f"/proc/{led.pid}/fd"))
+
+    async def meet() -> None:
+        with actor("strangers", str(port), "2000") as crowd:
+            await asyncio.to_thread(crowd.wait_for, "called")
+            assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
+            began = time.monotonic()
+            async with joined(port) as (_, ears):
+                assert time.monotonic() - began < 2
+                with actor("strangers", str(port), "2000") as more:
+                    await asyncio.to_thread(more.wait_for, "called")
+                    assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
+                assert ears.gone == []
+
+    asyncio.run(meet())
+    led.wait_for("heard 1 Leaving")
+    assert "lost" not in led.out
+    assert led.err == ""
+
+
+def test_whoever_floods_the_door_closes_it_for_himself() -> None:
+    async def meet() -> None:
+        async with leading(timing=Timing(patience=5)) as led:
+            early = await asyncio.open_connection("127.0.0.1", led.port)
+            crowd = []
+            for _ in range(connection_gate.MOST + 100):
+                crowd.append(await asyncio.open_connection("127.0.0.1", led.port, local_addr=("127.0.0.3", 0)))
+            assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""  # the oldest of them has gone
+            assert not early[0].at_eof()
+            early[1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await asyncio.wait_for(early[0].readline(), 5)).startswith(b"HTTP/1.1 404")
+            for _, writer in (early, *crowd):
+                writer.transport.abort()
+
+    asyncio.run(meet())
+
+
+def test_files_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for limits, members, wanted in [
+        ((1024, 1 << 20), 2, []),
+        ((1024, 1 << 20), 4096, [(4096 + connection_gate.MOST + 3 * connection_gate.AT_ONCE + 256, 1 << 20)]),
+        ((1024, 4500), 4096, [(4500, 4500)]),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
+    ]:
+        asked.clear()
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        connection_gate.make_room(members)
+        assert asked == wanted
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(JoinError, match="4096 nodes cannot join: the limit of open files is 4096"):
+        connection_gate.make_room(4096)

@@ -1,0 +1,99 @@
+"""`phalanx.launch`: a run in the hands of a Python program."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.job import launch
+from tests.kit.cli import python
+from tests.kit.proc import until
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PHALANX_HOME", str(tmp_path / "home"))
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_script(tmp_path: Path) -> None:
+    script = written(tmp_path, "import os, sys; print(os.environ['RANK'], sys.argv[1:], os.environ['EXTRA'])")
+    job = launch(script, ["--lr", "0.1"], workers=2, cpu=True, env={"EXTRA": "yes"}, show=False)
+    assert job.wait(60) == 0
+    assert job.result() is None
+    assert [job.logs(rank) for rank in range(2)] == [f"{rank} ['--lr', '0.1'] yes\n" for rank in range(2)]
+    assert not job.running
+    assert job.name in repr(job)
+    assert os.path.isdir(job.folder)
+    with pytest.raises(UsageError, match=r"no rank 7: .* has ranks 0 to 1"):
+        job.logs(7)
+
+
+def test_one_that_fails_says_why(tmp_path: Path) -> None:
+    job = launch(written(tmp_path, "raise SystemExit('out of luck')"), workers=2, cpu=True, show=False)
+    with pytest.raises(LaunchError, match="ended with exit code 1") as caught:
+        job.result(60)
+    assert "out of luck" in str(caught.value)
+    assert "failed" in job.why()
+
+
+def test_one_that_cannot_begin_says_why() -> None:
+    job = launch("/nowhere/train.py", workers=1, cpu=True, show=False)
+    with pytest.raises(LaunchError, match=r"/nowhere/train\.py"):
+        _ = job.name
+    assert job.wait(60) != 0
+
+
+def test_stop_and_why_of_one_that_runs(tmp_path: Path) -> None:
+    script = written(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(1000)")
+    with launch(script, workers=2, cpu=True, show=False) as job:
+        until(lambda: [job.logs(rank) for rank in range(2)] == ["here\n"] * 2, 30, "both ranks to begin")
+        with pytest.raises(TimeoutError, match="running"):
+            job.wait(0.01)
+        assert "script.py:3" in until(
+            lambda: (found := job.why()) and "ranks 0, 1" in found and found, 30, "both ranks"
+        )
+    assert job.exit_code == 143
+
+
+def test_arguments_of_a_script_are_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a float, expected text"):
+        launch(written(tmp_path, ""), ["--lr", 0.1], workers=1)
+
+
+CALLER = """
+import os, phalanx.launch.job as job
+
+def summed(number):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor(number * (int(os.environ["RANK"]) + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(os.environ["RANK"]), total.item()
+
+if __name__ == "__main__":
+    print(job.launch(summed, [5], workers=2, cpu=True).result())
+"""
+
+
+def test_a_function_and_what_it_returns(tmp_path: Path) -> None:
+    before = {*glob.glob(f"{tempfile.gettempdir()}/phalanx-call-*")}
+    found = python(written(tmp_path, CALLER))
+    assert (found.code, found.out) == (0, "[(0, 15), (1, 15)]\n"), found.err
+    assert {*glob.glob(f"{tempfile.gettempdir()}/phalanx-call-*")} <= before
+
+
+def test_a_function_that_cannot_be_sent() -> None:
+    with open("/dev/null") as file, pytest.raises(UsageError, match="cannot be sent to the ranks"):
+        launch(print, [file], workers=1)

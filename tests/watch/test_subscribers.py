@@ -1,0 +1,122 @@
+"""Whoever looks at the page gets everything once, then every change; who is slow, everything anew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from phalanx.contract import events
+from phalanx.watch.model import simulation
+from phalanx.watch.page import subscribers
+from phalanx.watch.page.subscribers import Subscribers
+
+
+class Feed:
+    """A source whose events come when the test says so."""
+
+    run = "train-simulated"
+    alive = True
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[events.AnyEvent] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[events.AnyEvent]:
+        while True:
+            yield await self.queue.get()
+
+
+class Browser(web.StreamResponse):
+    """One that reads when it wants to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.got: list[tuple[str, Any]] = []
+        self.when: list[float] = []
+
+    async def write(self, data: bytes | bytearray | memoryview[Any]) -> None:  # type: ignore[override]
+        await self.reads.wait()
+        words = dict(line.split(": ", 1) for line in bytes(data).decode().splitlines() if ": " in line)
+        if "event" in words:
+            self.got.append((words["event"], json.loads(words["data"])))
+            self.when.append(time.monotonic())
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.got]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_slow_browser_holds_nobody_up_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribers, "_BEHIND", 5)
+    monkeypatch.setattr(subscribers, "EVERY", 0.0)
+
+    async def work() -> None:
+        feed = Feed()
+        people = Subscribers(feed)  # type: ignore[arg-type]
+        following = asyncio.create_task(people.follow())
+        for event in simulation.begin(2, now=1.0):
+            feed.queue.put_nowait(event)
+        await people.settled(10.0)
+        quick, slow = Browser(), Browser()
+        shown = [asyncio.create_task(people.show(browser, None)) for browser in (quick, slow)]
+        await until(lambda: quick.got and slow.got)
+        slow.reads.clear()
+        for number in range(30):
+            for event in simulation.second(number % 15, 2, now=2.0 + number):
+                feed.queue.put_nowait(event)
+            await until(lambda number=number: quick.got[-1][1].get("at") == 2.0 + number)  # type: ignore[misc]
+        assert quick.names == ["whole", *["update"] * (len(quick.got) - 1)]
+        slow.reads.set()
+        await until(lambda: slow.got[-1][1]["at"] == 31.0)
+        # What it had begun to read, and then everything there is; nothing that is in it comes again.
+        assert slow.names.count("whole") == 2
+        assert slow.names.index("whole", 1) <= 2
+        points = [
+            tuple(point) for name, told in slow.got[slow.names.index("whole", 1) :] for point in told["curves"]["loss"]
+        ]
+        assert len(points) == len(set(points))
+        feed.queue.put_nowait(events.RunEnded(time=40.0, code=0, seconds=39.0))
+        await asyncio.gather(following, *shown)
+        for browser in (quick, slow):
+            assert browser.names[-2:] == ["update", "end"]
+            assert browser.got[-2][1]["head"]["code"] == 0
+
+    asyncio.run(work())
+
+
+def test_an_event_is_told_at_once_and_many_together() -> None:
+    async def work() -> None:
+        feed = Feed()
+        people = Subscribers(feed)  # type: ignore[arg-type]
+        following = asyncio.create_task(people.follow())
+        for event in simulation.begin(2, now=1.0):
+            feed.queue.put_nowait(event)
+        await people.settled(10.0)
+        browser = Browser()
+        shown = asyncio.create_task(people.show(browser, None))
+        await until(lambda: browser.got)
+        for number in range(200):
+            feed.queue.put_nowait(events.NoteEvent(time=10.0 + number, text=f"{number}"))
+            await asyncio.sleep(0.001)
+        feed.queue.put_nowait(events.RunEnded(time=400.0, code=0, seconds=39.0))
+        await asyncio.gather(following, shown)
+        updates = [told for name, told in browser.got if name == "update"]
+        took = browser.when[-1] - browser.when[0]
+        assert len(updates) <= took / subscribers.EVERY + 3
+        told = [each["text"] for update in updates for each in update.get("events", ())]
+        assert [text for text in told if text.isdigit()] == [str(number) for number in range(200)]
+
+    asyncio.run(work())
