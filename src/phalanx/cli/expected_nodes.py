@@ -54,7 +54,7 @@ def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host:
         if any(tasks > 1 for tasks in allocation.tasks):
             sizes = allocation.tasks
         return ExpectedNodes(
-            f"{allocation.source}, by a srun of its own", _nodes(allocation.hosts, _requested(options, sizes))
+            f"{allocation.source}, by its own srun", _nodes(allocation.hosts, _requested(options, sizes))
         )
     rendezvous = context.rendezvous
     if rendezvous is None:

@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str], environ: Mapping[str, str]) -> tuple[RunOptions, Any]:
     """Parse the command line. --kill-every and what follows it is accepted after the script, too."""
     options, values = parse_chaos(argv, environ)
-    behind = [word for word in options.script.args if word.partition("=")[0] == _OURS]
-    if not behind:
+    after = [word for word in options.script.args if word.partition("=")[0] == _OURS]
+    if not after:
         return options, values
-    place = len(argv) - argv[::-1].index(behind[-1]) - 1
+    place = len(argv) - argv[::-1].index(after[-1]) - 1
     moved = parse_chaos([*argv[place:], *argv[:place]], environ)
     if moved[0].script.target != options.script.target:
         raise OptionError(

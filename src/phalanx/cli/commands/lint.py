@@ -53,5 +53,5 @@ def _show(report: LintReport) -> None:
         sys.stdout.write(f"nothing found in {where}\n" if report.files else "")
         return
     counts = {level: sum(one.level == level for one in report.findings) for level in ("error", "warning")}
-    told = [f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count]
-    sys.stdout.write(f"\n{', '.join(told)} in {where}\n")
+    counted = [f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count]
+    sys.stdout.write(f"\n{', '.join(counted)} in {where}\n")

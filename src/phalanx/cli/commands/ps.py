@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
     runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
     if options.json:
         for run in runs:
-            told = asdict(summary.of(run))
-            if told["loss"] is not None and not math.isfinite(told["loss"]):
-                told["loss"] = str(told["loss"])  # not a JSON number
-            sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **told}) + "\n")
+            facts = asdict(summary.of(run))
+            if facts["loss"] is not None and not math.isfinite(facts["loss"]):
+                facts["loss"] = str(facts["loss"])  # not a JSON number
+            sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **facts}) + "\n")
         return 0
     if not runs:
         sys.stdout.write("nothing is running\n" if not options.all else "no runs yet\n")
@@ -64,19 +64,19 @@ def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, no
     its own line.
     """
     rows = [["RUN", "STATE", "RANKS", "FOR", "STEP", "LOSS", "FAULTS", "WHAT", "FOLDER"]]
-    for run, told in runs:
+    for run, facts in runs:
         lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
-        step = "-" if told.step is None else str(told.step)
-        loss = "-" if told.loss is None else number(told.loss)
-        faults = str(told.faults) if told.faults else "-"
-        what = told.why or _cut(_command(run.command), _WHAT)
+        step = "-" if facts.step is None else str(facts.step)
+        loss = "-" if facts.loss is None else number(facts.loss)
+        faults = str(facts.faults) if facts.faults else "-"
+        what = facts.why or _cut(_command(run.command), _WHAT)
         rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])
     if width is None or max(map(len, _aligned(rows))) <= width:
         return _aligned(rows)
     for row, (run, _) in zip(rows[1:], runs, strict=True):
         row[7] = _command([os.path.basename(word) if os.sep in word else word for word in run.command])
     rows = [row[:8] for row in rows]
-    reasons = ["", *(told.why for _, told in runs)]
+    reasons = ["", *(facts.why for _, facts in runs)]
     lines = []
     for line, why in zip(_aligned(rows), reasons, strict=True):
         lines.append(_cut(line, width))

@@ -72,9 +72,9 @@ def _tour(chosen: Sequence[TourScene], world: int) -> int:
     played = json.loads(text)
     wrong: list[str] = []
     for place, scene in enumerate(chosen):
-        told = [ranks[place] for ranks in played]
-        before, after = _moments([rank["before"] for rank in told], [rank["after"] for rank in told], scene)
-        _show(console, scene, told[0]["code"], before, after)
+        shown = [ranks[place] for ranks in played]
+        before, after = _moments([rank["before"] for rank in shown], [rank["after"] for rank in shown], scene)
+        _show(console, scene, shown[0]["code"], before, after)
         wrong += [f"{scene.name}: rank {rank} {fault}" for rank, fault in scenes.faults(scene, before, after)]
     if wrong:
         raise LaunchError("the values of the ranks differ from the diagram", details=wrong)

@@ -171,7 +171,7 @@ def _unknown(token: str, verb: str) -> OptionError:
     ]
     near = [known[name] for name in alike]
     what = f"{typed} is not an option of phalanx {verb}"
-    behind = "options of the script go after its name"
+    after = "options of the script go after its name"
     if near:
-        return OptionError(f"{what}; did you mean {near[0]}?", details=[behind], fix=f"phalanx {verb} {near[0]} …")
-    return OptionError(what, details=[behind], fix=f"phalanx {verb} --help lists them all")
+        return OptionError(f"{what}; did you mean {near[0]}?", details=[after], fix=f"phalanx {verb} {near[0]} …")
+    return OptionError(what, details=[after], fix=f"phalanx {verb} --help lists them all")
