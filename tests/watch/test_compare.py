@@ -136,7 +136,7 @@ def test_a_picture_is_written_whole_and_over_nothing_else(capsys: pytest.Capture
     assert {"loss", "one", "two", "steps/s"} <= texts
     path.write_text("mine")
     assert main(["compare", "one", "two", "--svg", str(path)]) == 2
-    assert "is no picture of phalanx" in capsys.readouterr().err
+    assert "is not a picture of phalanx" in capsys.readouterr().err
     assert path.read_text() == "mine"
     compared(capsys, "one", "two", "--svg", str(path), "-f")
     assert path.read_text().startswith("<svg")

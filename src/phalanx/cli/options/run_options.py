@@ -101,7 +101,7 @@ class RunOptions:
     notes: tuple[str, ...]  # one line per option that was given and has no effect
 
 
-GROUPS = {name: kind for name, kind in get_type_hints(RunOptions).items() if is_dataclass(kind)}
+GROUPS: dict[str, Any] = {name: kind for name, kind in get_type_hints(RunOptions).items() if is_dataclass(kind)}
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
