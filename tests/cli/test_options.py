@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+from collections.abc import Iterable
+from dataclasses import fields as dataclass_fields
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.cli.options import HelpRequested, RunOptions, parse_plan, parse_run
+from phalanx.cli.options.run_options import GROUPS
 from phalanx.cli.options.table import OPTIONS, SECTIONS
 from phalanx.cli.options.text import markdown
 from phalanx.errors import OptionError
@@ -27,17 +31,22 @@ def parse(line: str, **environ: str) -> RunOptions:
 # the same as torchrun
 
 
+def fields(options: RunOptions, names: Iterable[str]) -> dict[str, Any]:
+    return {name: attrgetter(name)(options) for name in names}
+
+
 def comparable(options: RunOptions, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Our fields that torchrun has too, with torchrun's default where we keep that nothing was told."""
-    ours = {name: getattr(options, name) for name in theirs}
-    for name in ("redirects", "tee"):
-        ours[name] = {rank: ours[name].of(rank) for rank in range(10)}
-    if ours["workers"] is None and theirs["workers"] == 1:
-        ours["workers"] = 1
-    if ours["master_addr"] is None and ours["max_nodes"] > 1 and theirs["master_addr"] == "127.0.0.1":
-        ours["master_addr"] = "127.0.0.1"  # of several nodes it can only be wrong, so it is not told
-    if ours["shutdown_timeout"] is None:
-        ours["shutdown_timeout"] = 30
+    """Our fields that torchrun has too, with torchrun's default where ours is "not given"."""
+    ours = fields(options, theirs)
+    for name in ("output.redirects", "output.tee"):
+        ours[name] = {rank: ours[name].of(rank)[rank] for rank in range(10)}
+    if ours["workers.count"] is None and theirs["workers.count"] == 1:
+        ours["workers.count"] = 1
+    address = "rendezvous.master_addr"
+    if ours[address] is None and ours["nodes.max_nodes"] > 1 and theirs[address] == "127.0.0.1":
+        ours[address] = "127.0.0.1"  # with several nodes it can only be wrong, so we leave it open
+    if ours["shutdown.timeout"] is None:
+        ours["shutdown.timeout"] = 30
     return ours
 
 
@@ -143,8 +152,8 @@ def test_a_variable_of_zero_turns_a_flag_off() -> None:
 
 
 def test_the_command_line_goes_before_a_variable() -> None:
-    assert parse("--max-restarts 1 --role b t.py", PET_MAX_RESTARTS="2", PET_ROLE="a").max_restarts == 1
-    assert parse("-g 2 t.py", PET_NPROC_PER_NODE="8").workers == 2
+    assert parse("--max-restarts 1 --role b t.py", PET_MAX_RESTARTS="2", PET_ROLE="a").recovery.max_restarts == 1
+    assert parse("-g 2 t.py", PET_NPROC_PER_NODE="8").workers.count == 2
 
 
 def _actions() -> list[Any]:
@@ -178,8 +187,8 @@ def test_the_old_launchers_option_and_the_newer_ones_are_known() -> None:
     for name in ("--use-env", "--use_env"):
         assert "LOCAL_RANK" in parse(f"{name} t.py").notes[0]
     line = "--log_line_prefix_template '${rank}' t.py"
-    assert parse(line, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="x").log_line_prefix_template == "${rank}"
-    assert parse("t.py", PET_LOG_LINE_PREFIX_TEMPLATE="y").log_line_prefix_template == "y"
+    assert parse(line, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="x").output.line_prefix == "${rank}"
+    assert parse("t.py", PET_LOG_LINE_PREFIX_TEMPLATE="y").output.line_prefix == "y"
 
 
 # Values that torchrun takes and that do not contradict each other.
@@ -282,77 +291,107 @@ def test_nonsense_is_complained_about_and_nothing_else_happens(argv: list[str]) 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("t.py", {"workers": None, "slots": None, "stdin": 0, "color": "auto", "warm": True, "notes": ()}),
         (
             "t.py",
-            {"min_nodes": 1, "max_nodes": 1, "node_id": None, "keep_warm": None, "shutdown_timeout": None},
+            {
+                "workers.count": None,
+                "workers.slots": None,
+                "script.stdin_rank": 0,
+                "output.color": "auto",
+                "start.warm": True,
+                "notes": (),
+            },
         ),
-        ("t.py", {"run_id": None, "master_addr": None, "master_port": None, "python": None}),
-        ("t.py", {"stall_timeout": 30.0, "on_hang": "report"}),
-        ("--stall-timeout 5m --on-hang kill t.py", {"stall_timeout": 300.0, "on_hang": "kill"}),
-        ("--stall-timeout off t.py", {"stall_timeout": None}),
-        ("t.py", {"linger": 120.0}),
-        ("--linger 5m t.py", {"linger": 300.0}),
-        ("--linger 0 t.py", {"linger": 0.0}),
-        ("--linger forever t.py", {"linger": None}),
-        ("-g 4 t.py", {"workers": 4, "slots": (4,)}),
-        ("-g4 t.py", {"workers": 4}),
-        ("--slots=4 --nproc-per-node 4 t.py", {"workers": 4}),
+        (
+            "t.py",
+            {
+                "nodes.min_nodes": 1,
+                "nodes.max_nodes": 1,
+                "nodes.node_rank": None,
+                "start.keep_warm": 0.0,
+                "shutdown.timeout": None,
+            },
+        ),
+        (
+            "t.py",
+            {
+                "rendezvous.run_id": None,
+                "rendezvous.master_addr": None,
+                "rendezvous.master_port": None,
+                "script.python": None,
+            },
+        ),
+        ("t.py", {"hang.stall_timeout": 30.0, "hang.action": "report"}),
+        ("--stall-timeout 5m --on-hang kill t.py", {"hang.stall_timeout": 300.0, "hang.action": "kill"}),
+        ("--stall-timeout off t.py", {"hang.stall_timeout": None}),
+        ("t.py", {"shutdown.linger": 120.0}),
+        ("--linger 5m t.py", {"shutdown.linger": 300.0}),
+        ("--linger 0 t.py", {"shutdown.linger": 0.0}),
+        ("--linger forever t.py", {"shutdown.linger": None}),
+        ("-g 4 t.py", {"workers.count": 4, "workers.slots": (4,)}),
+        ("-g4 t.py", {"workers.count": 4}),
+        ("--slots=4 --nproc-per-node 4 t.py", {"workers.count": 4}),
         (
             "-n 2 -g 8,2 -i 1 t.py",
-            {"workers": 2, "slots": (8, 2), "node_id": 1, "max_nodes": 2, "min_nodes": 2},
+            {
+                "workers.count": 2,
+                "workers.slots": (8, 2),
+                "nodes.node_rank": 1,
+                "nodes.max_nodes": 2,
+                "nodes.min_nodes": 2,
+            },
         ),
-        ("-n 2 -g 8,2 t.py", {"workers": None, "slots": (8, 2), "node_id": None}),
-        ("-n 3 -g 8 t.py", {"workers": 8, "slots": (8, 8, 8)}),
-        ("-n 1:3 -g 8,4,2 --id 2 t.py", {"workers": 2, "min_nodes": 1, "max_nodes": 3}),
-        ("--nodes 2 t.py", {"master_addr": None, "master_port": 29500}),
-        ("--devices 0,2,5 t.py", {"devices": ("0", "2", "5")}),
-        ("--devices 0-3,GPU-1a2b,MIG-GPU-x/1/0 t.py", {"devices": ("0-3", "GPU-1a2b", "MIG-GPU-x/1/0")}),
+        ("-n 2 -g 8,2 t.py", {"workers.count": None, "workers.slots": (8, 2), "nodes.node_rank": None}),
+        ("-n 3 -g 8 t.py", {"workers.count": 8, "workers.slots": (8, 8, 8)}),
+        ("-n 1:3 -g 8,4,2 --id 2 t.py", {"workers.count": 2, "nodes.min_nodes": 1, "nodes.max_nodes": 3}),
+        ("--nodes 2 t.py", {"rendezvous.master_addr": None, "rendezvous.master_port": 29500}),
+        ("--devices 0,2,5 t.py", {"workers.devices": ("0", "2", "5")}),
+        ("--devices 0-3,GPU-1a2b,MIG-GPU-x/1/0 t.py", {"workers.devices": ("0-3", "GPU-1a2b", "MIG-GPU-x/1/0")}),
         (
             "--isolate --cpu --fresh --quiet --no-warm t.py",
-            {"isolate": True, "cpu": True, "fresh": True, "warm": False},
+            {"workers.isolate": True, "workers.cpu": True, "start.fresh": True, "start.warm": False},
         ),
-        ("--cpu --nproc-per-node auto t.py", {"cpu": True, "workers": "auto"}),
-        ("--preload a,b.c t.py", {"preload": ("a", "b.c")}),
-        ("--env A=1 --env B=x=y --env C= t.py", {"env": {"A": "1", "B": "x=y", "C": ""}}),
-        ("--pass-local-rank train.py", {"local_rank_option": "--local-rank", "script": "train.py"}),
-        ("--pass-local-rank=dash train.py", {"local_rank_option": "--local-rank"}),
-        ("--pass-local-rank=underscore train.py", {"local_rank_option": "--local_rank"}),
-        ("--pass_local_rank=underscore train.py", {"local_rank_option": "--local_rank"}),
-        ("--pass train.py", {"local_rank_option": "--local-rank"}),
-        ("--show-ranks 0,8 t.py", {"show_ranks": frozenset({0, 8}), "local_ranks": None}),
-        ("--show-ranks 4-7 t.py", {"show_ranks": frozenset({4, 5, 6, 7})}),
-        ("--stdin 3 t.py", {"stdin": 3}),
-        ("--stdin none t.py", {"stdin": None}),
-        ("--keep-warm 90 t.py", {"keep_warm": 90.0}),
-        ("--keep-warm 90s t.py", {"keep_warm": 90.0}),
-        ("--keep-warm 15m t.py", {"keep_warm": 900.0}),
-        ("--keep-warm 2h t.py", {"keep_warm": 7200.0}),
-        ("--color never t.py", {"color": "never"}),
-        ("--event-log-handler console t.py", {"event_log_handler": "console", "notes": ()}),
-        ("--signals-to-handle term,SIGUSR1,SIGTERM t.py", {"signals": (signal.SIGTERM, signal.SIGUSR1)}),
-        ("--shutdown-timeout 0.5 t.py", {"shutdown_timeout": 0.5}),
+        ("--cpu --nproc-per-node auto t.py", {"workers.cpu": True, "workers.count": "auto"}),
+        ("--preload a,b.c t.py", {"start.preload": ("a", "b.c")}),
+        ("--env A=1 --env B=x=y --env C= t.py", {"script.env": {"A": "1", "B": "x=y", "C": ""}}),
+        ("--pass-local-rank train.py", {"script.local_rank_option": "--local-rank", "script.target": "train.py"}),
+        ("--pass-local-rank=dash train.py", {"script.local_rank_option": "--local-rank"}),
+        ("--pass-local-rank=underscore train.py", {"script.local_rank_option": "--local_rank"}),
+        ("--pass_local_rank=underscore train.py", {"script.local_rank_option": "--local_rank"}),
+        ("--pass train.py", {"script.local_rank_option": "--local-rank"}),
+        ("--show-ranks 0,8 t.py", {"output.ranks": frozenset({0, 8}), "output.local_ranks": None}),
+        ("--show-ranks 4-7 t.py", {"output.ranks": frozenset({4, 5, 6, 7})}),
+        ("--stdin 3 t.py", {"script.stdin_rank": 3}),
+        ("--stdin none t.py", {"script.stdin_rank": None}),
+        ("--keep-warm 90 t.py", {"start.keep_warm": 90.0}),
+        ("--keep-warm 90s t.py", {"start.keep_warm": 90.0}),
+        ("--keep-warm 15m t.py", {"start.keep_warm": 900.0}),
+        ("--keep-warm 2h t.py", {"start.keep_warm": 7200.0}),
+        ("--color never t.py", {"output.color": "never"}),
+        ("--event-log-handler console t.py", {"output.event_log_handler": "console", "notes": ()}),
+        ("--signals-to-handle term,SIGUSR1,SIGTERM t.py", {"shutdown.signals": (signal.SIGTERM, signal.SIGUSR1)}),
+        ("--shutdown-timeout 0.5 t.py", {"shutdown.timeout": 0.5}),
         ("-t 12:3 t.py", {"notes": ()}),
         # what torchrun calls ambiguous, though it is one option with two spellings
-        ("--nproc 2 --max 1 t.py", {"workers": 2, "max_restarts": 1}),
+        ("--nproc 2 --max 1 t.py", {"workers.count": 2, "recovery.max_restarts": 1}),
         # ambiguous words behind the script are the script's business
-        ("t.py --no --ma --json -x", {"args": ("--no", "--ma", "--json", "-x")}),
+        ("t.py --no --ma --json -x", {"script.args": ("--no", "--ma", "--json", "-x")}),
     ],
 )
 def test_meaning(line: str, expected: dict[str, Any]) -> None:
     options = parse(line)
-    assert {name: getattr(options, name) for name in expected} == expected
+    assert fields(options, expected) == expected
 
 
 def test_the_environment_names_the_python() -> None:
-    assert parse("t.py", PYTHON_EXEC="/opt/python").python == "/opt/python"
+    assert parse("t.py", PYTHON_EXEC="/opt/python").script.python == "/opt/python"
 
 
-def test_json_is_for_explain() -> None:
+def test_json_is_for_plan() -> None:
     assert parse_plan(["--json", "-g", "2", "t.py", "--json"], {})[1]
     options, as_json = parse_plan(["t.py", "--json"], {})
     assert not as_json
-    assert options.args == ("--json",)
+    assert options.script.args == ("--json",)
 
 
 @pytest.mark.parametrize(
@@ -387,12 +426,12 @@ def test_notes_say_what_has_no_effect(line: str, environ: dict[str, str], words:
 
 def test_etcds_address_is_not_node_0s() -> None:
     options = parse("--rdzv-backend etcd --rdzv-endpoint e:2379 t.py")
-    assert (options.master_addr, options.master_port) == (None, None)
+    assert (options.rendezvous.master_addr, options.rendezvous.master_port) == (None, None)
 
 
 def test_a_file_for_a_store_is_not_an_address() -> None:
     options = parse("--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint /tmp/x t.py")
-    assert (options.master_addr, options.master_port) == (None, None)
+    assert (options.rendezvous.master_addr, options.rendezvous.master_port) == (None, None)
 
 
 # complaints
@@ -424,7 +463,7 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("-n 2 -g 8,2 -i 1 --nproc-per-node 8 t.py", "-g 8,2 and --nproc-per-node 8 contradict", "without"),
         ("--nnodes 0 t.py", '--nnodes is "0"', "--nnodes 2"),
         ("-n 0 t.py", '-n is "0"', "-n 2"),
-        ("--nnodes 2:1 t.py", "the least, 2, is more than the most, 1", "--nnodes 2"),
+        ("--nnodes 2:1 t.py", "the minimum, 2, is more than the maximum, 1", "--nnodes 2"),
         ("--nnodes 1:2:3 t.py", "more than one colon", "--nnodes 2"),
         ("--nnodes two t.py", '"two" is not a whole number', "--nnodes 2"),
         ("--max-restarts -1 t.py", "-1 is less than 0", "--max-restarts 3"),
@@ -445,21 +484,21 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("--preempt-signal KILL t.py", "no process can handle SIGKILL", "--preempt-signal"),
         ("--standalone --nnodes 2 t.py", "--standalone and --nnodes 2 contradict", "--standalone"),
         ("--env FOO t.py", '--env is "FOO": it has no =', "--env FOO=VALUE"),
-        ("--env =1 t.py", "no name", "--env NAME=VALUE"),
+        ("--env =1 t.py", "the name is missing", "--env NAME=VALUE"),
         ("--signals-to-handle SIGFOO t.py", '"SIGFOO" is not a signal', "SIGTERM"),
         ("--signals-to-handle SIGKILL t.py", "no process can handle SIGKILL", "SIGTERM"),
         ("--signals-to-handle '' t.py", "is not a signal", "SIGTERM"),
         ("--keep-warm soon t.py", '--keep-warm is "soon"', "--keep-warm 15m"),
-        ("--keep-warm 0 t.py", "no time at all", "--keep-warm 15m"),
+        ("--keep-warm 0 t.py", "it must be more than 0", "--keep-warm 15m"),
         ("--keep-warm 5d t.py", "not a duration", "--keep-warm 15m"),
         ("--color red t.py", '--color is "red"', "--color auto"),
         ("--stdin first t.py", '"first" is not', "--stdin 0"),
         ("--show-ranks a t.py", '"a" is not', "--show-ranks 0,4-7"),
         ("--show-ranks 7-4 t.py", "4 is less than 7", "--show-ranks"),
         ("--show-ranks 0-99999999999 t.py", "more than", "--show-ranks"),
-        ("--local-ranks-filter 0,,1 t.py", "nothing is there", "--local-ranks-filter"),
+        ("--local-ranks-filter 0,,1 t.py", "a number is missing", "--local-ranks-filter"),
         ("--devices 0,x t.py", '"x" is not a device', "--devices 0,2,5"),
-        ("--devices '' t.py", "nothing is there", "--devices 0,2,5"),
+        ("--devices '' t.py", "a device is missing", "--devices 0,2,5"),
         ("--preload a-b t.py", '"a-b" is not the name of a module', "--preload"),
         ("--cpu --devices 0 t.py", "--cpu and --devices 0 contradict", "--cpu"),
         ("--cpu --nproc-per-node gpu t.py", "--cpu and --nproc-per-node gpu contradict", "--cpu"),
@@ -480,7 +519,7 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("--monitor-interval often t.py", "not a number", "--monitor-interval"),
         ("--print-completion fish", '--print-completion is "fish"', "--print-completion bash"),
         ("--standalone=yes t.py", "--standalone takes no value", "--standalone …"),
-        ("--pass-local-rank=plus t.py", "--pass-local-rank has a value", "=underscore"),
+        ("--pass-local-rank=plus t.py", "--pass-local-rank has an unknown value", "=underscore"),
         ("--json t.py", "not an option of phalanx run, but of phalanx plan", "phalanx plan --json"),
         ("--nproc-per-nodes 2 t.py", "did you mean --nproc-per-node?", "--nproc-per-node"),
         ("--nporc_per_node=2", "did you mean --nproc_per_node?", "--nproc_per_node"),
@@ -546,7 +585,7 @@ def test_help(line: str) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_help_of_explain() -> None:
+def test_help_of_plan() -> None:
     with pytest.raises(HelpRequested) as caught:
         parse_plan(["--help"], {})
     assert caught.value.text.startswith("usage: phalanx plan ")
@@ -557,6 +596,30 @@ def test_the_page_of_options_is_up_to_date(request: pytest.FixtureRequest) -> No
     """python -m phalanx.cli.options.text > docs/options.md"""
     page = request.config.rootpath / "docs" / "options.md"
     assert page.read_text() == markdown()
+
+
+def test_every_option_says_what_it_sets() -> None:
+    """A field of a group, a variable of the workers, something that depends on other options too, or nothing."""
+    combined = {
+        *("slots", "nproc_per_node", "nnodes", "hosts", "hostfile"),  # how many nodes and workers
+        *("module", "no_python", "run_path", "env"),
+        *("master", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
+        *("page", "no_page"),
+        *("help", "print_completion"),
+    }
+    free = {
+        option.dest for option in OPTIONS if not (option.field or option.exports or option.no_effect or option.only)
+    }
+    assert free == combined
+    known = {f"{group}.{field.name}" for group, kind in GROUPS.items() for field in dataclass_fields(kind)}
+    set_ = [option.field for option in OPTIONS if option.field]
+    assert len(set_) == len(set(set_))
+    assert set(set_) <= known
+
+
+@pytest.mark.parametrize("group", GROUPS.values())
+def test_groups_are_small(group: type[Any]) -> None:
+    assert len(dataclass_fields(group)) <= 15
 
 
 def test_no_name_is_taken_twice() -> None:

@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 def decide(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """torchrun's decisions, under the names of RunOptions."""
+    """torchrun's decisions, by the fields of RunOptions."""
     with (
         mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **environ}, clear=True),
         contextlib.redirect_stdout(io.StringIO()),
@@ -38,23 +38,23 @@ def decide(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         **_command(args, command, rest),
         **_meeting(config),
-        "min_nodes": 1 if args.standalone else config.min_nodes,
-        "max_nodes": 1 if args.standalone else config.max_nodes,
-        "workers": config.nproc_per_node,
-        "role": config.role,
-        "max_restarts": config.max_restarts,
-        "local_addr": config.local_addr,
-        "log_dir": args.log_dir,
-        "redirects": _streams(config.logs_specs.redirects),
-        "tee": _streams(config.logs_specs.tee),
-        "local_ranks": config.logs_specs.local_ranks_filter,
-        "log_line_prefix_template": config.log_line_prefix_template or None,
-        "duplicate_stdout_filters": tuple(config.duplicate_stdout_filters),
-        "duplicate_stderr_filters": tuple(config.duplicate_stderr_filters),
-        "virtual_local_rank": config.virtual_local_rank,
-        "numa_binding": config.numa_options and config.numa_options.affinity_mode.value,
-        "signals": tuple(getattr(signal, name.strip()) for name in config.signals_to_handle.split(",")),
-        "shutdown_timeout": config.shutdown_timeout,
+        "nodes.min_nodes": 1 if args.standalone else config.min_nodes,
+        "nodes.max_nodes": 1 if args.standalone else config.max_nodes,
+        "workers.count": config.nproc_per_node,
+        "workers.role": config.role,
+        "recovery.max_restarts": config.max_restarts,
+        "rendezvous.local_addr": config.local_addr,
+        "output.log_dir": args.log_dir,
+        "output.redirects": _streams(config.logs_specs.redirects),
+        "output.tee": _streams(config.logs_specs.tee),
+        "output.local_ranks": config.logs_specs.local_ranks_filter,
+        "output.line_prefix": config.log_line_prefix_template or None,
+        "output.stdout_filters": tuple(config.duplicate_stdout_filters),
+        "output.stderr_filters": tuple(config.duplicate_stderr_filters),
+        "workers.virtual_local_rank": config.virtual_local_rank,
+        "workers.numa_binding": config.numa_options and config.numa_options.affinity_mode.value,
+        "shutdown.signals": tuple(getattr(signal, name.strip()) for name in config.signals_to_handle.split(",")),
+        "shutdown.timeout": config.shutdown_timeout,
     }
 
 
@@ -89,31 +89,31 @@ def _size(text: str) -> int | str:
 
 def _command(args: Any, command: Any, rest: list[str]) -> dict[str, Any]:
     if callable(command):
-        return {"kind": "path", "script": rest[0], "args": tuple(rest[1:])}
+        return {"script.kind": "path", "script.target": rest[0], "script.args": tuple(rest[1:])}
     if args.no_python:
-        return {"kind": "program", "script": command, "args": tuple(rest)}
+        return {"script.kind": "program", "script.target": command, "script.args": tuple(rest)}
     assert rest[0] == "-u"
     if rest[1] == "-m":
-        return {"kind": "module", "script": rest[2], "args": tuple(rest[3:])}
-    return {"kind": "script", "script": rest[1], "args": tuple(rest[2:])}
+        return {"script.kind": "module", "script.target": rest[2], "script.args": tuple(rest[3:])}
+    return {"script.kind": "script", "script.target": rest[1], "script.args": tuple(rest[2:])}
 
 
 def _meeting(config: Any) -> dict[str, Any]:
     chosen_by_torchrun = config.run_id == str(_RANDOM)
     if chosen_by_torchrun:
-        return {"run_id": None, "master_addr": None, "master_port": None}
-    meeting: dict[str, Any] = {"run_id": config.run_id or None}
+        return {"rendezvous.run_id": None, "rendezvous.master_addr": None, "rendezvous.master_port": None}
+    meeting: dict[str, Any] = {"rendezvous.run_id": config.run_id or None}
     if config.rdzv_backend == "static":
         address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, -1)
         if port == -1:
             raise Refused("no port")
-        meeting |= {"master_addr": address, "master_port": port or None}
+        meeting |= {"rendezvous.master_addr": address, "rendezvous.master_port": port or None}
     elif config.rdzv_endpoint:
         # Port 29400 is that of the rendezvous; what the workers get on one node is a free one.
         address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400 if config.max_nodes > 1 else 0)
-        meeting |= {"master_addr": address, "master_port": port or None}
+        meeting |= {"rendezvous.master_addr": address, "rendezvous.master_port": port or None}
     else:
-        meeting |= {"master_addr": None, "master_port": 29400 if config.max_nodes > 1 else None}
+        meeting |= {"rendezvous.master_addr": None, "rendezvous.master_port": 29400 if config.max_nodes > 1 else None}
     return meeting
 
 

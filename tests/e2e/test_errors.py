@@ -22,7 +22,7 @@ BAD = {
     "unknown option": (("run", "--nproc-per-nodes", "2", "t.py"), "--nproc-per-node?"),
     "unknown verb": (("rnu", "t.py"), "phalanx run"),
     "forgot the verb": (("t.py", "--lr", "1"), "fix: phalanx run t.py --lr 1"),
-    "nobody said where": (("run", "-n", "2", "-g", "2,2", "t.py"), "nobody said where node 0 is"),
+    "no address of node 0": (("run", "-n", "2", "-g", "2,2", "t.py"), "the address of node 0 is missing"),
     "no such program": (("run", "--no-python", "no-such-program"), "no such program"),
     "not executable": (("run", "--no-python", "./t.py"), "chmod u+x"),
     "a bad device": (("run", "--devices", "7", "t.py"), "--devices"),

@@ -34,4 +34,4 @@ def test_workers_and_tasks_contradict_each_other(lab: Lab, ssh: Sshd) -> None:
     words = (*mpirun(ssh, "node1:2"), "-n", "2", *RUN, "-g", "2", "--fresh", PLACE)
     result = lab[0].run(words=words, env=ssh.env)
     assert result.code == 2
-    assert "2 workers were asked for, but Open MPI has started one task for every rank (2 on this node)" in result.err
+    assert "2 workers were requested, but Open MPI has started one task per rank (2 on this node)" in result.err

@@ -267,8 +267,8 @@ def test_a_node_without_the_devices_it_was_to_use_is_told_at_node_0_too(lab: Lab
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("-n", "2", "-i", "1"), "2 nodes, but nobody said where node 0 is"),
-        (("-n", "2", "-g", "2,1", "--master", "node1"), "-g 2,1 is different for each node, and nobody said which one"),
+        (("-n", "2", "-i", "1"), "2 nodes, but the address of node 0 is missing"),
+        (("-n", "2", "-g", "2,1", "--master", "node1"), "-g 2,1 differs per node, and the index of this node"),
         (("-n", "2", "-i", "2", "--master", "node1"), "-i 2 is beyond the last node"),
     ],
 )

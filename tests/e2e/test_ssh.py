@@ -150,9 +150,9 @@ def test_node_is_not_for_people() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"digest": "0" * 64}, "the script x.py is another one there"),
-        ({"versions": {"torch": "1.13.1"}}, "it has other versions"),
-        ({"options": {}}, "it does not understand what is wanted"),
+        ({"digest": "0" * 64}, "the script x.py differs there"),
+        ({"versions": {"torch": "1.13.1"}}, "its versions differ"),
+        ({"options": {}}, "it cannot read the node spec"),
         ({"devices": ("77",)}, "77"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_node_says_what_is_wrong_with_it(tmp_path: Path, change: dict[str, Any
     (tmp_path / "x.py").write_text("")
     options = parse_run(["--env", "A=b", "x.py"], {})
     if devices := change.pop("devices", None):
-        options = replace(options, devices=devices)
+        options = replace(options, workers=replace(options.workers, devices=devices))
     told: dict[str, Any] = {
         "node": 1,
         "nodes": 2,

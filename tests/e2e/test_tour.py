@@ -21,9 +21,9 @@ def test_the_whole_tour_in_a_pipe() -> None:
     result = phalanx("tour")
     assert result.code == 0, result.err
     assert result.err == ""
-    assert f"{len(SCENES)} of {len(SCENES)} as the picture says" in result.out
+    assert f"{len(SCENES)} of {len(SCENES)} as shown" in result.out
     assert "\x1b" not in result.out
-    assert "Colours" not in result.out
+    assert "Colors" not in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     for scene in SCENES:
         assert re.search(rf"^{scene.name}  {re.escape(scene.title)}$", result.out, re.MULTILINE)
@@ -57,7 +57,7 @@ def test_in_a_terminal_a_number_has_the_colour_of_its_rank() -> None:
     row = next(line for line in job.out.splitlines() if "→" in line)
     assert "\x1b[36m   0\x1b[0m" in row  # rank 0's own
     assert "\x1b[32m  10\x1b[0m" in row  # rank 1's
-    assert "Colours:" in job.out
+    assert "Colors:" in job.out
 
 
 def test_the_most_ranks_still_fit() -> None:
@@ -101,7 +101,7 @@ def test_a_barrier_that_somebody_left_too_early() -> None:
 
 def test_ctrl_c_ends_it_quietly() -> None:
     job = terminal("tour", "--ranks", "8")
-    job.wait_for("Colours")
+    job.wait_for("Colors")
     pids = until(lambda: len(found := descendants(job.pid)) > 5 and found, 30, "ranks")
     job.send(b"\x03")
     assert job.wait(20) == 130

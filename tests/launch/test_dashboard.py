@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.plan import ViewerOptions
+from phalanx.launch.options import ViewerOptions
 from phalanx.launch.viewers.dashboard import Dashboard
 from phalanx.watch.page.address import PageAddress
 
@@ -18,12 +18,12 @@ LINK = "http://127.0.0.1:29580/#KEY"
 
 
 def dashboard(
-    watching: ViewerOptions, *, terminal: bool = True, quiet: bool = False, gathering: Any = None, ssh: bool = False
+    viewers: ViewerOptions, *, terminal: bool = True, quiet: bool = False, gathering: Any = None, ssh: bool = False
 ) -> Dashboard:
     plan: Any = SimpleNamespace(
-        watching=watching,
-        showing=SimpleNamespace(quiet=quiet),
-        gathering=gathering,
+        viewers=viewers,
+        output=SimpleNamespace(quiet=quiet),
+        rendezvous=gathering,
         environ={"SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"} if ssh else {},
     )
     console: Any = SimpleNamespace(terminal=lambda _: terminal)
@@ -32,7 +32,7 @@ def dashboard(
 
 
 @pytest.mark.parametrize(
-    ("watching", "around", "wanted"),
+    ("viewers", "around", "wanted"),
     [
         (ViewerOptions(), {}, True),  # somebody sits there
         (ViewerOptions(), {"terminal": False}, False),
@@ -43,8 +43,8 @@ def dashboard(
         (ViewerOptions(page=True), {"terminal": False, "quiet": True, "gathering": SEVERAL}, True),
     ],
 )
-def test_when_there_is_a_page(watching: ViewerOptions, around: dict[str, Any], wanted: bool) -> None:
-    assert dashboard(watching, **around)._wanted is wanted
+def test_when_there_is_a_page(viewers: ViewerOptions, around: dict[str, Any], wanted: bool) -> None:
+    assert dashboard(viewers, **around)._wanted is wanted
 
 
 def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certa
 )
 def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tuple[int, ...], noted: str) -> None:
     notes, killed, sent = list[str](), list[tuple[int, ...]](), list[bytes]()
-    plan = SimpleNamespace(hanging=SimpleNamespace(then="kill"))
+    plan = SimpleNamespace(hang=SimpleNamespace(action="kill"))
     stub: Any = SimpleNamespace(
         _agent=SimpleNamespace(plan=plan, note=notes.append),
         _coordinator=SimpleNamespace(members=lambda: {1: (2,)}),

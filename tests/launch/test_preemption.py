@@ -18,7 +18,7 @@ from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, Si
 from phalanx.launch.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy
 
-ENDING = SimpleNamespace(checkpoint_grace=60.0, failure_grace=1.0, signals=(signal.SIGTERM,))
+SHUTDOWN = SimpleNamespace(checkpoint_timeout=60.0, failure_timeout=1.0, signals=(signal.SIGTERM,))
 FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
 DEAD = AttemptReport(
     0, [ProcessFailure(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block"
@@ -44,9 +44,9 @@ class Agent:
 def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, None]], most: int | None = None) -> None:
     async def main() -> None:
         plan = SimpleNamespace(
-            ending=ENDING,
+            shutdown=SHUTDOWN,
             environ={"PHALANX_CHECKPOINTS": "/kept"},
-            budget=RestartPolicy(most),
+            recovery=SimpleNamespace(policy=RestartPolicy(most)),
             placement=SimpleNamespace(world_size=2),
         )
         agent = Agent()
@@ -92,7 +92,7 @@ def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: boo
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.able(True, True, True)  # one is through with its work: no group can form any more
-        assert alone.failing(FALL) == StopWorkers(signal.SIGTERM, FALL.reason, ENDING.failure_grace)
+        assert alone.failing(FALL) == StopWorkers(signal.SIGTERM, FALL.reason, SHUTDOWN.failure_timeout)
         assert alone.last(failed=True) is preempted
         assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
 

@@ -96,7 +96,7 @@ def test_words_survive_the_way() -> None:
 )
 def test_options_survive_the_way(words: tuple[str, ...]) -> None:
     options = parse_run(["--hosts", "a:2,b:0-1,3", *words], {})
-    hosts = options.hosts
+    hosts = options.nodes.hosts
     assert hosts is not None
     own = _options_of(options, hosts, 1, near=False, run_id="run-1")
     base = NodeSpec(
@@ -116,19 +116,28 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
     there = node_spec.to_node(node_spec.encode(base))
     assert isinstance(there, NodeSpec)
     assert msgspec.convert(there.options, RunOptions, str_keys=True) == own
-    assert (own.devices, own.workers, own.stdin, own.hosts) == (("0-1", "3"), None, None, None)
-    same = {"kind", "script", "args", "env", "tee", "redirects", "signals", "show_ranks", "preload", "max_restarts"}
-    assert all(getattr(own, name) == getattr(options, name) for name in same)
+    assert (own.workers.devices, own.workers.count) == (("0-1", "3"), None)
+    assert (own.script.stdin_rank, own.nodes.hosts) == (None, None)
+    for name in ("kind", "target", "args", "env"):
+        assert getattr(own.script, name) == getattr(options.script, name)
+    for name in ("output", "shutdown", "start", "recovery"):
+        assert getattr(own, name) == getattr(options, name)
 
 
 def test_each_host_gets_its_own_share() -> None:
     options = parse_run(["--hosts", "a:8,b:2,c", "--no-auth", "--token-file", "t", "train.py"], {})
-    assert options.hosts is not None
-    mine = [_options_of(options, options.hosts, node, near=node == 0) for node in range(3)]
-    assert [own.workers for own in mine] == [8, 2, None]
-    assert [own.stdin for own in mine] == [0, None, None]
-    assert not any(own.no_auth or own.token_file for own in mine)
-    assert dataclasses.replace(mine[1], node_id=0, workers=8, stdin=0) == mine[0]
+    assert options.nodes.hosts is not None
+    mine = [_options_of(options, options.nodes.hosts, node, near=node == 0) for node in range(3)]
+    assert [own.workers.count for own in mine] == [8, 2, None]
+    assert [own.script.stdin_rank for own in mine] == [0, None, None]
+    assert not any(own.rendezvous.no_auth or own.rendezvous.token_file for own in mine)
+    first = dataclasses.replace(
+        mine[1],
+        nodes=dataclasses.replace(mine[1].nodes, node_rank=0),
+        workers=dataclasses.replace(mine[1].workers, count=8),
+        script=dataclasses.replace(mine[1].script, stdin_rank=0),
+    )
+    assert first == mine[0]
 
 
 def test_how_many_workers_a_host_was_told_to_take() -> None:

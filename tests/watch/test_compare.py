@@ -130,13 +130,13 @@ def test_a_picture_is_written_whole_and_over_nothing_else(capsys: pytest.Capture
     left("two", simulation.run(2, 30))
     path = tmp_path / "picture.svg"
     for _ in range(2):  # one of ours is replaced
-        assert f"the picture: {path}" in compared(capsys, "one", "two", "--svg", str(path))
+        assert f"image: {path}" in compared(capsys, "one", "two", "--svg", str(path))
     drawn = ElementTree.parse(path).getroot()
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"loss", "one", "two", "steps/s"} <= texts
     path.write_text("mine")
     assert main(["compare", "one", "two", "--svg", str(path)]) == 2
-    assert "is no picture of phalanx" in capsys.readouterr().err
+    assert "is not a picture of phalanx" in capsys.readouterr().err
     assert path.read_text() == "mine"
     compared(capsys, "one", "two", "--svg", str(path), "-f")
     assert path.read_text().startswith("<svg")

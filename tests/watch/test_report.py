@@ -177,7 +177,7 @@ def test_it_is_written_whole_and_over_nothing_else(
     assert main(["report", "sho"]) == 0  # one of ours is replaced
     (tmp_path / "notes.html").write_text("mine")
     assert main(["report", "-o", "notes.html"]) == 2
-    assert "is there already, and is no report of phalanx" in capsys.readouterr().err
+    assert "exists, and is not a report of phalanx" in capsys.readouterr().err
     assert main(["report", "-o", str(tmp_path)]) == 2
     assert main(["report", "-o", "no/where.html"]) == 1
     assert (tmp_path / "notes.html").read_text() == "mine"

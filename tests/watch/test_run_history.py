@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli import choice
+from phalanx.cli import run_lookup
 from phalanx.cli.commands import ps
 from phalanx.cli.main import main
 from phalanx.contract import events
@@ -159,9 +159,9 @@ def test_the_run_of_a_agent_whose_list_is_elsewhere(tmp_path: Path) -> None:
     record = left("far", simulation.run(2, 5), where=tmp_path)
     pid = os.getpid()
     record_at(record, pid=pid, pid_started=linux.start_time(pid), ended=None, code=None)
-    assert choice.by_pid(pid, record.folder).folder == record.folder
-    with pytest.raises(UsageError, match="supervises no run"):
-        choice.by_pid(pid)
+    assert run_lookup.find_by_pid(pid, record.folder).folder == record.folder
+    with pytest.raises(UsageError, match="is not the agent of a run"):
+        run_lookup.find_by_pid(pid)
 
 
 @pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])

@@ -1,7 +1,7 @@
-"""`phalanx run --hosts a:8,b:2 …`: every node from one terminal, over plain ssh.
+"""`phalanx run --hosts a:8,b:2 …`: starts every node from one terminal, over plain ssh.
 
-The first host leads. Where that is this machine, this very process does; else it runs over there, and this terminal
-shows what it writes. All other hosts get a `phalanx node`, which joins the leader as a node started by hand would.
+The first host leads. If it is this machine, this process leads; else the leader runs there, and this terminal shows its
+output. Every other host runs `phalanx node`, which joins the leader as a node started by hand would.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from phalanx.cli.launch_context import LaunchContext, detect_context, join_terms, script_digest
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import devices
-from phalanx.cli.surroundings import Surroundings, look_around, script_digest, terms
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.hosts import Host
 from phalanx.contract.variables import HOME
@@ -36,50 +36,54 @@ if TYPE_CHECKING:  # only once the fork server has been started
     from phalanx.launch.agent.agent import NodeAgent
     from phalanx.launch.remote.ssh import SshLink, SshStarter
 
-_SOON = 3.0  # seconds that need no explanation
-_FOLLOWS = 0.75  # of the time to join
-_AT_ONCE = 3  # times Ctrl-C: the third does not wait for node 0 to answer
+_QUIET_START = 3.0  # seconds until slow hosts are named
+_FOLLOWER_SHARE = 0.75  # of the join timeout
+_FORCE_AFTER = 3  # presses of Ctrl-C: the third does not wait for node 0 to answer
 
 
 Begin = Callable[..., int]  # `commands/run.begin`
 
 
 def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str], begin: Begin) -> int:
-    """Start the other hosts over ssh; `begin` starts the run on this one."""
-    # A scheduler that has started us as one of its tasks has its own idea of who runs where.
-    alone = replace(options, nodes_told=False, min_nodes=1, max_nodes=1, slots=None)
-    look_around(alone, environ, run_folder.home(environ))
-    if options.kind == "stdin":
+    """Start the run on all hosts and return its exit code. `begin` starts it on this host."""
+    # Raises if this process is a task of a scheduler, which decides itself where ranks run.
+    alone = replace(
+        options,
+        nodes=replace(options.nodes, count_given=False, min_nodes=1, max_nodes=1),
+        workers=replace(options.workers, slots=None),
+    )
+    detect_context(alone, environ, run_folder.home(environ))
+    if options.script.kind == "stdin":
         raise UsageError("--hosts cannot run a script from standard input", fix="save it as a file on every host")
     near = [_is_near(host.name) for host in hosts]
     if near == [True]:
-        return begin(_options_of(options, hosts, 0, near=True), environ, Surroundings())
-    orders = _orders(options, hosts, near, environ)
-    links = Hosts(hosts, near, orders, environ)
+        return begin(_options_of(options, hosts, 0, near=True), environ, LaunchContext())
+    specs = _node_specs(options, hosts, near, environ)
+    links = HostLinks(hosts, near, specs, environ)
     if not near[0]:
         import asyncio
 
-        return asyncio.run(RemoteHost(links, options).run())
-    own = _options_of(options, hosts, 0, near=True, run_id=orders[0].options["run_id"])
-    outside = LocalHost(links, options.join_timeout, options.linger or 0.0)
+        return asyncio.run(RemoteLeader(links, options).run())
+    own = _options_of(options, hosts, 0, near=True, run_id=specs[0].options["rendezvous"]["run_id"])
+    hook = LocalLeader(links, options.rendezvous.join_timeout, options.shutdown.linger or 0.0)
     try:
-        return begin(own, environ, Surroundings(gathering_of(orders[0], own, None)), outside)
+        return begin(own, environ, LaunchContext(rendezvous_config(specs[0], own, None)), hook)
     finally:
-        outside.close()
+        hook.close()
 
 
-# -- who gets which order
+# -- node specs
 
 
-def _orders(
+def _node_specs(
     options: RunOptions, hosts: Sequence[Host], near: Sequence[bool], environ: Mapping[str, str]
 ) -> list[NodeSpec]:
-    token = tokens.new()  # ssh has let us in already, and keeps it: no file, and no run that another one could join
-    run_id = options.run_id or run_folder.make_run_id(options.script)
+    token = tokens.new()  # one per run, sent over ssh: it is in no file
+    run_id = options.rendezvous.run_id or run_folder.make_run_id(options.script.target)
     promised = [host.workers for host in hosts]
     digest = ""
-    if options.kind in ("script", "path") and os.path.isfile(options.script):
-        digest = script_digest(options.script)
+    if options.script.kind in ("script", "path") and os.path.isfile(options.script.target):
+        digest = script_digest(options.script.target)
     return [
         NodeSpec(
             node=node,
@@ -94,8 +98,8 @@ def _orders(
             home=environ.get(HOME, ""),
             names=tuple(host.name for host in hosts),
             promised=tuple(count for count in promised if count is not None) if None not in promised else (),
-            host=_meeting_name(options.master_addr, hosts, near),
-            port=options.master_port or 0,
+            host=_leader_name(options.rendezvous.master_addr, hosts, near),
+            port=options.rendezvous.master_port or 0,
         )
         for node in range(len(hosts))
     ]
@@ -104,66 +108,68 @@ def _orders(
 def _options_of(
     options: RunOptions, hosts: Sequence[Host], node: int, *, near: bool, run_id: str | None = None
 ) -> RunOptions:
-    """What this host would have been told by hand."""
+    """Return the options that this host would have on its own command line."""
     host, nodes = hosts[node], len(hosts)
     leads_here = node == 0 and near
-    colour = options.color
-    if node == 0 and not near and colour == "auto" and os.isatty(1) and os.isatty(2):
-        colour = "always"  # it writes to this terminal, and cannot know
-    own = replace(
-        options,
-        hosts=None,
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nodes_told=True,
-        node_id=node,
-        slots=None,
-        master_addr=None,
-        run_id=run_id or options.run_id,
-        token_file=None,
-        no_auth=False,
-        color=colour,
-        stdin=options.stdin if leads_here else None,  # this terminal is here
-    )
+    color = options.output.color
+    if node == 0 and not near and color == "auto" and os.isatty(1) and os.isatty(2):
+        color = "always"  # it writes to this terminal through a pipe
+    workers = replace(options.workers, slots=None)
     if host.devices is not None:
-        return replace(own, devices=devices(host.devices), workers=None)
-    return own if host.slots is None else replace(own, workers=host.slots)
+        workers = replace(workers, devices=devices(host.devices), count=None)
+    elif host.slots is not None:
+        workers = replace(workers, count=host.slots)
+    return replace(
+        options,
+        script=replace(options.script, stdin_rank=options.script.stdin_rank if leads_here else None),
+        workers=workers,
+        nodes=replace(options.nodes, hosts=None, min_nodes=nodes, max_nodes=nodes, count_given=True, node_rank=node),
+        rendezvous=replace(
+            options.rendezvous,
+            master_addr=None,
+            run_id=run_id or options.rendezvous.run_id,
+            token_file=None,
+            no_auth=False,
+        ),
+        output=replace(options.output, color=color),
+    )
 
 
-def gathering_of(told: NodeSpec, options: RunOptions, go: Go | None) -> RendezvousConfig:
+def rendezvous_config(spec: NodeSpec, options: RunOptions, go: Go | None) -> RendezvousConfig:
+    """Return how a node joins the others. `go` has the addresses of node 0, once they are known."""
     return RendezvousConfig(
         source="ssh",
-        expected=told.nodes,
-        member=told.node,
-        leads=told.node == 0,
-        host=told.host,
-        port=told.port if go is None else go.port,
-        token=Token(bytes.fromhex(told.token), "phalanx run --hosts"),
-        run=options.run_id or "",
+        expected=spec.nodes,
+        member=spec.node,
+        leads=spec.node == 0,
+        host=spec.host,
+        port=spec.port if go is None else go.port,
+        token=Token(bytes.fromhex(spec.token), "phalanx run --hosts"),
+        run=options.rendezvous.run_id or "",
         addresses=() if go is None else go.addresses,
-        promised=told.promised,
-        # A node that cannot reach the leader knows more about it than the leader: it is to speak first.
-        join_timeout=options.join_timeout * (_FOLLOWS if told.node else 1),
-        node_timeout=options.node_timeout,
-        names=told.names,
+        promised=spec.promised,
+        # A node that cannot reach the leader knows the reason, so it gives up before the leader does.
+        join_timeout=options.rendezvous.join_timeout * (_FOLLOWER_SHARE if spec.node else 1),
+        node_timeout=options.rendezvous.node_timeout,
+        names=spec.names,
         echo=False,
         versions=versions(),
-        terms=terms(options, told.nodes, told.promised),
+        terms=join_terms(options, spec.nodes, spec.promised),
     )
 
 
-def _meeting_name(told: str | None, hosts: Sequence[Host], near: Sequence[bool]) -> str | None:
-    """What the others may call node 0. None: no name of it means anything on another machine."""
+def _leader_name(given: str | None, hosts: Sequence[Host], near: Sequence[bool]) -> str | None:
+    """Return the name of node 0 for the other nodes. None: no name works on another machine."""
     if all(near):
         return "127.0.0.1"
-    for name in (told, hosts[0].name.rpartition("@")[2]):
+    for name in (given, hosts[0].name.rpartition("@")[2]):
         if name and name != "localhost" and not interfaces.is_loopback(name):
             return name
     return None
 
 
 def _is_near(name: str) -> bool:
-    """Whether the host is this machine, and the user this one."""
+    """Return whether the host is this machine and the user is this user."""
     user, _, host = name.rpartition("@")
     if user and user != pwd.getpwuid(os.geteuid()).pw_name:
         return False
@@ -172,27 +178,27 @@ def _is_near(name: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False  # ssh may know more about it
+        return False  # ssh may have an alias for it
     here = interfaces.survey()
     return all(interfaces.owner(str(where[0]), here) is not None for *_, where in found)
 
 
-# -- children
+# -- child processes
 
 
-class Hosts:
-    """A child for every host that this process is not itself."""
+class HostLinks:
+    """Starts a child process for every other host."""
 
     def __init__(
-        self, hosts: Sequence[Host], near: Sequence[bool], orders: Sequence[NodeSpec], environ: Mapping[str, str]
+        self, hosts: Sequence[Host], near: Sequence[bool], specs: Sequence[NodeSpec], environ: Mapping[str, str]
     ) -> None:
-        self.orders = orders
+        self.specs = specs
         self._hosts = hosts
         self._near = near
         self._environ = environ
 
     def start(self, nodes: Sequence[int], links: list[SshLink]) -> None:
-        """Into a list that the caller has, so that what was started is known even if the next one fails."""
+        """Start `nodes`, appending to `links`: the caller knows what was started even if a later one fails."""
         from phalanx.launch.remote import ssh
 
         cwd = _cwd(self._environ)
@@ -200,11 +206,11 @@ class Hosts:
             make = ssh.near if self._near[node] else ssh.ssh
             link = make(node, self._hosts[node].name, environ=self._environ, cwd=cwd)
             links.append(link)
-            link.send(self.orders[node])
+            link.send(self.specs[node])
 
 
 def _cwd(environ: Mapping[str, str]) -> str:
-    """As the user calls it: what a link leads to may have another name on another host."""
+    """Return the working folder as the user named it: a symbolic link may point elsewhere on another host."""
     logical = environ.get("PWD", "")
     try:
         if os.path.isabs(logical) and os.path.samefile(logical, "."):
@@ -214,10 +220,10 @@ def _cwd(environ: Mapping[str, str]) -> str:
     return os.getcwd()
 
 
-class LocalHost:
-    """Node 0 is this process: what its agent has to know of the others."""
+class LocalLeader:
+    """The other hosts of a run whose node 0 is this process. Implements RunHook."""
 
-    def __init__(self, hosts: Hosts, patience: float, linger: float) -> None:
+    def __init__(self, hosts: HostLinks, patience: float, linger: float) -> None:
         self._hosts = hosts
         self._patience = patience
         self._linger = linger
@@ -227,45 +233,53 @@ class LocalHost:
 
     @property
     def pids(self) -> frozenset[int]:
+        """Return the process ids of the ssh clients."""
         return frozenset(link.process.pid for link in self._links)
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
+        """Start the other hosts, and send them the address of node 0."""
         from phalanx.launch.remote.ssh import SshStarter
 
         go = _go(sockets)
-        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), timeout=self._patience * 0.95)
-        self._hosts.start(range(1, len(self._hosts.orders)), self._links)
+        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), timeout=self._patience * 0.95)
+        self._hosts.start(range(1, len(self._hosts.specs)), self._links)
         for link in self._links:
             link.send(go)
 
     def begin(self, agent: NodeAgent) -> None:
+        """Read what the hosts answer, now that there is an event loop."""
         self._agent = agent
         if self._starter is not None:
             self._starter.listen()
 
     async def end(self, code: int) -> None:
+        """Wait until the other hosts have ended."""
         together = self._agent is not None and self._agent.together
         if self._starter is not None:
             await self._starter.end(together=together, linger=0.0 if code else self._linger)
 
     def hurry(self) -> None:
+        """End the other hosts without waiting."""
         if self._starter is not None:
             self._starter.hurry()
 
     def close(self) -> None:
+        """End what is left of the ssh clients."""
         if self._starter is not None:
             self._starter.close()
 
-    # -- what comes from the hosts
+    # -- called by SshStarter
 
     def ready(self, link: SshLink) -> None:
-        pass
+        """Do nothing: node 0 is this process, and its address is known."""
 
     def failed(self, error: JoinError) -> None:
+        """End the run: a host cannot take part."""
         if self._agent is not None:
             self._agent.fail(error)
 
     def ended(self, link: SshLink, code: int) -> None:
+        """End the run if a host ends before all have joined; later, print why it ended."""
         from phalanx.launch.remote import ssh
 
         if self._agent is None:
@@ -277,29 +291,30 @@ class LocalHost:
             self._agent.note(str(error))
 
 
-class RemoteHost:
-    """Node 0 is another machine: this one shows what it writes, hands on signals, and ends as it ends."""
+class RemoteLeader:
+    """A run whose node 0 is another machine: shows its output, forwards signals, and exits with its code."""
 
-    def __init__(self, hosts: Hosts, options: RunOptions) -> None:
+    def __init__(self, hosts: HostLinks, options: RunOptions) -> None:
         self._hosts = hosts
         self._options = options
         self._links: list[SshLink] = []
         self._over: list[int | JoinError] = []
         self._starter: SshStarter | None = None
         self._interrupts = 0
-        self._signals = 0  # that were to end the run
+        self._signals = 0  # received that end the run
 
     async def run(self) -> int:
+        """Start all hosts, wait for node 0, and return its exit code."""
         import asyncio
 
         from phalanx.launch.remote.ssh import SshStarter
 
         self._done = asyncio.Event()
-        patience = self._options.join_timeout * 0.95
-        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.orders), timeout=patience)
+        patience = self._options.rendezvous.join_timeout * 0.95
+        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), timeout=patience)
         together, linger = False, 0.0
         try:
-            self._hosts.start(range(len(self._hosts.orders)), self._links)
+            self._hosts.start(range(len(self._hosts.specs)), self._links)
             leader = self._links[0]
             leader.out, leader.err = _Pipe(1).write, _Pipe(2).write
             self._handle_signals()
@@ -307,8 +322,8 @@ class RemoteHost:
             await self._wait()
             (outcome,) = self._over
             if isinstance(outcome, int):
-                together = starter.code(0) is not None and not self._interrupts >= _AT_ONCE
-                linger = 0.0 if outcome or self._signals else self._options.linger or 0.0
+                together = starter.code(0) is not None and not self._interrupts >= _FORCE_AFTER
+                linger = 0.0 if outcome or self._signals else self._options.shutdown.linger or 0.0
                 return outcome
             raise outcome
         finally:
@@ -317,9 +332,9 @@ class RemoteHost:
     async def _wait(self) -> None:
         import asyncio
 
-        await asyncio.wait((asyncio.create_task(self._done.wait()),), timeout=_SOON)
+        await asyncio.wait((asyncio.create_task(self._done.wait()),), timeout=_QUIET_START)
         silent = [link.host for link in self._links if not link.settled]
-        if silent and not self._options.quiet:
+        if silent and not self._options.output.quiet:
             sys.stderr.write(f"phalanx: waiting for {', '.join(silent)} to answer over ssh\n")
         await self._done.wait()
 
@@ -332,38 +347,41 @@ class RemoteHost:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        for number in {*self._options.signals, signal.SIGINT}:
+        for number in {*self._options.shutdown.signals, signal.SIGINT}:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 loop.add_signal_handler(number, self._signalled, number)
-        for number in {signal.SIGUSR1, signal.SIGUSR2} - {*self._options.signals}:
+        for number in {signal.SIGUSR1, signal.SIGUSR2} - {*self._options.shutdown.signals}:
             loop.add_signal_handler(number, self._pass_on, number)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """For the workers; it ends nothing."""
+        """Forward a signal to the workers that does not end the run."""
         if self._links[0].answer is not None:
             self._links[0].send(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
         self._signals += 1
         self._interrupts += number == signal.SIGINT
-        if self._over and self._starter is not None:  # only other nodes are waited for
+        if self._over and self._starter is not None:  # node 0 has ended
             self._starter.hurry()
-        elif self._links[0].answer is None or self._interrupts >= _AT_ONCE:
+        elif self._links[0].answer is None or self._interrupts >= _FORCE_AFTER:
             self._conclude(128 + number)
         else:
             self._links[0].send(Signal(number=number))
 
-    # -- what comes from the hosts
+    # -- called by SshStarter
 
     def ready(self, link: SshLink) -> None:
+        """Send the address of node 0 to the other hosts."""
         if link.node == 0 and isinstance(link.answer, Ready):
             for other in self._links[1:]:
                 other.send(Go(addresses=link.answer.addresses, port=link.answer.port))
 
     def failed(self, error: JoinError) -> None:
+        """End the run: a host cannot take part."""
         self._conclude(error)
 
     def ended(self, link: SshLink, code: int) -> None:
+        """End the run with node 0; tell node 0 about any other host that failed."""
         from phalanx.launch.remote import ssh
 
         if link.node:
@@ -379,7 +397,7 @@ class RemoteHost:
 
 
 class _Pipe:
-    """What node 0 writes, as it comes. A reader who has gone is no reason to end the run."""
+    """Writes the output of node 0 to a descriptor. A closed reader does not end the run."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""The front door: finds the verb, imports that verb alone, and turns errors into words."""
+"""The entry point of `phalanx`: finds the verb, imports only its module, and prints errors."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from collections.abc import Sequence
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
 
-# verb -> what it does; the module of the same name has `main(argv) -> exit code`.
+# Verb to description. The module of the same name has `main(argv) -> exit code`.
 VERBS = {
     "run": "start a script on every device of this machine, or of several",
     "doctor": "check this machine, or several and the network between them",
     "plan": "show what `run` would do: ranks, devices, cores, environment",
-    "lint": "read a script, and say what would hang or spoil it",
-    "chaos": "run a script, and kill its workers now and then: does it go on?",
-    "attach": "a debugger in one rank of a run",
-    "why": "say which rank is wrong, at which line and why: of a running job, or an ended one",
-    "watch": "see a run live, or an ended one: in this terminal, or in a browser",
-    "report": "one HTML file of a run, to share",
-    "compare": "loss and throughput of two runs over each other",
+    "lint": "check a script for code that hangs or gives wrong results",
+    "chaos": "run a script and inject faults: does it recover?",
+    "attach": "open a debugger in one rank of a run",
+    "why": "show which rank hangs or failed, at which line and why",
+    "watch": "show a run, live or ended, in this terminal or in a browser",
+    "report": "write an HTML report of a run",
+    "compare": "compare loss and throughput of runs",
     "ps": "list runs",
     "stop": "end a run",
     "warm": "keep torch imported for the next run",
-    "bench": "measure phalanx beside its peers",
-    "demo": "see it work, in a few seconds",
-    "tour": "see every collective happen, on real ranks",
+    "bench": "benchmark phalanx against other launchers",
+    "demo": "show a training and a failure, in a few seconds",
+    "tour": "show every collective on real ranks",
 }
 
-HIDDEN = ("node",)  # started by `run --hosts`, never by people
+HIDDEN = ("node",)  # started by `run --hosts`, not by users
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb and return its exit code. `argv` defaults to the command line of this process."""
     if argv is not None:
         return _main(list(argv))
     code = _main(sys.argv[1:])
@@ -48,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(code: int) -> None:
-    """End without taking the interpreter apart, which takes as long as all else after the end of the last rank.
+    """Exit without tearing down the interpreter, which would take as long as everything else after the last rank.
 
-    Returns where something is left to be waited for, or cannot be written: then Python ends as ever.
+    Return if a thread is still running or a stream cannot be flushed: then Python exits as usual.
     """
     if threading.active_count() > 1:
         return
@@ -74,7 +75,7 @@ def _main(args: list[str]) -> int:
         _write_report(error)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read us has gone (`| head`): the interpreter must not complain about it when it flushes.
+        # The reader is gone (`| head`). The interpreter must not report that when it flushes.
         sys.stdout = None
         return 141
     except KeyboardInterrupt:
@@ -89,14 +90,14 @@ def _write_report(error: PhalanxError) -> None:
 
 
 def _fill_standard_descriptors() -> None:
-    """Of those that were closed (`<&-`), the next socket would take the number, and a rank would read from that."""
+    """Open /dev/null for closed descriptors (`<&-`): else a socket would get the number, and a rank would read it."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def _print_anything() -> None:
-    """File names are printed as the bytes they are; characters that the encoding lacks (LC_ALL=C) are escaped."""
+    """Print file names as their bytes, and escape characters that the encoding lacks (LC_ALL=C)."""
     codecs.register_error("phalanx", _bytes_or_escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -150,9 +151,9 @@ def _help() -> str:
     verbs = "".join(f"  {verb:<{width}}{what}\n" for verb, what in VERBS.items())
     return (
         "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"
-        "  phalanx run train.py --lr 0.1     every GPU of this machine, or one CPU rank\n"
+        "  phalanx run train.py --lr 0.1     one rank per GPU of this machine, or one CPU rank\n"
         "  phalanx run -g 4 train.py         4 ranks\n"
         "  phalanx run --hosts a:8,b:2 …     two machines, over ssh; in Slurm or MPI: srun phalanx run …\n\n"
         f"{verbs}\n"
-        "`phalanx VERB --help` tells more. Any script that runs under torchrun runs under `phalanx run`.\n"
+        "`phalanx VERB --help` shows its options. Any script that runs under torchrun runs under `phalanx run`.\n"
     )

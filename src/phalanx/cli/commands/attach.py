@@ -1,4 +1,4 @@
-"""`phalanx attach RANK [RUN]`: a debugger in one rank of a run, from any of its nodes."""
+"""`phalanx attach RANK [RUN]`: opens a debugger in one rank of a run, from any of its nodes."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from phalanx.cli import choice
+from phalanx.cli import run_lookup
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import wire
 from phalanx.forkserver.debug.terminal import LEAVE
 from phalanx.launch.ipc import control_socket
 from phalanx.launch.runs.run_folder import RunRecord
 
-_PORT = 5678  # what IDEs ask for by themselves
+_PORT = 5678  # the default of IDEs
 _PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")
 
 _WORDS = {
-    "breakpoint": "rank {rank} is at its breakpoint, {place}: c lets it go on, q ends it, Ctrl-D leaves it waiting",
-    "stopped": "rank {rank} is stopped: c or q lets it go on",
-    "looking": "rank {rank} is in native code (a collective, most likely) and was not stopped: look, then q",
+    "breakpoint": "rank {rank} is at its breakpoint, {place}: c continues, q ends it, Ctrl-D leaves it waiting",
+    "stopped": "rank {rank} is stopped: c or q continues",
+    "looking": "rank {rank} is in native code (probably a collective) and was not stopped: inspect it, then q",
 }
 _TEXT = (
-    "A debugger (pdb) in one rank of a run. The rank stops where it is, and goes on when you leave (q, Ctrl-D). "
-    "One that waits at a breakpoint() stays there until it is told to go on (c)."
+    "Open a debugger (pdb) in one rank of a run. The rank stops, and continues when you leave (q, Ctrl-D). "
+    "A rank at a breakpoint() stays there until you continue it (c)."
 )
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx attach`. Return the exit code."""
     parser = argparse.ArgumentParser(prog="phalanx attach", description=_TEXT)
     parser.add_argument("rank", type=int, metavar="RANK")
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it")
+    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it")
     parser.add_argument(
-        "-c", "--command", action="append", metavar="TEXT", help="type this, print what comes, and leave; repeatable"
+        "-c",
+        "--command",
+        action="append",
+        metavar="TEXT",
+        help="run this debugger command, print the result, and leave; repeatable",
     )
     parser.add_argument(
         "--debugpy",
@@ -46,7 +51,7 @@ def main(argv: list[str]) -> int:
         type=int,
         const=_PORT,
         metavar="PORT",
-        help=f"for an IDE: debugpy listens there, on the rank's own machine alone ({_PORT}; 0: any free port)",
+        help=f"for an IDE: debugpy listens on this port of the rank's machine (default: {_PORT}; 0: a free port)",
     )
     options = parser.parse_args(argv)
     run = _find(options.run, options.rank)
@@ -54,8 +59,8 @@ def main(argv: list[str]) -> int:
         if stream is None:
             where = f"127.0.0.1:{answer['port']} on {answer['host']}"
             sys.stdout.write(
-                f"rank {options.rank} waits for an IDE at {where}; its run goes on, and has no time limits\n"
-                "debugpy asks for no password: every user of that machine can connect, and run what they like as you\n"
+                f"rank {options.rank} waits for an IDE at {where}; the run continues, without time limits\n"
+                "debugpy has no password: every user of that machine can connect, and run code as you\n"
             )
             return 0
         if options.command:
@@ -69,7 +74,7 @@ def main(argv: list[str]) -> int:
 def _asked(
     run: RunRecord, rank: int, port: int | None
 ) -> Iterator[tuple[socket.socket, wire.Message, socket.socket | None]]:
-    """The connection to the agent, what it says, and the debugger's terminal."""
+    """Yield the connection to the agent, its answer, and the terminal of the debugger."""
     with control_socket.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
         received = wire.receive(caller)
         if received is None:
@@ -86,7 +91,7 @@ def _asked(
 
 def _type(stream: socket.socket, commands: list[str]) -> int:
     stream.sendall("".join(f"{command}\n" for command in commands).encode())
-    stream.shutdown(socket.SHUT_WR)  # it leaves when it has read all
+    stream.shutdown(socket.SHUT_WR)  # the debugger leaves at the end of its input
     found = bytearray()
     with contextlib.suppress(ConnectionResetError):
         while data := stream.recv(1 << 16):
@@ -97,16 +102,16 @@ def _type(stream: socket.socket, commands: list[str]) -> int:
 
 
 def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
-    """Until one of both has enough. The terminal itself edits lines; Ctrl-C goes to the debugger."""
-    unheard = 0  # of those
+    """Connect the terminal to the debugger until either ends. Ctrl-C goes to the debugger."""
+    unanswered = 0  # presses of Ctrl-C
 
     def interrupt(*_: object) -> None:
-        nonlocal unheard
-        unheard += 1
-        if unheard > 2:
-            raise _Enough
-        if unheard > 1:
-            sys.stderr.write("phalanx: it does not come: it is in native code, or stopped; Ctrl-C again leaves it\n")
+        nonlocal unanswered
+        unanswered += 1
+        if unanswered > 2:
+            raise _Interrupted
+        if unanswered > 1:
+            sys.stderr.write("phalanx: no answer: the rank is in native code, or stopped; Ctrl-C again leaves it\n")
         with contextlib.suppress(OSError):
             caller.send(b"\x03")
 
@@ -119,7 +124,7 @@ def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
                 data = _received(stream)
                 if not data:
                     return 0
-                unheard = 0
+                unanswered = 0
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
             elif 0 in ready:
@@ -131,13 +136,13 @@ def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
                     stream.sendall(typed or LEAVE.encode())
     except BrokenPipeError:
         return 0
-    except _Enough:
+    except _Interrupted:
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-class _Enough(Exception):  # noqa: N818 - as with KeyboardInterrupt
+class _Interrupted(Exception):  # noqa: N818 - as with KeyboardInterrupt
     pass
 
 
@@ -150,7 +155,7 @@ def _received(stream: socket.socket) -> bytes:
 
 def _find(name: str | None, rank: int) -> RunRecord:
     verb = f"attach {rank}"
-    run = choice.running(None, verb=verb) if name is None else choice.any_run(name, verb=verb)
+    run = run_lookup.find_running(None, verb=verb) if name is None else run_lookup.find(name, verb=verb)
     if run.alive:
         return run
     if run.ended is None and not run.here:

@@ -1,4 +1,4 @@
-"""`phalanx compare RUN RUN …`: loss and throughput of runs over each other, in the terminal and as a picture."""
+"""`phalanx compare RUN RUN …`: compares loss and throughput of runs, in the terminal and as an image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli import choice, document
+from phalanx.cli import output_file, run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 from phalanx.launch.runs import history
@@ -21,49 +21,50 @@ from phalanx.watch.html import comparison
 from phalanx.watch.html.comparison import ComparedRun, ComparedRunBuilder, ComparisonCell
 
 SIGN = "phalanx compare"
-_COLOURS = (36, 33, 32, 35, 34, 31)  # of a terminal, in the order of the runs
+_COLORS = (36, 33, 32, 35, 34, 31)  # terminal colors, in the order of the runs
 _HIGH = {True: 15, False: 10}  # rows of a chart: of the metric, of a rate
 _MOST = 160  # columns
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx compare`. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="phalanx compare",
-        description="Loss and throughput of runs over each other, and a table. Runs may have ended, or go on.",
+        description="Compare loss and throughput of runs, as charts and a table. Runs may be running or ended.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="as `phalanx ps --all` shows it, or its folder")
-    parser.add_argument("--metric", default="loss", metavar="NAME", help="instead of loss")
-    parser.add_argument("--over", choices=("step", "time"), default="step", help="what the curves go along (step)")
-    parser.add_argument("--log", action="store_true", help="a logarithmic scale for the metric")
-    parser.add_argument("--svg", metavar="FILE", help="also write it as a picture")
-    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is not ours")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="id from `phalanx ps --all`, or a run folder")
+    parser.add_argument("--metric", default="loss", metavar="NAME", help="metric to compare (default: loss)")
+    parser.add_argument("--over", choices=("step", "time"), default="step", help="x axis (default: step)")
+    parser.add_argument("--log", action="store_true", help="use a logarithmic scale for the metric")
+    parser.add_argument("--svg", metavar="FILE", help="also write an image")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that phalanx did not write")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    records = [history.leading(choice.any_run(name, verb="compare")) for name in options.runs]
+    records = [history.leading(run_lookup.find(name, verb="compare")) for name in options.runs]
     names = _names(records)
-    courses = []
+    compared = []
     for name, record in zip(names, records, strict=True):
         builder = ComparedRunBuilder(name, metric=options.metric)
         history.read(record, builder.apply)
-        courses.append(builder.build(record.state))
-    _check(courses, options.metric)
+        compared.append(builder.build(record.state))
+    _check(compared, options.metric)
     if options.svg:
         charts = [
-            comparison.chart(courses, name, over=options.over, log=options.log) for name in comparison.shown(courses)
+            comparison.chart(compared, name, over=options.over, log=options.log) for name in comparison.shown(compared)
         ]
         picture = svg.picture(charts, comment=SIGN)
-        where = document.write(options.svg, picture, sign=SIGN, force=options.force, what="picture")
+        where = output_file.write(options.svg, picture, marker=SIGN, force=options.force, what="picture")
     if options.json:
-        sys.stdout.write(json.dumps(_object(courses, options.metric)) + "\n")
+        sys.stdout.write(json.dumps(_object(compared, options.metric)) + "\n")
         return 0
-    _show(courses, over=options.over, log=options.log)
+    _show(compared, over=options.over, log=options.log)
     if options.svg:
-        sys.stdout.write(f"\nthe picture: {where}\n")
+        sys.stdout.write(f"\nimage: {where}\n")
     return 0
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Unlike each other, even if a run is compared with itself."""
+    """Return unique names, even if a run is compared with itself."""
     names: list[str] = []
     for record in records:
         name = record.id if record.id not in names else os.path.basename(record.folder)
@@ -72,9 +73,9 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _check(courses: Sequence[ComparedRun], metric: str) -> None:
-    if metric != "loss" and all(course.final is None for course in courses):
-        known = sorted({name for course in courses for name in course.known})
+def _check(compared: Sequence[ComparedRun], metric: str) -> None:
+    if metric != "loss" and all(run.final is None for run in compared):
+        known = sorted({name for run in compared for name in run.known})
         raise UsageError(
             f"none of these runs has measured {metric}",
             details=[f"there is: {', '.join(known) or 'nothing'}"],
@@ -82,54 +83,54 @@ def _check(courses: Sequence[ComparedRun], metric: str) -> None:
         )
 
 
-def _object(courses: Sequence[ComparedRun], metric: str) -> dict[str, Any]:
+def _object(compared: Sequence[ComparedRun], metric: str) -> dict[str, Any]:
     runs = []
-    for course in courses:
-        told = asdict(course)
-        told["curves"] = {name: told["curves"][name] for name in comparison.shown([course])}
+    for run in compared:
+        fields = asdict(run)
+        fields["curves"] = {name: fields["curves"][name] for name in comparison.shown([run])}
         for name in ("final", "lowest", "highest"):
-            if told[name] is not None and not math.isfinite(told[name]):
-                told[name] = str(told[name])  # JSON has no word for it
-        runs.append(told)
-    return {"metric": metric, "runs": runs, "ratios": _ratios(courses)}
+            if fields[name] is not None and not math.isfinite(fields[name]):
+                fields[name] = str(fields[name])  # not a JSON number
+        runs.append(fields)
+    return {"metric": metric, "runs": runs, "ratios": _ratios(compared)}
 
 
-def _ratios(courses: Sequence[ComparedRun]) -> dict[str, list[float | None]]:
-    """To the first run."""
+def _ratios(compared: Sequence[ComparedRun]) -> dict[str, list[float | None]]:
+    """Return the ratio of each value to that of the first run."""
     return {
         name: [1.0, *(cell.ratio for cell in cells[1:])]
-        for name, cells in comparison.table(courses)
+        for name, cells in comparison.table(compared)
         if any(cell.ratio is not None for cell in cells)
     }
 
 
-def _show(courses: Sequence[ComparedRun], *, over: comparison.Over, log: bool) -> None:
+def _show(compared: Sequence[ComparedRun], *, over: comparison.Over, log: bool) -> None:
     out = sys.stdout
     width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
-    coloured = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
-    # without colours, what is drawn in dots looks the same for all of them
-    ascii_only = "utf" not in (out.encoding or "").lower() or (not coloured and len(courses) > 1)
-    letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(courses))]
+    colored = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
+    # without colors, dotted curves look the same for all runs
+    ascii_only = "utf" not in (out.encoding or "").lower() or (not colored and len(compared) > 1)
+    letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(compared))]
 
     def paint(text: str, style: int) -> str:
-        colour = _COLOURS[style % len(_COLOURS)] if style >= 0 else 0
-        return f"\x1b[{colour}m{text}\x1b[0m" if coloured and colour and text.strip() else text
+        color = _COLORS[style % len(_COLORS)] if style >= 0 else 0
+        return f"\x1b[{color}m{text}\x1b[0m" if colored and color and text.strip() else text
 
-    for index, course in enumerate(courses):
+    for index, run in enumerate(compared):
         sign = plot.sign(index, ascii_only=ascii_only)
         missing = (
             ""
-            if course.final is not None or course.metric not in comparison.shown(courses)
-            else (f"   (no {course.metric} was measured)")
+            if run.final is not None or run.metric not in comparison.shown(compared)
+            else (f"   (no {run.metric} was measured)")
         )
-        out.write(paint(f"{sign} {letters[index]}", index) + f"  {course.run}{missing}\n")
-    names = comparison.shown(courses)
-    if courses[0].metric not in names:
-        out.write(f"\nno {courses[0].metric} was measured in {'either' if len(courses) == 2 else 'any'} of them\n")
+        out.write(paint(f"{sign} {letters[index]}", index) + f"  {run.run}{missing}\n")
+    names = comparison.shown(compared)
+    if compared[0].metric not in names:
+        out.write(f"\nno {compared[0].metric} was measured in {'either' if len(compared) == 2 else 'any'} of them\n")
     if not names:
-        out.write("and nothing is known of their speed: they made no steps that were seen\n")
+        out.write("their speed is not known either: no steps were recorded\n")
     for name in names:
-        chart = comparison.chart(courses, name, over=over, log=log)
+        chart = comparison.chart(compared, name, over=over, log=log)
         rows = plot.lines(
             chart.series,
             width,
@@ -142,14 +143,14 @@ def _show(courses: Sequence[ComparedRun], *, over: comparison.Over, log: bool) -
         out.write(f"\n{name} over {'steps' if over == 'step' else 'time'}\n")
         for row in rows:
             out.write("".join(paint(text, style) for text, style in row).rstrip() + "\n")
-    out.write("\n" + "\n".join(_table(courses, letters)) + "\n")
+    out.write("\n" + "\n".join(_table(compared, letters)) + "\n")
 
 
-def _table(courses: Sequence[ComparedRun], letters: Sequence[str]) -> list[str]:
-    rows = [("", *letters), *((name, *map(_told, cells)) for name, cells in comparison.table(courses))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(courses) + 1)]
+def _table(compared: Sequence[ComparedRun], letters: Sequence[str]) -> list[str]:
+    rows = [("", *letters), *((name, *map(_cell_text, cells)) for name, cells in comparison.table(compared))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(compared) + 1)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _told(cell: ComparisonCell) -> str:
+def _cell_text(cell: ComparisonCell) -> str:
     return cell.text if cell.ratio is None else f"{cell.text} ({cell.ratio:.2f}x)"

@@ -1,4 +1,4 @@
-"""`phalanx demo`: a training that works, and one in which a rank fails, as a user would see them."""
+"""`phalanx demo`: runs a training that succeeds, and one in which a rank fails."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _ENOUGH = "95"  # percent
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="phalanx demo", description="See it work, in a few seconds.")
-    parser.add_argument("-g", "--slots", type=int, default=2, metavar="N", help="ranks (2)")
+    """Run `phalanx demo`. Return 0 if the demo went as expected."""
+    parser = argparse.ArgumentParser(
+        prog="phalanx demo", description="Show a training that succeeds and one that fails, in a few seconds."
+    )
+    parser.add_argument("-g", "--slots", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     ranks = parser.parse_args(argv).slots
     if ranks < 2:
-        raise OptionError(f"-g {ranks}: rank 1 has a part in the demo, so it takes 2 or more", fix="phalanx demo -g 2")
+        raise OptionError(f"-g {ranks}: the demo needs 2 ranks or more", fix="phalanx demo -g 2")
     code, took = _run(ranks, "digits.py", "--at-least", _ENOUGH)
     if code:
         return code
-    sys.stdout.write(f"\nfrom command to trained model in {took:.1f} s\n\nNow rank 1 meets an error:\n")
+    sys.stdout.write(f"\nfrom command to trained model in {took:.1f} s\n\nNow rank 1 raises an error:\n")
     code, _ = _run(ranks, "broken.py")
     sys.stdout.write(
-        f"\nThe first cause is named, the others are stopped, and the exit code is the failing rank's: {code}\n"
+        f"\nphalanx names the root cause, stops the other ranks, and exits with the code of the failed rank: {code}\n"
     )
     return 0 if code == 1 else 1
 

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what is wrong with this machine, or with several and the network between them."""
+"""`phalanx doctor`: checks this machine, or several and the network between them."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ _RANKS = 8
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx doctor`. Return 1 if something would make a run fail."""
     options = _parser().parse_args(argv)
     environ = environment()
-    # As an exception, so that the test run is ended with us.
+    # As an exception, so that the test run ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     patience, quick = _duration(options.join_timeout), options.quick
     hosts = _hosts(options)
     found = launchers.find(environ) if not hosts else None
     result_: Result | None
     if hosts:
-        result_ = _over_ssh(hosts, Trial(environ, patience, quick))
+        result_ = _over_ssh(hosts, DoctorRun(environ, patience, quick))
     elif isinstance(found, SchedulerTask) and found.size > 1:
-        result_ = _as_task(found, Trial(environ, patience, quick))
+        result_ = _as_task(found, DoctorRun(environ, patience, quick))
     elif isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
-        # `phalanx run` starts its own srun. On a node by itself there must be two, or there is nothing to see.
+        # `phalanx run` starts its own srun. On one node it takes two ranks to test anything.
         nodes = len(found.hosts)
-        result_ = _or_here(Trial(environ, patience, quick).run(["-g", "1" if nodes > 1 else "2"], nodes), environ)
+        result_ = _or_here(DoctorRun(environ, patience, quick).run(["-g", "1" if nodes > 1 else "2"], nodes), environ)
     else:
         result_ = _here(environ, quick)
     if result_ is None:
@@ -71,16 +72,18 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx doctor",
-        description="Checks this machine, or several and the network between them: with --hosts, in a Slurm "
-        "allocation, or as tasks of srun and mpirun. Says what is wrong, why, and what to type. Exit code 1: something "
-        "would make a run fail.",
+        description="Check this machine, or several and the network between them: with --hosts, in a Slurm allocation, "
+        "or as tasks of srun and mpirun. Prints what is wrong, why, and how to fix it. Exit code 1: something would "
+        "make a run fail.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--quick", action="store_true", help="only look, measure nothing")
-    parser.add_argument("--join-timeout", metavar="TIME", default="60", help="how long to wait for all nodes (60 s)")
+    parser.add_argument("--quick", action="store_true", help="skip the test run")
+    parser.add_argument(
+        "--join-timeout", metavar="TIME", default="60", help="how long to wait for all nodes (default: 60s)"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="check these machines, as phalanx run --hosts reaches them")
-    where.add_argument("--hostfile", metavar="FILE", help="the same from a file, a host a line")
+    where.add_argument("--hostfile", metavar="FILE", help="the same from a file, one host per line")
     return parser
 
 
@@ -102,7 +105,7 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _spelled(host: Host) -> str:
-    """With one slot: a rank a node is enough to look around."""
+    """Return the host with one slot: one rank per node is enough for the test run."""
     user, at, name = host.name.rpartition("@")
     return f"{user}{at}[{name}]:1" if ":" in name and not name.startswith("[") else f"{host.name}:1"
 
@@ -117,7 +120,7 @@ def _duration(text: str) -> float:
 
 
 def _keep(found: Result, environ: Mapping[str, str]) -> None:
-    """For runs between the same hosts, which show it."""
+    """Store the measured links. Runs between the same hosts show them."""
     pairs = [pair for pair in found.pairs if not pair.local]
     with contextlib.suppress(OSError):
         links.keep(
@@ -127,7 +130,7 @@ def _keep(found: Result, environ: Mapping[str, str]) -> None:
         )
 
 
-# -- where it looks
+# -- test run: where
 
 
 def _here(environ: Mapping[str, str], quick: bool) -> Result:
@@ -136,63 +139,66 @@ def _here(environ: Mapping[str, str], quick: bool) -> Result:
     if quick or not facts.versions.torch:
         return alone
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        # A home of its own: the test shall not stand in the list of runs, nor fail for want of a disk.
-        trial = Trial({**environ, "PHALANX_HOME": f"{folder}/home"}, 0.0, quick)
-        # On this machine alone, whatever a scheduler says about others.
-        tried = trial.run(["--standalone", "-g", str(_ranks(facts.gpus))], 1)
+        # With its own home, the test run is not in the list of runs, and a full disk does not fail it.
+        test = DoctorRun({**environ, "PHALANX_HOME": f"{folder}/home"}, 0.0, quick)
+        # On this machine only, even if a scheduler has more.
+        tried = test.run(["--standalone", "-g", str(_ranks(facts.gpus))], 1)
     return replace(alone, between=tried.between, pairs=tried.pairs, collectives=tried.collectives)
 
 
 def _ranks(gpus: Gpus) -> int:
-    """Two at least, or there is nothing to see; one a GPU, so that NCCL is tried."""
+    """Return one rank per GPU, to test NCCL, but at least two."""
     return min(_RANKS, max(2, len(gpus.gpus) - gpus.hidden))
 
 
-def _over_ssh(hosts: Sequence[Host], trial: Trial) -> Result:
-    """Those that cannot take part are named, and the others looked at without them."""
+def _over_ssh(hosts: Sequence[Host], test: DoctorRun) -> Result:
+    """Test all hosts. Report those that cannot take part, and test the others without them."""
     refused: list[Finding] = []
     while True:
         began = time.monotonic()
-        tried = trial.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts))
+        tried = test.run(["--hosts", ",".join(map(_spelled, hosts))], len(hosts))
         if tried.nodes:
             return replace(tried, between=(*refused, *tried.between))
         refused += tried.between
         out = {finding.node for finding in tried.between}
         left = [host for host in hosts if host.name not in out]
-        # A host that gave up waiting for the first one is not to blame, and every such round takes as long again.
-        late = time.monotonic() - began > trial.patience / 2
+        # A host that timed out waiting for the first one is not to blame, and each such round takes as long again.
+        late = time.monotonic() - began > test.patience / 2
         if late or not left or len(left) == len(hosts):
-            return _or_here(replace(tried, between=tuple(refused)), trial.environ)
+            return _or_here(replace(tried, between=tuple(refused)), test.environ)
         hosts = left
 
 
-def _as_task(task: SchedulerTask, trial: Trial) -> Result | None:
-    """Every task takes part, and the one that leads tells for all: None in the others."""
-    tried = trial.run(["-g", "1"], task.size, shared=True)
+def _as_task(task: SchedulerTask, test: DoctorRun) -> Result | None:
+    """Test as one of several tasks. Only the leading task gets a result: None in the others."""
+    tried = test.run(["-g", "1"], task.size, shared=True)
     return tried if tried.nodes or tried.between else None
 
 
 def _or_here(tried: Result, environ: Mapping[str, str]) -> Result:
-    """Where nobody answered, what is wrong here may be why."""
+    """Add the checks of this machine if no node answered: they may explain it."""
     if tried.nodes:
         return tried
     facts = machine.read(environ, run_folder.home(environ))
     return replace(tried, nodes=(socket.gethostname(),), machines=tuple(machine.judge(facts)))
 
 
-# -- the test
+# -- test run: how
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The survey, run as any script is run."""
+class DoctorRun:
+    """Runs the survey as `phalanx run` runs any script."""
 
     environ: Mapping[str, str]
-    patience: float  # until all nodes are here
+    patience: float  # seconds until all nodes have joined
     quick: bool
 
     def run(self, where: Sequence[str], nodes: int, *, shared: bool = False) -> Result:
-        """`shared`: other processes run the same, and must have the same words; only one of them gets the result."""
+        """Run the survey and return its result, or why it could not run.
+
+        `shared`: other tasks run the same command line, and only one of them gets the result.
+        """
         waits = ["--join-timeout", f"{self.patience:g}"] if self.patience else []
         launch = [sys.executable, "-P", "-m", "phalanx", "run", *where, *waits, "--cpu", "--quiet"]
         limit = _LIMIT + _LIMIT_A_NODE * nodes + self.patience
@@ -226,7 +232,7 @@ def _read(path: str) -> Result | None:
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, bytes, bytes]:
-    """To its end, or to that of our patience (code None)."""
+    """Run a command and return its exit code and output. Code None: it was ended after `limit` seconds."""
     with subprocess.Popen(
         list(words), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -235,13 +241,13 @@ def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tupl
             return process.returncode, out, err
         except subprocess.TimeoutExpired:
             return None, *_end(process)
-        except BaseException:
-            _end(process)
-            raise
+        finally:
+            if process.poll() is None:
+                _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """It ends its ranks, and is waited for, so that nothing of it is left when we are gone."""
+    """End a command and wait for it: it ends its own ranks first."""
     process.terminate()
     try:
         return process.communicate(timeout=_GRACE)

@@ -1,4 +1,4 @@
-"""`phalanx lint SCRIPT…`: what would hang or spoil it, found by reading it."""
+"""`phalanx lint SCRIPT…`: finds, without running a script, what would make it hang or give wrong results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from phalanx.lint.inspection import LintReport, inspect_all
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx lint`. Return the exit code."""
     options = _parser().parse_args(argv)
     report = inspect_all(options.script)
     if options.json:
@@ -22,9 +23,9 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx lint",
-        description="Reads scripts, without running or importing them, and says what would make them hang or spoil "
-        "their results on many ranks: where, why, and what to write instead. `# phalanx: ignore[rule]` on a line "
-        "silences a rule there. Exit code 0: nothing was found; 1: something was; 2: something cannot be read.",
+        description="Check scripts, without running or importing them, for code that hangs or gives wrong results on "
+        "several ranks: where, why, and what to write instead. `# phalanx: ignore[rule]` on a line disables a rule "
+        "there. Exit code 0: no findings; 1: findings; 2: a file cannot be read.",
     )
     parser.add_argument("script", nargs="+", metavar="SCRIPT", help="a file, or a folder: every .py file in it")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -52,5 +53,5 @@ def _show(report: LintReport) -> None:
         sys.stdout.write(f"nothing found in {where}\n" if report.files else "")
         return
     counts = {level: sum(one.level == level for one in report.findings) for level in ("error", "warning")}
-    told = [f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count]
-    sys.stdout.write(f"\n{', '.join(told)} in {where}\n")
+    counted = [f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count]
+    sys.stdout.write(f"\n{', '.join(counted)} in {where}\n")

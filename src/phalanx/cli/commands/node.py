@@ -1,4 +1,4 @@
-"""`phalanx node`: one node of `phalanx run --hosts`. It is told over stdin what to do, and says on stdout if it can."""
+"""`phalanx node`: one node of `phalanx run --hosts`. It receives its spec on stdin, and answers on stdout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from phalanx.cli.commands.run import begin
-from phalanx.cli.hosts import gathering_of
+from phalanx.cli.hosts import rendezvous_config
+from phalanx.cli.launch_context import LaunchContext, script_digest
 from phalanx.cli.options import RunOptions
 from phalanx.cli.planning import make_plan
-from phalanx.cli.surroundings import Surroundings, script_digest
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import error_report
@@ -32,25 +32,26 @@ _SAME = "install the same version of phalanx there as here"
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx node`. Return 0: node 0 reports the exit code of the run."""
     if argv or os.isatty(0):
         raise UsageError(
-            "phalanx node is what phalanx run --hosts starts on every host", fix="phalanx run --hosts a:8,b:2 train.py"
+            "phalanx node is started by phalanx run --hosts, on every host", fix="phalanx run --hosts a:8,b:2 train.py"
         )
     line = NodeStdio()
-    told = line.wait_for(NodeSpec)
-    if told is None:
+    spec = line.wait_for(NodeSpec)
+    if spec is None:
         return 1
-    line.leads = told.node == 0
+    line.leads = spec.node == 0
     if line.leads:
-        error_report.enable(told.env)
-    environ = _environ(told)
+        error_report.enable(spec.env)
+    environ = _environ(spec)
     try:
-        options = msgspec.convert(told.options, RunOptions, str_keys=True)
-        _check(told, options, environ)
+        options = msgspec.convert(spec.options, RunOptions, str_keys=True)
+        _check(spec, options, environ)
         if line.leads:
-            around = Surroundings() if told.nodes == 1 else Surroundings(gathering_of(told, options, None))
-            return begin(options, environ, around, line)
-        make_plan(options, environ, Surroundings(gathering_of(told, options, None), node=told.node))
+            context = LaunchContext() if spec.nodes == 1 else LaunchContext(rendezvous_config(spec, options, None))
+            return begin(options, environ, context, line)
+        make_plan(options, environ, LaunchContext(rendezvous_config(spec, options, None), node=spec.node))
         line.answer(Ready(host=os.uname().nodename, pid=os.getpid()))
     except (PhalanxError, msgspec.ValidationError) as error:
         if line.answered:
@@ -60,15 +61,15 @@ def main(argv: list[str]) -> int:
     go = line.wait_for(Go)
     if go is None:
         return 1
-    os.dup2(2, 1)  # all that its ranks write is seen at node 0; should anything else come, it is trouble
-    begin(options, environ, Surroundings(gathering_of(told, options, go), node=told.node), line)
-    return 0  # the run's own code is node 0's to tell
+    os.dup2(2, 1)  # the output of the ranks goes to node 0; whatever else is written here is an error message
+    begin(options, environ, LaunchContext(rendezvous_config(spec, options, go), node=spec.node), line)
+    return 0
 
 
-def _environ(told: NodeSpec) -> dict[str, str]:
-    environ = {**environment(), **told.env}
-    if not environ.get(HOME) and told.home and _can_write(told.home):
-        environ[HOME] = told.home  # where the disk is shared, a run has one folder
+def _environ(spec: NodeSpec) -> dict[str, str]:
+    environ = {**environment(), **spec.env}
+    if not environ.get(HOME) and spec.home and _can_write(spec.home):
+        environ[HOME] = spec.home  # on a shared disk, all nodes use one run folder
     return environ
 
 
@@ -80,13 +81,13 @@ def _can_write(folder: str) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
 
 
-# -- what can be known before anything starts
+# -- checks before anything starts
 
 
-def _check(told: NodeSpec, options: RunOptions, environ: Mapping[str, str]) -> None:
-    _check_versions(told.versions, versions())
-    if told.digest:
-        _check_script(options.script, told.digest)
+def _check(spec: NodeSpec, options: RunOptions, environ: Mapping[str, str]) -> None:
+    _check_versions(spec.versions, versions())
+    if spec.digest:
+        _check_script(options.script.target, spec.digest)
     home = run_folder.home(environ)
     if not _can_write(home):
         raise LaunchError(
@@ -96,14 +97,14 @@ def _check(told: NodeSpec, options: RunOptions, environ: Mapping[str, str]) -> N
 
 
 def _check_versions(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Another first number is another program; what differs less is said when the node joins."""
+    """Raise if a major version differs. Smaller differences are reported when the node joins."""
     differ = [
         f"{name} {ours.get(name) or 'is missing'} there, {version} here"
         for name, version in theirs.items()
         if ours.get(name, "").split(".")[0] != version.split(".")[0] and name != "nccl"
     ]
     if differ:
-        raise LaunchError("it has other versions", details=differ, fix="install the same ones there")
+        raise LaunchError("its versions differ", details=differ, fix="install the same ones there")
 
 
 def _check_script(path: str, digest: str) -> None:
@@ -117,17 +118,20 @@ def _check_script(path: str, digest: str) -> None:
         ) from None
     if found != digest:
         raise ScriptError(
-            f"the script {path} is another one there",
+            f"the script {path} differs there",
             details=[f"sha256 {found[:16]}… there, {digest[:16]}… here"],
             fix="copy it there again, or work in a folder that all hosts share",
         )
 
 
-# -- the line to the starter
+# -- connection to the starter
 
 
 class NodeStdio:
-    """stdin and stdout, taken away from everything else. Its end is the end of this node's workers."""
+    """stdin and stdout of this process, reserved for the starter. Its end ends the workers of this node.
+
+    Implements RunHook.
+    """
 
     pids: frozenset[int] = frozenset()
 
@@ -143,22 +147,24 @@ class NodeStdio:
         os.close(null)
 
     def answer(self, word: Ready | NodeRefused) -> None:
+        """Send a message to the starter."""
         self.answered = True
         data = b"\n" + node_spec.MARK + node_spec.encode(word)
         try:
             while data:
                 data = data[os.write(self._out, data) :]
         except OSError:
-            pass  # nobody waits for it any more: the end of our input says so too
+            pass  # the starter is gone: the end of stdin says so too
 
     def refuse(self, error: Exception) -> None:
+        """Tell the starter that this node cannot take part, and why."""
         if isinstance(error, PhalanxError):
             self.answer(NodeRefused(what=error.what, details=error.details, fix=error.fix))
         else:
-            self.answer(NodeRefused(what=f"it does not understand what is wanted: {error}", fix=_SAME))
+            self.answer(NodeRefused(what=f"it cannot read the node spec: {error}", fix=_SAME))
 
     def wait_for(self, kind: type[W]) -> W | None:
-        """Before there is a loop. None: nobody is there any more."""
+        """Block until a message of this kind arrives, before there is an event loop. None: the starter is gone."""
         while b"\n" not in self._inbox:
             if not self._receive():
                 return None
@@ -180,21 +186,23 @@ class NodeStdio:
             self.refuse(error)
             return None
 
-    # -- while it is supervised
+    # -- called by the agent
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
+        """Tell the starter where node 0 listens, if this is node 0."""
         if self.leads:
             addresses = tuple(str(sock.getsockname()[0]) for sock in sockets)
             port = sockets[0].getsockname()[1]
             self.answer(Ready(host=os.uname().nodename, pid=os.getpid(), addresses=addresses, port=port))
 
     def begin(self, agent: NodeAgent) -> None:
+        """Read messages of the starter, now that there is an event loop."""
         import asyncio
 
         self._agent = agent
-        asyncio.get_running_loop().add_reader(self._in, self._hear)
+        asyncio.get_running_loop().add_reader(self._in, self._read)
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         if not self._receive():
             import asyncio
 
@@ -213,7 +221,7 @@ class NodeStdio:
                         self._agent.fail(error)
 
     def _cut(self) -> None:
-        # Whoever would read it is gone, and a write would fail.
+        # The reader is gone, and a write would fail.
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (1, 2):
             os.dup2(null, fd)
@@ -222,9 +230,10 @@ class NodeStdio:
             self._agent.fail(LaunchError("the ssh connection that started this node has ended"))
 
     def hurry(self) -> None:
-        pass
+        """Do nothing: this node has no child hosts."""
 
     async def end(self, code: int) -> None:  # noqa: ARG002
+        """Stop reading."""
         import asyncio
 
         asyncio.get_running_loop().remove_reader(self._in)

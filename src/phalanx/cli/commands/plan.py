@@ -1,4 +1,4 @@
-"""`phalanx plan …`: what `phalanx run` with the same arguments would do, before anything starts."""
+"""`phalanx plan …`: shows what `phalanx run` would do with the same arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from phalanx.cli.expected_nodes import ExpectedNodes, expected_nodes
+from phalanx.cli.launch_context import LaunchContext, detect_context
 from phalanx.cli.options import HelpRequested, parse_plan
-from phalanx.cli.outlook import Outlook, outlook
 from phalanx.cli.planning import make_plan
-from phalanx.cli.surroundings import Surroundings, look_around
 from phalanx.cluster.affinity import spell
 from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
@@ -24,16 +24,19 @@ from phalanx.launch.runs import run_folder
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx plan`. Return the exit code."""
     environ = environment()
     try:
         options, as_json = parse_plan(argv, environ)
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    around = look_around(options, environ, run_folder.home(environ)) if options.hosts is None else Surroundings()
-    plan = make_plan(options, environ, around)
-    seen = outlook(options, around, len(plan.seats), os.uname().nodename)
-    facts = describe(plan, environ, seen, cpu=options.cpu)
+    context = (
+        detect_context(options, environ, run_folder.home(environ)) if options.nodes.hosts is None else LaunchContext()
+    )
+    plan = make_plan(options, environ, context)
+    seen = expected_nodes(options, context, len(plan.seats), os.uname().nodename)
+    facts = describe(plan, environ, seen, cpu=options.workers.cpu)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
@@ -42,9 +45,9 @@ def main(argv: list[str]) -> int:
 
 
 def describe(
-    plan: Plan, environ: Mapping[str, str], seen: Outlook | None = None, *, cpu: bool = False
+    plan: Plan, environ: Mapping[str, str], seen: ExpectedNodes | None = None, *, cpu: bool = False
 ) -> dict[str, Any]:
-    """The plan as plain values: what the table shows is what the JSON holds."""
+    """Return the plan as plain values, for the table and for JSON."""
     placement = plan.placement if seen is None else seen.placement
     seats = placement.seats if placement is not None else ()
     if placement is not None and seen is not None:
@@ -55,17 +58,17 @@ def describe(
     return {
         "run": plan.run_id,
         "command": plan.command.line(0),
-        "way": "fresh: an interpreter a rank" if plan.start.fresh else "fork: torch is imported once",
+        "way": "fresh: one interpreter per rank" if plan.start.fresh else "fork: torch is imported once",
         "world_size": placement.world_size if placement is not None else None,
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
         "least_nodes": _least(plan),
-        "spares": plan.gathering.spares if plan.gathering is not None else plan.spares,
+        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares,
         "meeting": _meeting(plan),
         "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
         if seen is None
-        else "a free port of node 0, on the address that the others reach it by",
-        "restarts": plan.max_restarts,
+        else "a free port of node 0, on the address by which the others reach it",
+        "restarts": plan.recovery.max_restarts,
         "recovery": _recovery(plan),
         "environment": shared,
         "ranks": [
@@ -86,14 +89,14 @@ def describe(
 
 
 def _device(seat: Seat, *, several: bool, cpu: bool) -> str | None:
-    """Which devices another node has, it says itself when it joins."""
+    """Return the device of a rank. Those of other nodes are known once they have joined."""
     if seat.slot.device is not None:
         return str(seat.slot.device)
     return "(its own)" if several and not cpu else None
 
 
-def _nodes(seen: Outlook) -> list[dict[str, Any]]:
-    """With the ranks of each, as far as all before it are known."""
+def _nodes(seen: ExpectedNodes) -> list[dict[str, Any]]:
+    """Return the nodes with their ranks, as far as the sizes of all nodes before are known."""
     found: list[dict[str, Any]] = []
     first: int | None = 0
     for node, expected in enumerate(seen.nodes):
@@ -111,36 +114,36 @@ def _nodes(seen: Outlook) -> list[dict[str, Any]]:
 
 
 def _least(plan: Plan) -> int | None:
-    """With so many nodes it goes on, where they may come and go."""
-    gathering = plan.gathering
-    return gathering.least if gathering is not None and 0 < gathering.least < gathering.expected else None
+    """Return the minimum number of nodes of an elastic run."""
+    rendezvous = plan.rendezvous
+    return rendezvous.least if rendezvous is not None and 0 < rendezvous.least < rendezvous.expected else None
 
 
 def _recovery(plan: Plan) -> str:
-    """What a death leads to."""
-    if not plan.restarts_told:
-        return "phalanx.main: goes on for as long as there is progress; any other script: the run ends"
-    if not plan.max_restarts:
+    """Return what follows a failure."""
+    if not plan.recovery.max_restarts_given:
+        return "phalanx.main: recovers as long as training makes progress; any other script: the run ends"
+    if not plan.recovery.max_restarts:
         return "none (--max-restarts 0): the run ends"
-    times = "once" if plan.max_restarts == 1 else f"{plan.max_restarts} times"
-    return f"{times}, and as often again after {plan.restart_window:g} s without a failure"
+    times = "once" if plan.recovery.max_restarts == 1 else f"{plan.recovery.max_restarts} times"
+    return f"{times}; the count is reset after {plan.recovery.restart_window:g} s without a failure"
 
 
 def _meeting(plan: Plan) -> dict[str, Any] | None:
-    gathering = plan.gathering
-    if gathering is None:
+    rendezvous = plan.rendezvous
+    if rendezvous is None:
         return None
     return {
-        "leads": gathering.leads,
-        "node": gathering.member,
-        "host": gathering.host,
-        "port": gathering.port or None,
-        "token": str(gathering.token),
+        "leads": rendezvous.leads,
+        "node": rendezvous.member,
+        "host": rendezvous.host,
+        "port": rendezvous.port or None,
+        "token": str(rendezvous.token),
     }
 
 
 def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
-    """What a worker has and this shell has not; the run folder and port are known only once the run starts."""
+    """Return the variables that differ from this shell. The run folder and port are known once the run starts."""
     whole = replace(plan, node=seat.node).environment(
         seat,
         attempt=0,
@@ -165,21 +168,21 @@ def _shared(environments: list[dict[str, str]]) -> dict[str, str]:
 
 
 def equivalent(plan: Plan) -> list[str]:
-    """The torchrun command that comes closest."""
+    """Return the closest torchrun command."""
     words = ["torchrun", "--nproc-per-node", str(len(plan.seats))]
     words += (
         ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
         if plan.master_port
         else ["--standalone"]
     )
-    if plan.max_restarts:
-        words += ["--max-restarts", str(plan.max_restarts)]
+    if plan.recovery.max_restarts:
+        words += ["--max-restarts", str(plan.recovery.max_restarts)]
     if plan.role != "default":
         words += ["--role", plan.role]
     if plan.virtual_local_rank:
         words.append("--virtual-local-rank")
-    if plan.log_dir:
-        words += ["--log-dir", plan.log_dir]
+    if plan.output.log_dir:
+        words += ["--log-dir", plan.output.log_dir]
     words += {"module": ["-m"], "program": ["--no-python"], "path": ["--run-path"]}.get(plan.command.kind, [])
     if plan.command.local_rank_option:
         words[:1] = ["python", "-m", "torch.distributed.launch"]
@@ -214,12 +217,12 @@ def _show(facts: Mapping[str, Any]) -> None:
         line("meeting", f"{where}, token: {meeting['token']}")
     if facts["spares"]:
         what, count = "worker" if facts["nodes"] is None else "node", facts["spares"]
-        line("spares", f"{count} {what}{'s' if count > 1 else ''} standing by")
+        line("spares", f"{count} {what}{'s' if count > 1 else ''} on standby")
     line("recovery", facts["recovery"])
     for note in facts["notes"]:
         line("note", note)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rank", "node", "local", "device", "cores", "environment of its own"):
+    for title in ("rank", "node", "local", "device", "cores", "own environment"):
         table.add_column(title, overflow="fold")
     for rank in facts["ranks"]:
         device = "cpu" if rank["device"] is None else f"{rank['device']} {rank['device_name'] or ''}"
@@ -231,6 +234,6 @@ def _show(facts: Mapping[str, Any]) -> None:
     console.print()
     console.print(table)
     console.print()
-    console.print(Text("every rank has", style="bold"))
+    console.print(Text("environment of every rank", style="bold"))
     for name, value in facts["environment"].items():
         console.print(Text(f"  {name}={value}"))

@@ -1,4 +1,4 @@
-"""`phalanx ps`: the runs of this user on this machine; those that have ended are remembered, or forgotten."""
+"""`phalanx ps`: lists the runs of this user on this machine, and deletes ended ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from phalanx.launch.runs.summary import RunSummary
 from phalanx.watch.charts.formatting import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_WHAT = 48  # letters of a command
+_WHAT = 48  # characters of a command
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="phalanx ps", description="List runs: those that are running, or all.")
+    """Run `phalanx ps`. Return the exit code."""
+    parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all.")
     parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument(
         "--forget",
         nargs="*",
         metavar="RUN",
-        help="remove these runs that have ended, with their folders and all logs in them; --older: all that old",
+        help="delete these ended runs, with their folders and logs; with --older: all ended runs of that age",
     )
-    parser.add_argument("--older", metavar="AGE", help="with --forget: those that began longer ago than 12h, 30d …")
+    parser.add_argument("--older", metavar="AGE", help="with --forget: runs that started longer ago than 12h, 30d …")
     options = parser.parse_args(argv)
     base = run_folder.home(environment())
     if options.forget is not None or options.older is not None:
@@ -42,10 +43,10 @@ def main(argv: list[str]) -> int:
     runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
     if options.json:
         for run in runs:
-            told = asdict(summary.of(run))
-            if told["loss"] is not None and not math.isfinite(told["loss"]):
-                told["loss"] = str(told["loss"])  # JSON has no word for it
-            sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **told}) + "\n")
+            facts = asdict(summary.of(run))
+            if facts["loss"] is not None and not math.isfinite(facts["loss"]):
+                facts["loss"] = str(facts["loss"])  # not a JSON number
+            sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **facts}) + "\n")
         return 0
     if not runs:
         sys.stdout.write("nothing is running\n" if not options.all else "no runs yet\n")
@@ -57,22 +58,25 @@ def main(argv: list[str]) -> int:
 
 
 def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, now: float) -> list[str]:
-    """In a terminal no line is wider than it: folders are left out, what is long is cut, and why a run failed has a
-    line of its own. Elsewhere a run is a line."""
+    """Return the table as lines. `width` is that of the terminal; None: not a terminal, one line per run.
+
+    In a terminal no line is wider than it: folders are left out, long cells are cut, and the reason of a failure gets
+    its own line.
+    """
     rows = [["RUN", "STATE", "RANKS", "FOR", "STEP", "LOSS", "FAULTS", "WHAT", "FOLDER"]]
-    for run, told in runs:
+    for run, facts in runs:
         lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
-        step = "-" if told.step is None else str(told.step)
-        loss = "-" if told.loss is None else number(told.loss)
-        faults = str(told.faults) if told.faults else "-"
-        what = told.why or _cut(_command(run.command), _WHAT)
+        step = "-" if facts.step is None else str(facts.step)
+        loss = "-" if facts.loss is None else number(facts.loss)
+        faults = str(facts.faults) if facts.faults else "-"
+        what = facts.why or _cut(_command(run.command), _WHAT)
         rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])
     if width is None or max(map(len, _aligned(rows))) <= width:
         return _aligned(rows)
     for row, (run, _) in zip(rows[1:], runs, strict=True):
         row[7] = _command([os.path.basename(word) if os.sep in word else word for word in run.command])
     rows = [row[:8] for row in rows]
-    reasons = ["", *(told.why for _, told in runs)]
+    reasons = ["", *(facts.why for _, facts in runs)]
     lines = []
     for line, why in zip(_aligned(rows), reasons, strict=True):
         lines.append(_cut(line, width))
@@ -89,9 +93,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     runs = list(run_folder.all_runs(base))
     if names is None:
-        raise OptionError("--older says which runs to forget", fix=f"phalanx ps --forget --older {older}")
+        raise OptionError("--older needs --forget", fix=f"phalanx ps --forget --older {older}")
     if not names and older is None:
-        raise OptionError("which runs are to be forgotten?", fix="phalanx ps --forget RUN, or --forget --older 30d")
+        raise OptionError("which runs?", fix="phalanx ps --forget RUN, or --forget --older 30d")
     if names:
         chosen = [_named(name, runs) for name in names]
     else:
@@ -99,7 +103,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     if older is not None:
         oldest = time.time() - _age(older)
         chosen = [run for run in chosen if run.started < oldest]
-    refused: UsageError | None = None  # one that cannot be does not keep the others
+    refused: UsageError | None = None  # one that cannot be deleted does not keep the others
     for run in chosen:
         try:
             deletion.delete(base, run)
@@ -114,7 +118,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
 
 
 def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
-    """By its whole name: what is removed is not guessed."""
+    """Find a run by its full name: what is deleted is not guessed."""
     found = [run for run in runs if run.id == name]
     found = found if len(found) < 2 else [run for run in runs if os.path.basename(run.folder) == name]
     if len(found) == 1:
@@ -122,7 +126,7 @@ def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
     near = [run.id for run in runs if run.id.startswith(name)][:5]
     raise UsageError(
         f"no run is called {name}",
-        details=[f"there is: {', '.join(near)}"] if near else [],
+        details=[f"similar: {', '.join(near)}"] if near else [],
         fix=f"phalanx ps --forget {near[0]}" if near else "phalanx ps --all",
     )
 
@@ -130,12 +134,12 @@ def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
 def _age(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if match is None:
-        raise OptionError(f"--older {text} is no age", fix="--older 12h, 30d, 8w")
+        raise OptionError(f"--older {text} is not an age", fix="--older 12h, 30d, 8w")
     return float(int(match[1]) * _AGES[match[2]])
 
 
 def _command(words: Sequence[str]) -> str:
-    """In one line, without what a terminal obeys, and without the interpreter, which is the same for all of them."""
+    """Return a command on one line, without control characters and without the interpreter."""
     shown = list(words)
     if shown and os.path.basename(shown[0]).startswith("python"):
         shown = shown[2:] if shown[1:2] == ["-u"] else shown[1:]

@@ -1,4 +1,4 @@
-"""`phalanx report [RUN]`: one HTML file of a run, to share with somebody who was not there."""
+"""`phalanx report [RUN]`: writes one HTML file about a run, to share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cli import choice, document
+from phalanx.cli import output_file, run_lookup
 from phalanx.contract import encoding, events
 from phalanx.launch.runs import history, postmortem, views
 from phalanx.launch.runs.run_folder import RunRecord
@@ -29,39 +29,41 @@ from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.source import Stream
 
-_RANKS = 32  # of which the ends of logs are shown
+_RANKS = 32  # whose logs are included
 _TAIL = 16_000  # bytes of each stream
-_PHASES = 1_500_000  # letters of all ranks
-_MOST_PHASES = 6000  # of one
+_PHASES = 1_500_000  # characters, for all ranks
+_MOST_PHASES = 6000  # for one rank
 _POINTS = 40_000  # of all curves
 _STACKS = 128  # ranks
-_STACK = 10_000  # letters of each
+_STACK = 10_000  # characters of each
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx report`. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="phalanx report",
-        description="One HTML file of a run, that has ended or goes on, to share: what ran, how fast, what failed and "
-        "what it cost. It needs no network and no script. What looks like a password or a token is masked.",
+        description="Write one HTML file about a run, running or ended: what ran, how fast, what failed and what that "
+        "cost. It needs no network. Passwords and tokens are masked.",
     )
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps --all` shows it, or its folder (the last)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where it is written (RUN.html); -: standard output")
-    parser.add_argument("-f", "--force", action="store_true", help="write over a FILE that is no report")
-    parser.add_argument("--no-logs", action="store_true", help="without what ranks have written")
+    parser.add_argument("run", nargs="?", help="id from `phalanx ps --all`, or its folder (default: the last run)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="output file (default: RUN.html); - is standard output")
+    parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that is not a report")
+    parser.add_argument("--no-logs", action="store_true", help="leave out the output of the ranks")
     options = parser.parse_args(argv)
-    record = history.leading(choice.any_run(options.run, verb="report"))
-    text = made(record, with_logs=not options.no_logs)
+    record = history.leading(run_lookup.find(options.run, verb="report"))
+    text = render(record, with_logs=not options.no_logs)
     if options.output == "-":
         sys.stdout.write(text)
         return 0
     path = options.output or f"{record.id}.html"
-    where = document.write(path, text, sign=report.SIGN, force=options.force, what="report")
+    where = output_file.write(path, text, marker=report.SIGN, force=options.force, what="report")
     sys.stdout.write(f"{where}\n")
     return 0
 
 
-def made(record: RunRecord, *, with_logs: bool = True) -> str:
+def render(record: RunRecord, *, with_logs: bool = True) -> str:
+    """Return the report of a run as HTML."""
     builder, incidents, blamed = ComparedRunBuilder(record.id), Incidents(), Blamed()
     history.read(record, lambda event: [apply(event) for apply in (builder.apply, incidents.apply, blamed.apply)])
     model, remains = builder.model, postmortem.read(record)
@@ -88,7 +90,7 @@ def made(record: RunRecord, *, with_logs: bool = True) -> str:
 
 
 async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> str:
-    """The page with all that it shows inside: as many phases as there is room for."""
+    """Return the browser page with its data inside, with as many phases as there is room for."""
     letters = min(_MOST_PHASES, _PHASES // max(1, len(model.ranks)))
     logs: dict[str, dict[str, str]] = {}
     for tail in context.tails:
@@ -107,7 +109,7 @@ async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> s
 
 
 def _masked(data: Any) -> Any:
-    """Text by text: in the whole, the values of a metric that is called tokens would look like secrets."""
+    """Mask each text on its own: in the whole JSON, the values of a metric named "tokens" would look like secrets."""
     match data:
         case str():
             return masking.hidden(data)
@@ -120,11 +122,12 @@ def _masked(data: Any) -> Any:
 
 @dataclass
 class Blamed:
-    """Ranks whose words are worth reading first: who failed, and who was blamed."""
+    """Collects the ranks whose logs come first: those that failed or were blamed."""
 
     ranks: dict[int, None] = field(default_factory=dict)
 
     def apply(self, event: events.AnyEvent) -> None:
+        """Add the ranks of an event."""
         match event:
             case events.WorkerFailed() | events.FaultEvent():
                 self.ranks[event.rank] = None

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from phalanx.cli.launch_context import LaunchContext, detect_context
 from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
-from phalanx.cli.surroundings import Surroundings, look_around
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError
@@ -34,34 +34,40 @@ if TYPE_CHECKING:  # whatever is imported before the fork server is started dela
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx run`. Return the exit code of the run."""
     environ = environment()
     try:
         options = parse_run(argv, environ)
     except HelpRequested as help_:
         sys.stdout.write(str(help_))
         return 0
-    if options.hosts is not None:
+    if options.nodes.hosts is not None:
         from phalanx.cli import hosts
 
-        return hosts.start(options, options.hosts, environ, begin)
-    around = look_around(options, environ, run_folder.home(environ))
-    if around.allocation is not None:
+        return hosts.start(options, options.nodes.hosts, environ, begin)
+    context = detect_context(options, environ, run_folder.home(environ))
+    if context.allocation is not None:
         from phalanx.launch.remote.srun import hand_over
 
         hand_over(
-            around.allocation, argv, environ, workers_told=options.workers is not None or options.slots is not None
+            context.allocation,
+            argv,
+            environ,
+            workers_told=options.workers.count is not None or options.workers.slots is not None,
         )
-    return begin(options, environ, around)
+    return begin(options, environ, context)
 
 
-def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings, outside: RunHook | None = None) -> int:
-    """Whoever told where the others are: the command line, ssh or a scheduler."""
-    gathering = around.gathering
+def begin(
+    options: RunOptions, environ: Mapping[str, str], context: LaunchContext, outside: RunHook | None = None
+) -> int:
+    """Start the run on this node and return its exit code. `context` says how it joins other nodes."""
+    gathering = context.rendezvous
     if gathering is None:
-        plan = make_plan(options, environ, around)
+        plan = make_plan(options, environ, context)
         return _run(plan, environ, [port.listen(plan.master_addr, plan.master_port)], outside)
     try:
-        plan = make_plan(options, environ, around)
+        plan = make_plan(options, environ, context)
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
@@ -70,7 +76,7 @@ def begin(options: RunOptions, environ: Mapping[str, str], around: Surroundings,
     leads, sockets = open_door(gathering)
     if gathering.elastic and not leads:
         sockets = open_side_door(gathering)
-    return _run(replace(plan, gathering=replace(gathering, leads=leads)), environ, sockets, outside)
+    return _run(replace(plan, rendezvous=replace(gathering, leads=leads)), environ, sockets, outside)
 
 
 def _excuse(gathering: RendezvousConfig, why: str) -> None:
@@ -112,12 +118,12 @@ def _keep_standard_input() -> None:
 def _folder(plan: Plan, base: str) -> RunFolder:
     try:
         # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
-        follows = plan.gathering is not None and not plan.gathering.leads
+        follows = plan.rendezvous is not None and not plan.rendezvous.leads
         name = run_folder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
-        return run_folder.create(name, base=base, log_dir=plan.log_dir)
+        return run_folder.create(name, base=base, log_dir=plan.output.log_dir)
     except OSError as error:
-        where = str(error.filename or plan.log_dir or base)
-        in_log_dir = plan.log_dir is not None and not where.startswith(base)
+        where = str(error.filename or plan.output.log_dir or base)
+        in_log_dir = plan.output.log_dir is not None and not where.startswith(base)
         raise LaunchError(
             f"the run folder cannot be made in {where}: {error.strerror}",
             fix=f"{'--log-dir' if in_log_dir else 'set PHALANX_HOME to'} a folder that can be written",
@@ -214,13 +220,13 @@ def _supervise(
         )
     )
     # Among several nodes no rank is alone, however many this one has.
-    world = plan.placement.world_size if plan.gathering is None else 2
-    console = Console(world, prefixes=_prefixes(plan), colour=plan.showing.colour)
-    if plan.showing.events:
+    world = plan.placement.world_size if plan.rendezvous is None else 2
+    console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
+    if plan.output.print_events:
         folder.echo = console.say
     code = 1
     try:
-        if not plan.showing.quiet:
+        if not plan.output.quiet:
             for line in (*_announcement(plan, folder, sockets), *plan.notes, *started.words, *_findings(plan, folder)):
                 console.say(line)
         import asyncio
@@ -237,7 +243,7 @@ def _findings(plan: Plan, folder: RunFolder) -> list[str]:
     """What the doctor would say about this machine, as far as that costs nothing: mostly nothing at all."""
     from phalanx.doctor.preflight import preflight
 
-    nodes = plan.gathering.expected if plan.gathering is not None else 1
+    nodes = plan.rendezvous.expected if plan.rendezvous is not None else 1
     found = preflight(folder.path, nodes=nodes, ranks=len(plan.seats))
     return [
         "\n  ".join(filter(None, (finding.fact, finding.cause, finding.fix and f"fix: {finding.fix}")))
@@ -270,30 +276,30 @@ async def _supervised(
 
 
 def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
-    if plan.gathering is None:
+    if plan.rendezvous is None:
         from phalanx.launch.coordination.coordinator import SingleNodeCoordinator
 
         return SingleNodeCoordinator(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
-    if plan.gathering.leads:
+    if plan.rendezvous.leads:
         from phalanx.launch.coordination.leader import LeaderCoordinator
 
-        return LeaderCoordinator(plan, plan.gathering, folder, console, sockets)
-    if plan.gathering.elastic:
+        return LeaderCoordinator(plan, plan.rendezvous, folder, console, sockets)
+    if plan.rendezvous.elastic:
         from phalanx.launch.coordination.failover import FailoverCoordinator
 
-        return FailoverCoordinator(plan, plan.gathering, folder, console, sockets)
+        return FailoverCoordinator(plan, plan.rendezvous, folder, console, sockets)
     from phalanx.launch.coordination.follower import FollowerCoordinator
 
-    return FollowerCoordinator(plan, plan.gathering, folder, console)
+    return FollowerCoordinator(plan, plan.rendezvous, folder, console)
 
 
 def _prefixes(plan: Plan) -> dict[int, str]:
-    prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in plan.seats}
+    prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in plan.seats}
     return {rank: text for rank, text in prefixes.items() if text is not None}
 
 
 def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
-    gathering = plan.gathering
+    gathering = plan.rendezvous
     if gathering is None:
         ranks = plan.placement.world_size
         return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]

@@ -1,4 +1,4 @@
-"""`phalanx stop RUN`: end a run, and wait until nothing of it is left."""
+"""`phalanx stop RUN`: ends a run, and waits until all its processes have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from phalanx.cli import choice
+from phalanx.cli import run_lookup
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.runs.run_folder import RunRecord
 
@@ -19,17 +19,20 @@ _DELIVERED = 5.0  # seconds for a signal to be delivered: the agent may be stopp
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="phalanx stop", description="End a run: SIGTERM with grace, or at once.")
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it")
-    parser.add_argument("--now", action="store_true", help="do not let workers finish what they are doing")
-    parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (60)")
+    """Run `phalanx stop`. Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="phalanx stop", description="End a run: let workers shut down after SIGTERM, or end them at once."
+    )
+    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it")
+    parser.add_argument("--now", action="store_true", help="do not wait for workers to shut down")
+    parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (default: 60)")
     options = parser.parse_args(argv)
-    run = choice.running(options.run, verb="stop")
+    run = run_lookup.find_running(options.run, verb="stop")
     with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
-            # The first says "stop", a SIGINT after it says "at once": the agent still tidies up. Of two signals that
-            # are pending, the kernel may deliver the second one first.
+            # SIGTERM asks the agent to stop; a SIGINT after it means "at once", and the agent still cleans up. The
+            # kernel may deliver two pending signals in the other order.
             _wait_until_delivered(run.pid, signal.SIGTERM)
             signal.pidfd_send_signal(process, signal.SIGINT)
         ready, _, _ = select.select([process], [], [], options.timeout)
@@ -56,7 +59,7 @@ def _is_pending(pid: int, number: signal.Signals) -> bool:
 
 @contextlib.contextmanager
 def handle(run: RunRecord) -> Iterator[int]:
-    """A descriptor of the very process: a pid could be somebody else's by the time the signal is sent."""
+    """Yield a pidfd of the agent: its pid could belong to another process by the time a signal is sent."""
     try:
         process = os.pidfd_open(run.pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""`phalanx tour`: every collective seen happening, on real ranks, and checked."""
+"""`phalanx tour`: shows every collective on real ranks, and checks the results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
-MOST = len(COLOURS)
-# Ranks and torch are in a process of its own, and never in the one that shows.
+COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
+MOST = len(COLORS)
+# The ranks run in another process: this one does not import torch.
 _RANKS = ("-P", "-m", "phalanx.demo.tour")
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx tour`. Return the exit code."""
     options = _parser().parse_args(argv)
     chosen = _chosen(options.names)
     if options.list:
@@ -38,11 +39,13 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx tour",
-        description="See every collective happen: what each rank held before, the call, what it holds after.",
+        description="Show every collective: what each rank has before the call, the call, and what it has after.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="what to show (everything): see --list")
-    parser.add_argument("-g", "--ranks", "--slots", type=int, default=4, metavar="N", help=f"ranks, 2 to {MOST} (4)")
-    parser.add_argument("--list", action="store_true", help="what there is to see")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to show (default: everything): see --list")
+    parser.add_argument(
+        "-g", "--ranks", "--slots", type=int, default=4, metavar="N", help=f"number of ranks, 2 to {MOST} (default: 4)"
+    )
+    parser.add_argument("--list", action="store_true", help="list what the tour shows")
     return parser
 
 
@@ -65,35 +68,35 @@ def _tour(chosen: Sequence[TourScene], world: int) -> int:
     names = [scene.name for scene in chosen]
     code, text = _perform([str(world), *names])
     if code:
-        return code  # it has said why
+        return code  # it has printed why
     played = json.loads(text)
     wrong: list[str] = []
     for place, scene in enumerate(chosen):
-        told = [ranks[place] for ranks in played]
-        before, after = _moments([rank["before"] for rank in told], [rank["after"] for rank in told], scene)
-        _show(console, scene, told[0]["code"], before, after)
+        shown = [ranks[place] for ranks in played]
+        before, after = _moments([rank["before"] for rank in shown], [rank["after"] for rank in shown], scene)
+        _show(console, scene, shown[0]["code"], before, after)
         wrong += [f"{scene.name}: rank {rank} {fault}" for rank, fault in scenes.faults(scene, before, after)]
     if wrong:
-        raise LaunchError("what ranks hold is not what the picture says", details=wrong)
+        raise LaunchError("the values of the ranks differ from the diagram", details=wrong)
     seconds = max(sum(scene["seconds"] for scene in rank) for rank in played)
-    console.print(f"\n{len(chosen)} of {len(chosen)} as the picture says; {seconds:.2f} s of calls on {world} ranks")
+    console.print(f"\n{len(chosen)} of {len(chosen)} as shown; {seconds:.2f} s of calls on {world} ranks")
     return 0
 
 
 def _perform(words: Sequence[str]) -> tuple[int, bytes]:
-    """In a session of its own: a key that ends this process is not for the ranks, which are ended from here."""
+    """Run the ranks in their own session: Ctrl-C ends this process, which then ends them."""
     process = subprocess.Popen([sys.executable, *_RANKS, *words], stdout=subprocess.PIPE, start_new_session=True)
     try:
         text, _ = process.communicate()
-    except BaseException:
-        process.terminate()
-        process.communicate()  # the pipe is at its end when the last of them is gone
-        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate()  # the pipe ends with the last rank
     return (128 - process.returncode if process.returncode < 0 else process.returncode), text
 
 
 def _moments(before: list[Any], after: list[Any], scene: TourScene) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Moments on a clock, as milliseconds since the first."""
+    """Return points in time as milliseconds since the first."""
     if scene.unit != "ms":
         return before, after
     first = min(row[0] for row in before)
@@ -104,32 +107,34 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-# -- the picture
+# -- diagram
 
 
-class Marks(NamedTuple):
+class TourMarks(NamedTuple):
+    """Characters that the terminal may lack."""
+
     arrow: str = "→"
     nothing: str = "·"
 
 
-def _marks(console: Console) -> Marks:
-    """What this terminal or pipe can show."""
+def _marks(console: Console) -> TourMarks:
+    """Return the characters that this terminal or pipe can show."""
     try:
-        "".join(Marks()).encode(console.encoding)
+        "".join(TourMarks()).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
-        return Marks("->", ".")
-    return Marks()
+        return TourMarks("->", ".")
+    return TourMarks()
 
 
 def _legend(console: Console, world: int) -> Text:
     from rich.text import Text
 
-    text = Text(f"What came from rank 1 begins with 1; {_marks(console).nothing} is nothing, or nothing to rely on.")
+    text = Text(f"Values from rank 1 start with 1; {_marks(console).nothing} is empty or undefined.")
     if console.color_system is not None:
-        text.append("\nColours:")
+        text.append("\nColors:")
         for rank in range(world):
-            text.append(f" {rank}", style=f"bold {COLOURS[rank]}")
-        text.append(", of several ")
+            text.append(f" {rank}", style=f"bold {COLORS[rank]}")
+        text.append(", several ranks ")
         text.append(" 42", style="bold reverse")
     return text
 
@@ -147,25 +152,25 @@ def _show(console: Console, scene: TourScene, code: str, before: list[list[Any]]
     wide = max(len(left) for left in lefts)
     for rank, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         gap = " " * (wide - len(left))
-        console.print(Text.assemble("  rank ", (str(rank), COLOURS[rank]), " ", left, gap, f"  {marks.arrow}  ", right))
+        console.print(Text.assemble("  rank ", (str(rank), COLORS[rank]), " ", left, gap, f"  {marks.arrow}  ", right))
 
 
-def _row(values: Sequence[Any], row: TourRow, marks: Marks, scene: TourScene, rank: int) -> Text:
-    """What a rank really held; the colours are the picture's."""
+def _row(values: Sequence[Any], row: TourRow, marks: TourMarks, scene: TourScene, rank: int) -> Text:
+    """Return the values that a rank really held, in the colors of the diagram."""
     from rich.text import Text
 
     text = Text()
     if scene.unit:
-        return text.append(f"{values[0]:4} {scene.unit}", style=COLOURS[rank])
+        return text.append(f"{values[0]:4} {scene.unit}", style=COLORS[rank])
     if not values:
         return text.append(f"   {marks.nothing}")
     for place, value in enumerate(values):
         cell = row[place] if place < len(row) else TourCell("?")
         if cell is None:
-            text.append(f"   {marks.nothing}")  # torch leaves open what is there
+            text.append(f"   {marks.nothing}")  # undefined in torch
         elif cell.origin is None:
             text.append(" ")
             text.append(f"{value:>3}", style="bold reverse")
         else:
-            text.append(f"{value:>4}", style=COLOURS[cell.origin])
+            text.append(f"{value:>4}", style=COLORS[cell.origin])
     return text

@@ -1,4 +1,4 @@
-"""`phalanx warm`: keep torch imported for the next run; `--stop` ends that."""
+"""`phalanx warm`: keeps a warm fork server for the next run; `--stop` ends it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from phalanx.launch.runs import run_folder
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx warm`. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="phalanx warm",
-        description="Keep a process that has torch imported, for the next `phalanx run` with this interpreter, these "
-        "packages and this environment. It ends by itself when it has not been used for a while.",
+        description="Keep a fork server with torch imported, for the next `phalanx run` with this interpreter, these "
+        "packages and this environment. It ends when it has not been used for a while.",
     )
     parser.add_argument("--for", dest="idle", default="15m", metavar="TIME", help="end after this long unused (15m)")
     parser.add_argument("--preload", default="", metavar="A,B", help="modules to import as well")
-    parser.add_argument("--list", action="store_true", help="show what is warm")
-    parser.add_argument("--stop", action="store_true", help="end what is warm; runs that use it go on")
+    parser.add_argument("--list", action="store_true", help="list warm fork servers")
+    parser.add_argument("--stop", action="store_true", help="end warm fork servers; runs that use one continue")
     options = parser.parse_args(argv)
     environ = environment()
     base = run_folder.home(environ)
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         return _stop(base)
     if options.list:
         return _list(base)
-    # Runs of several workers have one thread each unless told otherwise, and threads are counted at import.
+    # Workers of a run use one thread each by default, and torch reads the number at import.
     environ.setdefault(THREADS, "1")
     python = environ.get("PYTHON_EXEC", sys.executable)
     modules = [*warm_pool.MODULES, *filter(None, options.preload.split(","))]
@@ -77,10 +78,10 @@ def _stop(base: str) -> int:
     for path in warm_pool.sockets(base):
         answer = warm_pool.stop(path)
         if answer is None:
-            os.unlink(path)  # left behind by one that was killed
+            os.unlink(path)  # its process was killed
             continue
         stopped += 1
         if answer["runs"]:
-            sys.stdout.write(f"{answer['runs']} running; it ends with them\n")
+            sys.stdout.write(f"{answer['runs']} running; it ends after them\n")
     sys.stdout.write(f"{stopped} ended\n" if stopped else "nothing was warm\n")
     return 0

@@ -1,11 +1,11 @@
-"""`phalanx watch [RUN]`: see a run, or what was of one, in this terminal or in a browser."""
+"""`phalanx watch [RUN]`: shows a run, live or ended, in this terminal or in a browser."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 
-from phalanx.cli import choice
+from phalanx.cli import run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.forkserver import linux
@@ -15,20 +15,25 @@ from phalanx.watch.page import keys
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx watch`. Return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="phalanx watch", description="See a run live, or one that has ended. Looking changes nothing."
+        prog="phalanx watch", description="Show a run, live or ended. Watching does not affect the run."
     )
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
-    parser.add_argument("--page", action="store_true", help="in a browser: prints a link, and serves until Ctrl-C")
-    parser.add_argument("--page-at", metavar="HOST[:PORT]", help="where the page listens (127.0.0.1, a free port)")
-    parser.add_argument("--plain", action="store_true", help="lines instead of a full screen, as in a pipe")
+    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it (default: the last run)")
+    parser.add_argument("--page", action="store_true", help="serve a browser page until Ctrl-C, and print its link")
+    parser.add_argument(
+        "--page-at", metavar="HOST[:PORT]", help="address of the page (default: 127.0.0.1, a free port)"
+    )
+    parser.add_argument("--plain", action="store_true", help="print lines instead of a full-screen view, as in a pipe")
     parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
     parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
     options = parser.parse_args(argv)
     if options.held is not None:
         linux.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
     run = (
-        choice.any_run(options.run, verb="watch") if options.held is None else choice.by_pid(options.held, options.run)
+        run_lookup.find(options.run, verb="watch")
+        if options.held is None
+        else run_lookup.find_by_pid(options.held, options.run)
     )
     source = views.of(run)
     if options.page or options.page_at or options.page_fd is not None:
@@ -43,7 +48,7 @@ def main(argv: list[str]) -> int:
         from phalanx.watch.screen import lines
 
         return lines.show(source)
-    from phalanx.cli.hands import LocalRunActions
+    from phalanx.cli.run_actions import LocalRunActions
     from phalanx.watch.screen import screen
 
     return screen.show(source, actions=LocalRunActions(run), environ=environ, owned_by_run=options.held is not None)

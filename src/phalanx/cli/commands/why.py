@@ -1,4 +1,4 @@
-"""`phalanx why [RUN]`: what a running job waits for, or what an ended one died of."""
+"""`phalanx why [RUN]`: says what a running job waits for, or why an ended one failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.cli import choice
+from phalanx.cli import run_lookup
 from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
@@ -19,30 +19,35 @@ from phalanx.launch.ipc import control_socket
 from phalanx.launch.runs import postmortem
 from phalanx.launch.runs.run_folder import RunRecord
 
-_PATIENCE = 20.0  # seconds for all nodes to say what they know
+_TIMEOUT = 20.0  # seconds for all nodes to answer
 
 
 def main(argv: list[str]) -> int:
+    """Run `phalanx why`. Return 0 if nothing is wrong, else 1."""
     parser = argparse.ArgumentParser(
         prog="phalanx why",
         description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
         epilog="exit code: 0 if nothing is wrong, 1 if something is",
     )
-    parser.add_argument("run", nargs="?", help="its id as `phalanx ps` shows it, or the beginning of it (the last)")
+    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it (default: the last run)")
     outside = parser.add_mutually_exclusive_group()
     outside.add_argument(
-        "--pid", type=int, nargs="+", metavar="PID", help="a job that phalanx did not start: its launcher, or its ranks"
+        "--pid",
+        type=int,
+        nargs="+",
+        metavar="PID",
+        help="a job that phalanx did not start: pid of its launcher, or of its ranks",
     )
-    outside.add_argument("--slurm", metavar="JOB", help="the same, by the number of a Slurm job")
-    parser.add_argument("--here", action="store_true", help="with --slurm: only what runs on this node")
+    outside.add_argument("--slurm", metavar="JOB", help="the same, by Slurm job id")
+    parser.add_argument("--here", action="store_true", help="with --slurm: only this node")
     parser.add_argument("--parcel", action="store_true", help=argparse.SUPPRESS)  # how nodes answer each other
-    parser.add_argument("--stacks", action="store_true", help="also all stacks of all ranks")
-    parser.add_argument("--timings", action="store_true", help="also how long each rank computes and waits, so far")
-    parser.add_argument("--json", action="store_true", help="verdicts and evidence as one JSON object")
+    parser.add_argument("--stacks", action="store_true", help="also print all stacks of all ranks")
+    parser.add_argument("--timings", action="store_true", help="also print how long each rank has computed and waited")
+    parser.add_argument("--json", action="store_true", help="print verdicts and evidence as one JSON object")
     options = parser.parse_args(argv)
     if options.pid or options.slurm:
         if options.run:
-            raise UsageError(f"{options.run} is a run, and --pid or --slurm another one", fix="leave one of them out")
+            raise UsageError(f"{options.run} and --pid or --slurm are two different jobs", fix="leave one of them out")
         from phalanx.launch.remote import foreign_job
 
         here = options.here or options.parcel
@@ -52,7 +57,7 @@ def main(argv: list[str]) -> int:
             return 0
         answer = foreign_job.answer(looked)
     else:
-        run = choice.any_run(options.run, verb="why")
+        run = run_lookup.find(options.run, verb="why")
         if not run.alive:
             return _ended(run, as_json=options.json)
         answer = _ask(run, "why")
@@ -70,18 +75,18 @@ def main(argv: list[str]) -> int:
 
 def _ask(run: RunRecord, what: str) -> dict[str, Any]:
     with control_socket.call(run, {"ask": what}) as line:
-        line.settimeout(_PATIENCE)
+        line.settimeout(_TIMEOUT)
         try:
             received = wire.receive(line)
         except TimeoutError:
             received = {"why": "its agent does not answer"}, []
     if received is None:
-        raise LaunchError(f"{run.id} has ended while it was asked", fix=f"phalanx why {run.id}")
+        raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}")
     if received[0].get("is") != what:
         notes = [event.text for event in postmortem.read(run).history if isinstance(event, events.NoteEvent)]
         raise LaunchError(
             f"{run.id} cannot be asked: {received[0].get('why', '')}",
-            details=[f"the last that it said: {note}" for note in notes[-1:]],
+            details=[f"its last message: {note}" for note in notes[-1:]],
             fix=f"phalanx why --pid {run.pid}",
         )
     return received[0]

@@ -1,10 +1,10 @@
-"""`phalanx run`'s command line: torchrun's options and ours, as one table, read into one value.
+"""The command line of `phalanx run`, `plan` and `chaos`: torchrun's options and phalanx's own.
 
-table (what there is) -> scan (words to texts) -> read (texts to values) -> runoptions (values to what they mean)
+table.py declares the options; scan.py finds them in the command line, read.py parses their values, checks.py compares
+them, and run_options.py puts them into groups.
 """
 
-from phalanx.cli.options.runoptions import RunOptions, parse_chaos, parse_plan, parse_run
+from phalanx.cli.options.run_options import RunOptions, parse_chaos, parse_plan, parse_run
 from phalanx.cli.options.scan import HelpRequested
-from phalanx.cli.options.values import Streams
 
-__all__ = ["HelpRequested", "RunOptions", "Streams", "parse_chaos", "parse_plan", "parse_run"]
+__all__ = ["HelpRequested", "RunOptions", "parse_chaos", "parse_plan", "parse_run"]

@@ -1,4 +1,4 @@
-"""What options mean together, and where they contradict each other."""
+"""Combines options that depend on each other, and raises where they contradict each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
 
-def what_kind(values: Any, script: str, verb: str) -> Literal["script", "stdin", "module", "path", "program"]:
+def script_kind(values: Any, script: str, verb: str) -> Literal["script", "stdin", "module", "path", "program"]:
+    """Return how the script is run: --module, --run-path, --no-python or plain Python."""
     if values.run_path:
         return "path"
     if values.no_python and values.module:
@@ -28,9 +29,10 @@ def what_kind(values: Any, script: str, verb: str) -> Literal["script", "stdin",
 
 
 def count_nodes(values: Any, given: Mapping[str, Given], verb: str) -> tuple[int, int]:
+    """Return the minimum and maximum number of nodes."""
     least, most = values.nnodes
     if "nnodes" not in given and values.slots is not None and len(values.slots) > 1 and not values.standalone:
-        least = most = len(values.slots)  # -g 8,2 says it
+        least = most = len(values.slots)  # -g 8,2 is two nodes
     if not values.standalone:
         return least, most
     if least > 1:
@@ -42,8 +44,9 @@ def count_nodes(values: Any, given: Mapping[str, Given], verb: str) -> tuple[int
     return 1, 1
 
 
-def check_node_id(values: Any, given: Mapping[str, Given], most: int, verb: str) -> None:
-    # torchrun numbers the nodes of these by itself, and scripts hand it a number all the same.
+def check_node_rank(values: Any, given: Mapping[str, Given], most: int, verb: str) -> None:
+    """Raise if --node-rank is not one of the nodes or spares."""
+    # With these, torchrun numbers the nodes itself and ignores --node-rank.
     if values.standalone or values.rdzv_backend != "static" or (values.node_rank or 0) < most:
         return
     raise OptionError(
@@ -54,7 +57,7 @@ def check_node_id(values: Any, given: Mapping[str, Given], most: int, verb: str)
 
 
 def check_spares(values: Any, given: Mapping[str, Given], hosts: tuple[Host, ...] | None, verb: str) -> None:
-    """Over ssh, the terminal that started everything ends everything: no node outlives it, and none is replaced."""
+    """Raise if spares are requested over ssh: no node outlives the terminal, and none is replaced."""
     least, most = values.nnodes
     elastic = "nnodes" in given and least < most
     if hosts is None or not (values.spares or elastic):
@@ -70,6 +73,7 @@ def check_spares(values: Any, given: Mapping[str, Given], hosts: tuple[Host, ...
 
 
 def check_cpu(values: Any, given: Mapping[str, Given], verb: str) -> None:
+    """Raise if --cpu is combined with devices."""
     if not values.cpu:
         return
     against = "devices" if values.devices else "nproc_per_node" if values.nproc_per_node in ("gpu", "xpu") else None
@@ -80,7 +84,8 @@ def check_cpu(values: Any, given: Mapping[str, Given], verb: str) -> None:
         )
 
 
-def slots_of_nodes(values: Any, given: Mapping[str, Given], most: int, verb: str) -> tuple[int, ...] | None:
+def slots_per_node(values: Any, given: Mapping[str, Given], most: int, verb: str) -> tuple[int, ...] | None:
+    """Return the number of workers of each node, as -g says it."""
     listed: tuple[int, ...] | None = values.slots
     if listed is None or len(listed) == most:
         return listed
@@ -90,13 +95,13 @@ def slots_of_nodes(values: Any, given: Mapping[str, Given], most: int, verb: str
     here = f"-i {values.node_rank or 0}"
     raise OptionError(
         f"{typed} is for {len(listed)} nodes, but there {'is' if most == 1 else 'are'} {most}",
-        details=["expected one number for each node, or one number for all"],
+        details=["expected one number per node, or one number for all"],
         fix=f"phalanx {verb} -n {len(listed)} {typed} {here} …, or phalanx {verb} -g {listed[0]} …",
     )
 
 
-def workers_here(values: Any, given: Mapping[str, Given], slots: tuple[int, ...] | None, verb: str) -> Any:
-    """-g and --nproc-per-node say the same thing. PET_NPROC_PER_NODE is a default, and gives way to -g."""
+def workers_on_this_node(values: Any, given: Mapping[str, Given], slots: tuple[int, ...] | None, verb: str) -> Any:
+    """Return the number of workers from -g or --nproc-per-node. -g overrides PET_NPROC_PER_NODE."""
     if slots is None:
         return values.nproc_per_node
     if values.node_rank is not None and values.node_rank < len(slots):
@@ -115,7 +120,7 @@ def workers_here(values: Any, given: Mapping[str, Given], slots: tuple[int, ...]
 
 
 def hosts_of(values: Any, given: Mapping[str, Given], verb: str) -> tuple[Host, ...] | None:
-    """--hosts, or the content of --hostfile; with -g, that many workers on each."""
+    """Return the hosts of --hosts or --hostfile; with -g, with that many workers each."""
     if values.hostfile and values.hosts:
         raise OptionError("--hosts and --hostfile contradict each other", fix=f"phalanx {verb} --hosts a:8,b:2 …")
     found = _read_hostfile(values.hostfile, verb) if values.hostfile else values.hosts
@@ -157,13 +162,13 @@ def _read_hostfile(path: str, verb: str) -> tuple[Host, ...]:
     except ValueError as error:
         raise OptionError(
             f"--hostfile {path}: {error}",
-            details=["expected a host a line: `a slots=8`, `a:8`, or `a`"],
+            details=["expected one host per line: `a slots=8`, `a:8`, or `a`"],
             fix=f"phalanx {verb} --hosts a:8,b:2 … needs no file",
         ) from None
 
 
 def notes(values: Any, given: Mapping[str, Given]) -> list[str]:
-    """A line for each option that the user gave and that does nothing here."""
+    """Return one line per option that was given and has no effect."""
     found = []
     for option in OPTIONS:
         value = getattr(values, option.dest, None)
@@ -181,6 +186,7 @@ def _typed(given: Given) -> str:
 
 
 def check_page(at: str | None) -> None:
+    """Raise if the address of the browser page is not valid."""
     if at is not None:
         from phalanx.watch.page import address
 

@@ -1,4 +1,4 @@
-"""Scripts that complete `phalanx run` in a shell: phalanx run --print-completion bash >> ~/.bashrc"""
+"""Generates shell completion scripts: phalanx run --print-completion bash >> ~/.bashrc"""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from phalanx.cli.options.table import OPTIONS, options_of
 
 
 def completion(shell: str) -> str:
+    """Return the completion script for bash, zsh or tcsh."""
     from phalanx.cli.main import VERBS
 
     return {"bash": _bash, "zsh": _zsh, "tcsh": _tcsh}[shell](tuple(VERBS))
 
 
 def choices(option: Option) -> tuple[str, ...]:
-    """The values worth offering, from the metavar: its lower-case words."""
+    """Return the values to offer: the lower-case words of the metavar."""
     if option.kind is None:
         return ()
     return tuple(word for word in option.kind.metavar.split("|") if word.islower() and word.replace("-", "").isalnum())
@@ -26,7 +27,7 @@ def _is_folder(option: Option) -> bool:
 
 
 _BASH = """\
-# Completes phalanx run, plan and chaos, up to the script; behind it, files.
+# Completes phalanx run, plan and chaos, up to the script; after it, files.
 _phalanx() {
     local cur=${COMP_WORDS[COMP_CWORD]} option= script= verb=${COMP_WORDS[1]} word i IFS=$' \\t\\n'
     COMPREPLY=()
@@ -105,7 +106,7 @@ def _bash(verbs: Sequence[str]) -> str:
 def _zsh(verbs: Sequence[str]) -> str:
     lines = [
         "#compdef phalanx",
-        "# Completes phalanx run, plan and chaos, up to the script; behind it, files.",
+        "# Completes phalanx run, plan and chaos, up to the script; after it, files.",
         "",
     ]
     lines += ["_phalanx_options() {", "    local -a options=("]
@@ -135,7 +136,7 @@ def _zsh_spec(name: str, option: Option) -> str:
     def quoted(text: str) -> str:
         return "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in text).replace("'", "'\\''")
 
-    star = "*" if option.repeated else ""
+    star = "*" if option.kind is not None and option.kind.repeated else ""
     if option.kind is None:
         return f"'{name}[{quoted(option.help)}]'"
     offered = "_directories" if _is_folder(option) else f"({' '.join(choices(option))})" if choices(option) else " "

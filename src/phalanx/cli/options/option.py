@@ -1,8 +1,9 @@
-"""One option of the command line, as a row of the table."""
+"""The declaration of one command line option."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 from phalanx.cli.options.values import ValueKind
 
@@ -10,43 +11,55 @@ Origin = Literal["torchrun", "torchrun 2.15", "torch.distributed.launch", "phala
 
 
 class Option(NamedTuple):
+    """Everything there is to say about an option: how it is spelled, parsed, documented, and what it sets."""
+
     section: str
-    name: str  # the long spelling with dashes; the one with underscores goes without saying
+    name: str  # the long spelling with dashes; the one with underscores is accepted too
     help: str
     kind: ValueKind | None = None  # None: a flag
     default: str | None = None  # as it would be typed
     short: str = ""
-    aliases: tuple[str, ...] = ()  # phalanx's other spellings of an option of torchrun
+    aliases: tuple[str, ...] = ()  # phalanx's additional spellings of a torchrun option
     origin: Origin = "torchrun"
-    pet: bool = True  # the default is taken from PET_<NAME>, as torchrun does
-    repeated: bool = False
-    attached: tuple[str, ...] = ()  # values that a flag takes behind `=` only
-    no_effect: str = ""  # why there is nothing left for it to do
-    only: str = ""  # the one verb that knows it
+    pet: bool = True  # the default is taken from PET_<NAME>, as in torchrun
+    fallback: str = ""  # another environment variable for the default
+    attached: tuple[str, ...] = ()  # values that a flag accepts after `=` only
+    no_effect: str = ""  # why the option has no effect
+    only: str = ""  # the only verb that accepts it; empty: all
+    field: str = ""  # the field of RunOptions that it sets, as `group.name`
+    exports: str = ""  # the environment variable of the workers that it sets
+    convert: Callable[[Any], Any] | None = None  # turns the parsed value, or None, into that of the field
 
     @property
     def dest(self) -> str:
+        """Return the name of the parsed value: `--log-dir` is `log_dir`."""
         return self.name[2:].replace("-", "_")
 
     @property
     def variable(self) -> str:
+        """Return the PET_ variable that gives the default, or an empty string."""
         return f"PET_{self.dest.upper()}" if self.pet and self.origin.startswith("torchrun") else ""
 
     @property
     def torchrun_spellings(self) -> tuple[str, ...]:
-        """What torchrun itself knows this option as."""
+        """Return the names that torchrun itself accepts."""
         return tuple(dict.fromkeys(filter(None, (self.short, self.name, _underscored(self.name)))))
 
     @property
     def spellings(self) -> tuple[str, ...]:
+        """Return all accepted names."""
         own = (spelling for alias in self.aliases for spelling in (alias, _underscored(alias)))
         return tuple(dict.fromkeys((*self.torchrun_spellings, *own)))
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The spellings to show to people: short ones first, none with underscores."""
+        """Return the names for help and documentation: short ones first, none with underscores."""
         names = (name for name in (self.short, *self.aliases, self.name) if name)
         return tuple(sorted(names, key=lambda name: name.startswith("--")))
+
+    def field_value(self, value: Any) -> Any:
+        """Return what a parsed value sets the field or the exported variable to."""
+        return value if self.convert is None else self.convert(value)
 
 
 def _underscored(name: str) -> str:

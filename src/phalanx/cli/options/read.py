@@ -1,4 +1,4 @@
-"""Turns what was given, on the command line or in PET_ variables, into values, one option at a time."""
+"""Parses the text of options, from the command line or from environment variables, into values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from phalanx.errors import OptionError
 
 
 def from_environment(environ: Mapping[str, str], verb: str) -> dict[str, Given]:
+    """Return the options that PET_ variables set, by `Option.dest`."""
     named = ((option, option.variable) for option in options_of(verb) if option.variable)
     return {option.dest: Given(name, (environ[name],)) for option, name in named if name in environ}
 
 
 def read_all(given: Mapping[str, Given], environ: Mapping[str, str], verb: str) -> SimpleNamespace:
-    """A value for every option, by its `dest`."""
+    """Return a value for every option, by `Option.dest`."""
     values = SimpleNamespace()
     for option in options_of(verb):
         setattr(values, option.dest, _value(option, given.get(option.dest), environ, verb))
@@ -27,6 +28,7 @@ def read_all(given: Mapping[str, Given], environ: Mapping[str, str], verb: str) 
 
 
 def read(kind: ValueKind, name: str, text: str, environ: Mapping[str, str], verb: str) -> Any:
+    """Parse one text. Raise an OptionError that names the option, what was expected, and a value that works."""
     try:
         return kind.read(text)
     except ValueError as error:
@@ -41,19 +43,26 @@ def read(kind: ValueKind, name: str, text: str, environ: Mapping[str, str], verb
         raise OptionError(f'{name} is "{text}"{why}', details=details, fix=fix) from None
 
 
+def with_fallback(option: Option, value: Any, environ: Mapping[str, str], verb: str) -> Any:
+    """Return `value`, or that of the option's fallback variable if there is none."""
+    if value is not None or option.fallback not in environ or option.kind is None:
+        return value
+    return read(option.kind, option.fallback, environ[option.fallback], environ, verb)
+
+
 def _value(option: Option, given: Given | None, environ: Mapping[str, str], verb: str) -> Any:
     if option.kind is None:
         return _flag(option, given)
     if given is None:
         return None if option.default is None else option.kind.read(option.default)
-    # Given twice, the last one counts, as in torchrun.
-    texts = given.values if option.repeated else given.values[-1:]
+    # As in torchrun, the last value counts.
+    texts = given.values if option.kind.repeated else given.values[-1:]
     found = [read(option.kind, given.name, text, environ, verb) for text in texts]
-    return found if option.repeated else found[0]
+    return found if option.kind.repeated else found[0]
 
 
 def _flag(option: Option, given: Given | None) -> bool | str:
-    """Whether it is on; for a flag with attached values, which of them."""
+    """Return whether a flag is on, or which of its attached values it has."""
     if given is None:
         return False
     if option.attached:

@@ -1,4 +1,4 @@
-"""Where the workers meet, decided from torchrun's options as torchrun decides it."""
+"""Resolves the rendezvous address from torchrun's options as torchrun does."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ STATIC_PORT = 29500
 C10D_PORT = 29400
 
 
-class RendezvousOptions(NamedTuple):
+class RendezvousAddress(NamedTuple):
+    """The run id and the address of node 0."""
+
     run_id: str | None  # None: a random one
-    address: str | None  # None: not told
-    port: int | None  # None: a free one
+    address: str | None  # None: not given
+    port: int | None  # None: a free port
     notes: tuple[str, ...] = ()
 
 
-def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> RendezvousOptions:
-    """`values` by option, `names` as the user spelled those that were given."""
+def resolve_rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> RendezvousAddress:
+    """Return where the nodes meet. `names` has the given options as the user spelled them."""
 
     def unused(dests: Iterable[str], why: str) -> tuple[str, ...]:
-        # A loopback address is what one node gets anyway.
+        # One node uses a loopback address anyway.
         idle = [
             names[dest]
             for dest in dests
@@ -38,7 +40,7 @@ def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) ->
     several = max_nodes > 1
     if values.standalone:
         why = "with --standalone the port is a free one and the id is random"
-        return RendezvousOptions(
+        return RendezvousAddress(
             None, None, None, unused(("rdzv_endpoint", "rdzv_id", "master_addr", "master_port"), why)
         )
     if values.rdzv_backend == "static":
@@ -47,29 +49,29 @@ def rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) ->
             if port is None:
                 raise _no_port(values.rdzv_endpoint, names, verb)
             notes = unused(("master_addr", "master_port"), f"{names['rdzv_endpoint']} says it")
-            return RendezvousOptions(run_id, host, port or None, notes)
+            return RendezvousAddress(run_id, host, port or None, notes)
         if values.master_port is None and not several:
             why = "on one node without --master-port, the port is a free one and the id is random"
-            return RendezvousOptions(None, None, None, unused(("rdzv_id", "master_addr"), why))
+            return RendezvousAddress(None, None, None, unused(("rdzv_id", "master_addr"), why))
         port = STATIC_PORT if values.master_port is None else values.master_port
         if values.master_addr is None:
-            return RendezvousOptions(run_id, None if several else "127.0.0.1", port or None)
-        return RendezvousOptions(run_id, _host(values, names, verb), port or None)
+            return RendezvousAddress(run_id, None if several else "127.0.0.1", port or None)
+        return RendezvousAddress(run_id, _host(values, names, verb), port or None)
 
     backend = f"{names['rdzv_backend']} {values.rdzv_backend}"
     notes = unused(("master_addr", "master_port"), f"with {backend} the address is --rdzv-endpoint's")
     if values.rdzv_backend != "c10d":
         etcd = f"{backend} has no effect: nodes meet at node 0, and no etcd server is asked"
-        return RendezvousOptions(run_id, None, None, (etcd, *notes))
+        return RendezvousAddress(run_id, None, None, (etcd, *notes))
     if not values.rdzv_endpoint or values.rdzv_conf.get("store_type") == "file":
-        return RendezvousOptions(run_id, None, C10D_PORT if several else None, notes)
+        return RendezvousAddress(run_id, None, C10D_PORT if several else None, notes)
     host, port = _endpoint(values, names, verb)
-    # Other nodes have to know the port; on one node only a port that was named is worth being bound to.
-    return RendezvousOptions(run_id, host, C10D_PORT if port is None and several else port or None, notes)
+    # Other nodes have to know the port. On one node, any free port works unless one was given.
+    return RendezvousAddress(run_id, host, C10D_PORT if port is None and several else port or None, notes)
 
 
 def _take_master(values: Any, names: dict[str, str], verb: str) -> None:
-    """--master HOST[:PORT] is --master-addr and --master-port in one."""
+    """Replace --master HOST[:PORT] by --master-addr and --master-port."""
     for other in ("master_addr", "rdzv_endpoint"):
         if other in names and names[other].startswith("-"):
             raise OptionError(
@@ -92,7 +94,7 @@ def _endpoint(values: Any, names: Mapping[str, str], verb: str) -> tuple[str, in
 
 
 def _host(values: Any, names: Mapping[str, str], verb: str) -> str:
-    # With a port behind it, as torchrun reads it: then the colons of an IPv6 address need no brackets.
+    # Parsed with a port appended, as in torchrun: an IPv6 address then needs no brackets.
     kind = ADDRESS._replace(read=lambda address: endpoint(f"{address}:0")[0])
     return str(read(kind, names["master_addr"], values.master_addr, {}, verb))
 

@@ -1,7 +1,7 @@
-"""Finds the options in a command line, up to the script; what they were given is still text.
+"""Finds the options in a command line, up to the script. Their values are still text.
 
-argparse does it, because torchrun's command lines are what argparse makes of them: abbreviations,
-`--option=value`, `-r3`, and everything behind the script left alone. Its messages are not used.
+Uses argparse, because torchrun does: abbreviations, `--option=value` and `-r3` work the same way, and everything after
+the script is left alone. argparse's own messages are not used.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ class HelpRequested(Exception):  # noqa: N818  # not an error: the text goes to 
 
 
 class Given(NamedTuple):
+    """An option on the command line or in a PET_ variable."""
+
     name: str  # as the user spelled it
-    values: tuple[str, ...]  # none for a flag
+    values: tuple[str, ...]  # empty for a flag
 
 
 class Scan(NamedTuple):
+    """A command line, divided into options, script and arguments of the script."""
+
     given: dict[str, Given]  # by Option.dest
-    script: str  # empty: there is none
+    script: str  # empty: missing
     args: tuple[str, ...]
 
 
 def scan(argv: Sequence[str], verb: str) -> Scan:
+    """Divide a command line. Raise OptionError, or HelpRequested for --help."""
     parser = _Parser(verb)
     try:
         found, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         if error.argument_name is not None:
             raise parser.misused(error.argument_name, argv) from None
-        # Only the script can be missing. With one in its place the rest of the line can be judged.
+        # Only the script can be missing. With a placeholder the rest of the line can be checked.
         found, unknown = parser.parse_known_args([*argv, ""])
     if unknown:
         raise _unknown(unknown[0], verb)
@@ -50,7 +55,7 @@ def scan(argv: Sequence[str], verb: str) -> Scan:
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, verb: str) -> None:
-        # argparse formats every option once to check it; a width spares it to ask for the terminal's.
+        # argparse formats every option once to check it. A fixed width saves a look at the terminal.
         super().__init__(
             add_help=False,
             exit_on_error=False,
@@ -59,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
         self.verb = verb
         self.set_defaults(given={})
         self._by_name: dict[str, Option] = {}
-        # A prefix that means something to torchrun means the same here, whatever options were added.
+        # An abbreviation that torchrun accepts means the same here, whatever options phalanx adds.
         self._torchrun = {
             name for option in options_of(verb) if option.origin == "torchrun" for name in option.torchrun_spellings
         }
@@ -73,10 +78,11 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("args", nargs=argparse.REMAINDER)
 
     def error(self, message: str) -> Any:
+        """Raise instead of exiting."""
         raise argparse.ArgumentError(None, message)
 
     def misused(self, name: str, argv: Sequence[str]) -> OptionError:
-        """argparse complains about an option in two cases: no value where one is needed, or the reverse."""
+        """Return the error for an option without its value, or for a flag with one."""
         option = self._by_name[name]
         typed = next((word for word in argv if word in option.spellings), option.name)
         example = f"phalanx {self.verb} {typed}"
@@ -86,20 +92,18 @@ class _Parser(argparse.ArgumentParser):
             return OptionError(f"{typed} needs a value", details=[expected], fix=fix)
         if option.attached:
             values = " or ".join(f"{option.name}={value}" for value in option.attached)
-            return OptionError(
-                f"{option.name} has a value it does not know", details=[f"expected {values}"], fix=values
-            )
-        return OptionError(f"{typed} takes no value: it is on when it is there", fix=f"{example} …")
+            return OptionError(f"{option.name} has an unknown value", details=[f"expected {values}"], fix=values)
+        return OptionError(f"{typed} takes no value: it is a flag", fix=f"{example} …")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What an abbreviation may stand for."""
+        """Return the options that an abbreviation may stand for."""
         found: list[Any] = super()._get_option_tuples(option_string)
         theirs = [match for match in found if match[1] in self._torchrun]
         if len(theirs) == 1:
             return theirs
         if len({match[0] for match in found}) < 2:
             return found[:1]
-        # Not raised here: argparse also asks about the arguments of the script.
+        # Not raised here: argparse also calls this for the arguments of the script.
         return [(_Ambiguous(option_string, [match[1] for match in found], self.verb), *found[0][1:])]
 
 
@@ -131,8 +135,8 @@ class _Ambiguous(argparse.Action):
         )
 
 
-# What other launchers call the same thing, where the names do not resemble each other.
-_ELSEWHERE = {
+# Names of the same options in other launchers.
+_OTHER_LAUNCHERS = {
     "--num-processes": "-g",
     "--num-gpus": "-g",
     "--gpus": "-g",
@@ -157,9 +161,9 @@ def _unknown(token: str, verb: str) -> OptionError:
                 f"{typed} is not an option of phalanx {verb}, but of phalanx {option.only}",
                 fix=f"phalanx {option.only} {typed} …",
             )
-    # The dashes in front are no likeness: --lr is not nearly --color.
+    # Compared without the leading dashes: --lr is not close to --color.
     known = {name[2:]: name for option in options_of(verb) for name in option.spellings if name[1] == "-"}
-    known |= {name[2:]: ours for name, ours in _ELSEWHERE.items()}
+    known |= {name[2:]: ours for name, ours in _OTHER_LAUNCHERS.items()}
     bare = typed.lstrip("-")
     alike = [
         *difflib.get_close_matches(bare, known, 1),
@@ -167,7 +171,7 @@ def _unknown(token: str, verb: str) -> OptionError:
     ]
     near = [known[name] for name in alike]
     what = f"{typed} is not an option of phalanx {verb}"
-    behind = "options of the script go behind its name"
+    after = "options of the script go after its name"
     if near:
-        return OptionError(f"{what}; did you mean {near[0]}?", details=[behind], fix=f"phalanx {verb} {near[0]} …")
-    return OptionError(what, details=[behind], fix=f"phalanx {verb} --help lists them all")
+        return OptionError(f"{what}; did you mean {near[0]}?", details=[after], fix=f"phalanx {verb} {near[0]} …")
+    return OptionError(what, details=[after], fix=f"phalanx {verb} --help lists them all")

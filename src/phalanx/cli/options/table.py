@@ -1,12 +1,19 @@
-"""Every option of `phalanx run`, one row each. Parser, help, completion and docs are made from it."""
+"""Every option of `phalanx run`, `plan` and `chaos`, declared once.
+
+The parser, the help text, docs/options.md, shell completion, RunOptions and the plan all follow from these rows. Only
+options whose meaning depends on each other, such as -g and --nproc-per-node, have no `field`: checks.py combines them.
+"""
 
 from __future__ import annotations
 
+import operator
+import os
 from functools import partial
 
 from phalanx.cli.options import values as kinds
 from phalanx.cli.options.option import Option
 from phalanx.cli.options.values import one_of
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 
 OFTEN = "Used most"
 SIZE = "Workers and devices"
@@ -17,7 +24,22 @@ NODES = "Several nodes, addresses"
 IDLE = "torchrun options that are accepted and have no effect"
 SECTIONS = (OFTEN, SIZE, SCRIPT, OUTPUT, START, NODES, IDLE)
 
+_LOCAL_RANK_OPTIONS = {False: "", "dash": "--local-rank", "underscore": "--local_rank"}
+
 _ours = partial(Option, origin="phalanx")
+
+
+def _absolute(path: str | None) -> str | None:
+    return path and os.path.abspath(path)
+
+
+def _or_empty(value: tuple[str, ...] | None) -> tuple[str, ...]:
+    return value or ()
+
+
+def _or_zero(value: float | None) -> float:
+    return value or 0.0
+
 
 OPTIONS = (
     _ours(
@@ -34,30 +56,47 @@ OPTIONS = (
         "Maximum number of restarts. With phalanx.main and no value: restart as long as training makes progress.",
         kinds.TIMES,
         "0",
+        field="recovery.max_restarts",
     ),
     _ours(
         OFTEN,
         "--devices",
         "Use only these devices, one worker per device. IDs are CUDA indices on this node.",
         kinds.DEVICES,
+        field="workers.devices",
     ),
-    _ours(OFTEN, "--cpu", "Use CPU workers even if GPUs are available."),
-    _ours(OFTEN, "--env", "Set an environment variable in every worker. Repeatable.", kinds.VARIABLE, repeated=True),
-    _ours(OFTEN, "--checkpoints", "Checkpoint folder of a script that uses phalanx.main.", kinds.FOLDER),
-    _ours(OFTEN, "--checkpoint-every", "Checkpoint interval: steps (100) or time (10m). Default: 10m.", kinds.INTERVAL),
+    _ours(OFTEN, "--cpu", "Use CPU workers even if GPUs are available.", field="workers.cpu"),
+    _ours(OFTEN, "--env", "Set an environment variable in every worker. Repeatable.", kinds.VARIABLE),
+    _ours(
+        OFTEN,
+        "--checkpoints",
+        "Checkpoint folder of a script that uses phalanx.main.",
+        kinds.FOLDER,
+        exports=CHECKPOINTS,
+        convert=_absolute,
+    ),
+    _ours(
+        OFTEN,
+        "--checkpoint-every",
+        "Checkpoint interval: steps (100) or time (10m). Default: 10m.",
+        kinds.INTERVAL,
+        exports=CHECKPOINT_EVERY,
+    ),
     _ours(
         OFTEN,
         "--snapshot-every",
         "Snapshot interval: steps (100), time (30s) or off. A snapshot copies the state to memory that outlives the "
         "workers. Default: 30s; for FSDP every step, or as often as costs at most 3% of the time.",
         kinds.SNAPSHOTS,
+        exports=SNAPSHOT_EVERY,
     ),
-    Option(OFTEN, "--log-dir", "Folder for the workers' log files.", kinds.FOLDER),
-    _ours(OFTEN, "--show-ranks", "Show the output of these global ranks only.", kinds.RANKS),
+    Option(OFTEN, "--log-dir", "Folder for the workers' log files.", kinds.FOLDER, field="output.log_dir"),
+    _ours(OFTEN, "--show-ranks", "Show the output of these global ranks only.", kinds.RANKS, field="output.ranks"),
     _ours(
         OFTEN,
         "--screen",
         "Show the run in a full-screen terminal view. q closes the view; the run continues.",
+        field="viewers.screen",
     ),
     _ours(
         OFTEN,
@@ -68,6 +107,7 @@ OPTIONS = (
         OFTEN,
         "--check-collectives",
         "Compare every collective across ranks before it starts, and report a mismatch at once.",
+        field="hang.check_collectives",
     ),
     _ours(OFTEN, "--json", "Print the plan as JSON.", only="plan"),
     _ours(OFTEN, "--kill-every", "Average time between two faults.", kinds.DURATION, "5s", only="chaos"),
@@ -90,17 +130,19 @@ OPTIONS = (
         "by default).",
         kinds.WORKERS,
     ),
-    _ours(SIZE, "--isolate", "Make only its own device visible to each worker."),
+    _ours(SIZE, "--isolate", "Make only its own device visible to each worker.", field="workers.isolate"),
     _ours(
         SIZE,
         "--share-gpu",
         "Allow more workers than GPUs: several NCCL ranks share a GPU. For debugging, not for speed. A worker sees its "
         "GPU as device 0, and LOCAL_RANK is 0.",
+        field="workers.share_gpu",
     ),
     Option(
         SIZE,
         "--virtual-local-rank",
         "Like --isolate, and set LOCAL_RANK=0 in every worker: its device is always 0.",
+        field="workers.virtual_local_rank",
     ),
     Option(
         SIZE,
@@ -108,8 +150,9 @@ OPTIONS = (
         "Bind each worker to the CPU cores near its GPU.",
         one_of("node", "socket", "exclusive", "core-complex"),
         pet=False,
+        field="workers.numa_binding",
     ),
-    Option(SIZE, "--role", "Role of the workers (ROLE_NAME).", kinds.NAME, "default"),
+    Option(SIZE, "--role", "Role of the workers (ROLE_NAME).", kinds.NAME, "default", field="workers.role"),
     Option(SCRIPT, "--no-python", "Run the script as a program, without Python."),
     Option(SCRIPT, "--run-path", "Run the script with runpy.run_path. Overrides --no-python."),
     _ours(
@@ -117,8 +160,10 @@ OPTIONS = (
         "--pass-local-rank",
         "Pass --local-rank=N to the script, as torch.distributed.launch did; =underscore passes --local_rank=N.",
         attached=("dash", "underscore"),
+        field="script.local_rank_option",
+        convert=_LOCAL_RANK_OPTIONS.get,
     ),
-    _ours(SCRIPT, "--stdin", "The rank that reads this terminal's input.", kinds.STDIN, "0"),
+    _ours(SCRIPT, "--stdin", "The rank that reads this terminal's input.", kinds.STDIN, "0", field="script.stdin_rank"),
     Option(
         OUTPUT,
         "--tee",
@@ -126,6 +171,7 @@ OPTIONS = (
         kinds.STREAMS,
         "0",
         short="-t",
+        field="output.tee",
     ),
     Option(
         OUTPUT,
@@ -134,6 +180,7 @@ OPTIONS = (
         kinds.STREAMS,
         "0",
         short="-r",
+        field="output.redirects",
     ),
     Option(
         OUTPUT,
@@ -142,25 +189,50 @@ OPTIONS = (
         "Default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.",
         kinds.TEMPLATE,
         origin="torchrun 2.15",
+        field="output.line_prefix",
+        fallback="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
     ),
-    Option(OUTPUT, "--local-ranks-filter", "Show the output of these local ranks only.", kinds.RANKS),
+    Option(
+        OUTPUT,
+        "--local-ranks-filter",
+        "Show the output of these local ranks only.",
+        kinds.RANKS,
+        field="output.local_ranks",
+    ),
     Option(
         OUTPUT,
         "--duplicate-stdout-filters",
         "Copy stdout lines that contain one of these texts to a separate file. ,, is a literal comma.",
         kinds.FILTERS,
+        field="output.stdout_filters",
+        convert=_or_empty,
     ),
-    Option(OUTPUT, "--duplicate-stderr-filters", "The same for stderr.", kinds.FILTERS),
-    _ours(OUTPUT, "--color", "Use colors on the console.", one_of("auto", "always", "never"), "auto"),
+    Option(
+        OUTPUT,
+        "--duplicate-stderr-filters",
+        "The same for stderr.",
+        kinds.FILTERS,
+        field="output.stderr_filters",
+        convert=_or_empty,
+    ),
+    _ours(
+        OUTPUT, "--color", "Use colors on the console.", one_of("auto", "always", "never"), "auto", field="output.color"
+    ),
     _ours(OUTPUT, "--no-page", "Serve no browser page."),
     _ours(
         OUTPUT,
         "--page-at",
         "Address of the browser page. Default: 127.0.0.1:29580 or the next free port (this machine only).",
         kinds.ENDPOINT,
+        field="viewers.page_at",
     ),
-    _ours(OUTPUT, "--timings", "Show step timings of every rank at the end, even if no rank is slow."),
-    _ours(OUTPUT, "--quiet", "Print only errors of phalanx itself."),
+    _ours(
+        OUTPUT,
+        "--timings",
+        "Show step timings of every rank at the end, even if no rank is slow.",
+        field="output.timings",
+    ),
+    _ours(OUTPUT, "--quiet", "Print only errors of phalanx itself.", field="output.quiet"),
     Option(
         OUTPUT,
         "--event-log-handler",
@@ -168,6 +240,7 @@ OPTIONS = (
         kinds.NAME,
         "null",
         no_effect="handlers that are registered in torch are not called",
+        field="output.event_log_handler",
     ),
     Option(
         OUTPUT,
@@ -177,18 +250,38 @@ OPTIONS = (
         origin="torchrun 2.15",
         pet=False,
     ),
-    _ours(START, "--preload", "Modules to import once, before workers are forked.", kinds.MODULES),
-    _ours(START, "--fresh", "Start every worker as a new interpreter instead of forking it."),
     _ours(
-        START, "--restart-window", "Reset the restart count after this long without a failure.", kinds.DURATION, "1h"
+        START,
+        "--preload",
+        "Modules to import once, before workers are forked.",
+        kinds.MODULES,
+        field="start.preload",
+        convert=_or_empty,
     ),
-    _ours(START, "--worker-timeout", "Replace a worker that sends no heartbeat for this long.", kinds.DURATION, "60s"),
+    _ours(START, "--fresh", "Start every worker as a new interpreter instead of forking it.", field="start.fresh"),
+    _ours(
+        START,
+        "--restart-window",
+        "Reset the restart count after this long without a failure.",
+        kinds.DURATION,
+        "1h",
+        field="recovery.restart_window",
+    ),
+    _ours(
+        START,
+        "--worker-timeout",
+        "Replace a worker that sends no heartbeat for this long.",
+        kinds.DURATION,
+        "60s",
+        field="recovery.worker_timeout",
+    ),
     _ours(
         START,
         "--stall-timeout",
         "Report a stall, with the rank to blame, after this long and several usual steps without progress.",
         kinds.DURATION_OR_OFF,
         "30s",
+        field="hang.stall_timeout",
     ),
     _ours(
         START,
@@ -196,15 +289,24 @@ OPTIONS = (
         "Action on a stall: report it, kill the rank to blame (the others recover), or stop the run.",
         kinds.one_of("report", "kill", "stop"),
         "report",
+        field="hang.action",
     ),
-    _ours(START, "--keep-warm", "Keep a warm fork server this long for the next run.", kinds.DURATION),
-    _ours(START, "--no-warm", "Do not use a warm fork server."),
+    _ours(
+        START,
+        "--keep-warm",
+        "Keep a warm fork server this long for the next run.",
+        kinds.DURATION,
+        field="start.keep_warm",
+        convert=_or_zero,
+    ),
+    _ours(START, "--no-warm", "Do not use a warm fork server.", field="start.warm", convert=operator.not_),
     Option(
         START,
         "--signals-to-handle",
         "Signals to forward to the workers.",
         kinds.SIGNALS,
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        field="shutdown.signals",
     ),
     Option(
         START,
@@ -212,6 +314,8 @@ OPTIONS = (
         "Seconds between asking workers to stop and killing them. Default: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30 (5 "
         "after a failure).",
         kinds.SECONDS,
+        field="shutdown.timeout",
+        fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     ),
     _ours(
         START,
@@ -219,8 +323,11 @@ OPTIONS = (
         "Signals that checkpoint and end the run with exit code 75, if the script keeps checkpoints; or none.",
         kinds.PREEMPTION,
         "SIGTERM",
+        field="shutdown.preempt_signals",
     ),
-    _ours(START, "--grace", "Time limit for that checkpoint.", kinds.DURATION, "30s"),
+    _ours(
+        START, "--grace", "Time limit for that checkpoint.", kinds.DURATION, "30s", field="shutdown.checkpoint_timeout"
+    ),
     _ours(
         START,
         "--linger",
@@ -228,6 +335,7 @@ OPTIONS = (
         "forever: leave them running and exit.",
         kinds.LINGER,
         "2m",
+        field="shutdown.linger",
     ),
     Option(
         NODES,
@@ -243,27 +351,56 @@ OPTIONS = (
         "Index of this node, starting at 0. Default: 0 with one node.",
         kinds.ID,
         aliases=("-i", "--id"),
+        field="nodes.node_rank",
     ),
     _ours(NODES, "--master", "Name or address of node 0, and its port if it is not 29500.", kinds.ENDPOINT),
     _ours(NODES, "--hosts", "Start all nodes over ssh: a:8,b:2 (workers) or a:0-7,b:1,3 (devices).", kinds.HOSTS),
     _ours(NODES, "--hostfile", "Read the hosts from a file in Open MPI, DeepSpeed or Horovod format.", kinds.FILE),
-    _ours(NODES, "--join-timeout", "How long to wait until enough nodes have joined.", kinds.DURATION, "5m"),
+    _ours(
+        NODES,
+        "--join-timeout",
+        "How long to wait until enough nodes have joined.",
+        kinds.DURATION,
+        "5m",
+        field="rendezvous.join_timeout",
+    ),
     _ours(
         NODES,
         "--last-call",
         "With MIN:MAX: how long to wait for more nodes once MIN have joined.",
         kinds.DURATION,
         "3s",
+        field="rendezvous.last_call",
     ),
-    _ours(NODES, "--spares", "Number of spare nodes, or spare workers with one node.", kinds.TIMES, "0"),
-    _ours(NODES, "--node-timeout", "Treat a node as lost after this long without a message.", kinds.DURATION, "15s"),
+    _ours(
+        NODES,
+        "--spares",
+        "Number of spare nodes, or spare workers with one node.",
+        kinds.TIMES,
+        "0",
+        field="nodes.spares",
+    ),
+    _ours(
+        NODES,
+        "--node-timeout",
+        "Treat a node as lost after this long without a message.",
+        kinds.DURATION,
+        "15s",
+        field="rendezvous.node_timeout",
+    ),
     _ours(
         NODES,
         "--token-file",
         "File with the token that nodes join with. Default: PHALANX_TOKEN, or the user's own token file.",
         kinds.FILE,
+        field="rendezvous.token_file",
     ),
-    _ours(NODES, "--no-auth", "Accept nodes without a token: whoever reaches the port can join."),
+    _ours(
+        NODES,
+        "--no-auth",
+        "Accept nodes without a token: whoever reaches the port can join.",
+        field="rendezvous.no_auth",
+    ),
     Option(NODES, "--master-addr", "Address of node 0. Default: 127.0.0.1 with one node.", kinds.ADDRESS),
     Option(
         NODES,
@@ -271,8 +408,19 @@ OPTIONS = (
         "Port on node 0. Default: a free port with one node, 29500 with several.",
         kinds.PORT,
     ),
-    Option(NODES, "--local-addr", "Address of this node as seen by the others.", kinds.ADDRESS),
-    Option(NODES, "--standalone", "One node, a free port and a random id; overrides the other --rdzv options."),
+    Option(
+        NODES,
+        "--local-addr",
+        "Address of this node as seen by the others.",
+        kinds.ADDRESS,
+        field="rendezvous.local_addr",
+    ),
+    Option(
+        NODES,
+        "--standalone",
+        "One node, a free port and a random id; overrides the other --rdzv options.",
+        field="nodes.standalone",
+    ),
     Option(
         NODES,
         "--rdzv-backend",
@@ -325,4 +473,5 @@ OPTIONS = (
 
 
 def options_of(verb: str) -> tuple[Option, ...]:
+    """Return the options that a verb accepts."""
     return tuple(option for option in OPTIONS if option.only in ("", verb))

@@ -1,50 +1,48 @@
-"""The kinds of value that options take. Each reads a text, or raises a ValueError that says why it cannot."""
+"""The kinds of values that options take. Each parses a text, or raises a ValueError with the reason."""
 
 from __future__ import annotations
 
 import math
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.contract.variables import OFF
+from phalanx.launch.output.filters import Std, Streams
 
 if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
-_HIGHEST_RANK = 1 << 20  # far above any world; bounds what a mistyped range can cost
+_HIGHEST_RANK = 1 << 20  # bounds the memory that a mistyped range takes
 
 
 class ValueKind(NamedTuple):
+    """How the value of an option is written, parsed and explained."""
+
     metavar: str
     read: Callable[[str], Any]
     expected: str  # completes the sentence "expected …"
-    example: str  # a value that is right
-
-
-class Streams(NamedTuple):
-    """Which of a worker's streams: 1 is stdout, 2 is stderr, 3 both, 0 neither."""
-
-    every: int = 0
-    by_local_rank: Mapping[int, int] = {}
-
-    def of(self, local_rank: int) -> int:
-        return self.by_local_rank.get(local_rank, self.every)
-
-
-MOST_RANKS = 1 << 20  # far above any world: bounds what a mistyped range can cost
+    example: str  # a valid value
+    repeated: bool = False  # given several times, all values count
 
 
 def text(value: str) -> str:
+    """Return the text as it is."""
     return value
 
 
+def text_or_none(value: str) -> str | None:
+    """Return the text; None if it is empty."""
+    return value or None
+
+
 def number(value: str, least: int, most: int | None = None) -> int:
+    """Parse a whole number within limits."""
     try:
         found = int(value)
     except ValueError:
-        raise ValueError("nothing is there" if not value.strip() else f'"{value}" is not a whole number') from None
+        raise ValueError("a number is missing" if not value.strip() else f'"{value}" is not a whole number') from None
     if found < least:
         raise ValueError(f"{found} is less than {least}")
     if most is not None and found > most:
@@ -53,79 +51,86 @@ def number(value: str, least: int, most: int | None = None) -> int:
 
 
 def numbers(value: str, least: int) -> tuple[int, ...]:
+    """Parse whole numbers, separated by commas."""
     return tuple(number(part, least) for part in value.split(","))
 
 
 def seconds(value: str) -> float:
+    """Parse a number of seconds."""
     try:
         found = float(value)
     except ValueError:
         raise ValueError("it is not a number") from None
     if not math.isfinite(found) or found < 0:
-        raise ValueError("it is not a time that can be waited for")
+        raise ValueError("it is negative or not finite")
     return found
 
 
 def duration(value: str) -> float:
-    """`90`, `90s`, `15m`, `2h` in seconds."""
+    """Parse `90`, `90s`, `15m` or `2h` into seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value.strip().lower())
     if match is None:
         raise ValueError("it is not a duration")
     found = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     if found <= 0:
-        raise ValueError("it is no time at all")
+        raise ValueError("it must be more than 0")
     return found
 
 
 def duration_or_off(value: str) -> float | None:
+    """Parse a duration, or `off` into None."""
     return None if value.strip() in OFF else duration(value)
 
 
 def linger(value: str) -> float | None:
-    """Seconds; None: for as long as they like."""
+    """Parse a duration, 0, or `forever` into None."""
     if value.strip() == "forever":
         return None
     return 0.0 if re.fullmatch(r"0+[smh]?", value.strip()) else duration(value)
 
 
 def interval(value: str) -> str:
-    """Steps or a time; read again where it is used."""
+    """Check a number of steps or a time. The worker parses it."""
     if not re.fullmatch(r"0*[1-9]\d*[smh]?", value.strip()):
         raise ValueError("it is neither a number of steps nor a time")
     return value.strip()
 
 
 def interval_or_off(value: str) -> str:
+    """Check a number of steps, a time, or `off`."""
     return value.strip() if value.strip() in OFF else interval(value)
 
 
 def nodes(value: str) -> tuple[int, int]:
+    """Parse `2` or `1:4` into the minimum and maximum number of nodes."""
     parts = value.split(":")
     if len(parts) > 2:
         raise ValueError("it has more than one colon")
     least, most = number(parts[0], 1), number(parts[-1], 1)
     if least > most:
-        raise ValueError(f"the least, {least}, is more than the most, {most}")
+        raise ValueError(f"the minimum, {least}, is more than the maximum, {most}")
     return least, most
 
 
 def workers(value: str) -> int | str:
+    """Parse a number of workers, or one of torchrun's words for it."""
     if value in ("auto", "gpu", "cpu", "xpu"):
         return value
     return number(value, 1)
 
 
 def streams(value: str) -> Streams:
+    """Parse `3`, or `0:1,1:3` per local rank."""
     if re.fullmatch("[0-3]", value):
-        return Streams(int(value))
+        return Streams(Std(int(value)))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
         raise ValueError("it names no streams")
     pairs = (part.split(":") for part in value.split(","))
-    return Streams(0, {int(rank): int(which) for rank, which in pairs})
+    return Streams(Std.NONE, {int(rank): Std(int(which)) for rank, which in pairs})
 
 
 def ranks(value: str) -> frozenset[int] | None:
-    """`0,2,4-7`; no rank at all is no filter, as in torchrun."""
+    """Parse `0,2,4-7`. As in torchrun, an empty text is no filter: None."""
     found: set[int] = set()
     for part in value.split(",") if value else ():
         first, dash, last = part.partition("-")
@@ -136,15 +141,17 @@ def ranks(value: str) -> frozenset[int] | None:
 
 
 def stdin_rank(value: str) -> int | None:
+    """Parse a rank, or `none` into None."""
     return None if value == "none" else number(value, 0)
 
 
 def filters(value: str) -> tuple[str, ...]:
-    """Split at commas, but a doubled comma stands for one."""
+    """Split at commas; a doubled comma is a literal comma."""
     return tuple(part.replace("\0", ",") for part in value.replace(",,", "\0").split(","))
 
 
 def signals(value: str) -> tuple[signal.Signals, ...]:
+    """Parse names of signals, with or without SIG."""
     found: dict[signal.Signals, None] = {}
     for part in value.split(","):
         name = part.strip().upper()
@@ -158,18 +165,21 @@ def signals(value: str) -> tuple[signal.Signals, ...]:
 
 
 def preemption(value: str) -> tuple[signal.Signals, ...]:
+    """Parse names of signals, or `none`."""
     return () if value == "none" else signals(value)
 
 
 def devices(value: str) -> tuple[str, ...]:
+    """Check device indices, ranges of them, and UUIDs."""
     found = tuple(part.strip() for part in value.split(","))
     for part in found:
         if not re.fullmatch(r"\d+(\s*-\s*\d+)?|(GPU|MIG)-\S+", part):
-            raise ValueError(f'"{part}" is not a device' if part else "nothing is there")
+            raise ValueError(f'"{part}" is not a device' if part else "a device is missing")
     return found
 
 
 def modules(value: str) -> tuple[str, ...]:
+    """Check names of modules."""
     found = tuple(part.strip() for part in value.split(","))
     for part in found:
         if not all(name.isidentifier() for name in part.split(".")):
@@ -178,26 +188,28 @@ def modules(value: str) -> tuple[str, ...]:
 
 
 def faults(value: str) -> tuple[str, ...]:
+    """Check kinds of faults for `phalanx chaos`."""
     from phalanx.launch.chaos import KINDS
 
     found = tuple(part.strip() for part in value.split(","))
     for part in found:
         if part not in KINDS:
-            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "nothing is there")
+            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "a kind is missing")
     return found
 
 
 def variable(value: str) -> tuple[str, str]:
+    """Parse NAME=VALUE."""
     name, equals, content = value.partition("=")
     if not equals:
         raise ValueError("it has no =")
     if not name:
-        raise ValueError("no name is before the =")
+        raise ValueError("the name is missing")
     return name, content
 
 
 def pairs(value: str) -> dict[str, str]:
-    """torchrun's `key=value,key=value`."""
+    """Parse torchrun's `key=value,key=value`."""
     found: dict[str, str] = {}
     for part in value.strip().split(",") if value.strip() else ():
         key, _, content = (piece.strip() for piece in part.partition("="))
@@ -208,7 +220,7 @@ def pairs(value: str) -> dict[str, str]:
 
 
 def endpoint(value: str) -> tuple[str, int | None]:
-    """`host`, `host:port`, `[v6]:port`: host and port, read as torchrun reads them."""
+    """Parse `host`, `host:port` or `[v6]:port` as torchrun does. The port may be None."""
     where = value.strip()
     host, colon, port = (where, "", "") if where.startswith("[") and where.endswith("]") else where.rpartition(":")
     if not colon:
@@ -221,55 +233,54 @@ def endpoint(value: str) -> tuple[str, int | None]:
 
 
 def hosts(value: str) -> tuple[Host, ...]:
+    """Parse `a:8,b:2`, or `a:0-7,b:1,3` with devices."""
     from phalanx.cluster.sources.hosts import parse_hosts
 
     return parse_hosts(value)
 
 
 def one_of(*choices: str) -> ValueKind:
+    """Return a kind that accepts only these choices."""
+
     def read(value: str) -> str:
         if value not in choices:
-            raise ValueError  # what is expected says it all
+            raise ValueError  # `expected` has the choices
         return value
 
     return ValueKind("|".join(choices), read, f"one of {', '.join(choices)}", choices[0])
 
 
-NODES = ValueKind("N|MIN:MAX", nodes, "a number of nodes, or the least and the most: 2 or 1:4", "2")
+NODES = ValueKind("N|MIN:MAX", nodes, "a number of nodes, or the minimum and maximum: 2 or 1:4", "2")
 SLOTS = ValueKind(
-    "N[,N…]", lambda value: numbers(value, 1), "how many workers each node has: 8, or 8,2 for two nodes", "8"
+    "N[,N…]", lambda value: numbers(value, 1), "the number of workers per node: 8, or 8,2 for two nodes", "8"
 )
-WORKERS = ValueKind("N|auto|gpu|cpu|xpu", workers, "a number of workers from 1 on, or auto, gpu, cpu, xpu", "4")
-ID = ValueKind("ID", lambda value: number(value, 0), "a whole number from 0 on", "0")
-TIMES = ValueKind("N", lambda value: number(value, 0), "a whole number from 0 on", "3")
-PORT = ValueKind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 65535; 0 takes a free one", "29500")
+WORKERS = ValueKind("N|auto|gpu|cpu|xpu", workers, "a number of workers (1 or more), or auto, gpu, cpu, xpu", "4")
+ID = ValueKind("ID", lambda value: number(value, 0), "a whole number, 0 or more", "0")
+TIMES = ValueKind("N", lambda value: number(value, 0), "a whole number, 0 or more", "3")
+PORT = ValueKind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 65535; 0 is a free port", "29500")
 SECONDS = ValueKind("SECONDS", seconds, "seconds", "30")
 DURATION = ValueKind("TIME", duration, "seconds, or a number with s, m or h: 90, 90s, 15m, 2h", "15m")
 DURATION_OR_OFF = ValueKind("TIME|off", duration_or_off, "seconds, a number with s, m or h, or off: 30, 5m, off", "30s")
 LINGER = ValueKind("TIME|forever", linger, "seconds, a number with s, m or h, 0, or forever: 90, 5m, 0, forever", "2m")
 STREAMS = ValueKind("N|RANK:N,…", streams, "0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3", "3")
-RANKS = ValueKind("RANK,…", ranks, "ranks with commas between them; 4-7 is 4,5,6,7", "0,4-7")
+RANKS = ValueKind("RANK,…", ranks, "ranks, separated by commas; 4-7 is 4,5,6,7", "0,4-7")
 STDIN = ValueKind("RANK|none", stdin_rank, "the rank that reads this terminal, or none", "0")
-FILTERS = ValueKind("TEXT,…", filters, "texts with commas between them", "apple,orange")
-SIGNALS = ValueKind("SIG,…", signals, "names of signals with commas between them", "SIGTERM,SIGINT,SIGUSR1")
-PREEMPTION = ValueKind(
-    "SIG,…|none", preemption, "names of signals with commas between them, or none", "SIGTERM,SIGUSR1"
-)
-DEVICES = ValueKind(
-    "ID,…", devices, "numbers of devices, with commas between them, or their UUIDs; 0-3 is 0,1,2,3", "0,2,5"
-)
-FAULTS = ValueKind("KIND,…", faults, "kinds of faults with commas between them", "kill,segv,stop")
-MODULES = ValueKind("MODULE,…", modules, "names of modules with commas between them", "transformers,datasets")
-VARIABLE = ValueKind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE")
-PAIRS = ValueKind("KEY=VALUE,…", pairs, "key=value, with commas between them", "timeout=900")
+FILTERS = ValueKind("TEXT,…", filters, "texts, separated by commas", "apple,orange")
+SIGNALS = ValueKind("SIG,…", signals, "signals, separated by commas", "SIGTERM,SIGINT,SIGUSR1")
+PREEMPTION = ValueKind("SIG,…|none", preemption, "signals, separated by commas, or none", "SIGTERM,SIGUSR1")
+DEVICES = ValueKind("ID,…", devices, "device indices or UUIDs, separated by commas; 0-3 is 0,1,2,3", "0,2,5")
+FAULTS = ValueKind("KIND,…", faults, "kinds of faults, separated by commas", "kill,segv,stop")
+MODULES = ValueKind("MODULE,…", modules, "modules, separated by commas", "transformers,datasets")
+VARIABLE = ValueKind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE", repeated=True)
+PAIRS = ValueKind("KEY=VALUE,…", pairs, "key=value pairs, separated by commas", "timeout=900")
 ENDPOINT = ValueKind("HOST[:PORT]", text, "host:port", "localhost:29500")
 ADDRESS = ValueKind("ADDRESS", text, "a name or an address", "127.0.0.1")
 HOSTS = ValueKind(
-    "HOST[:N],…", hosts, "hosts with commas between them: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
+    "HOST[:N],…", hosts, "hosts, separated by commas: a:8,b:2, or a:0-7,b:1,3 for exact devices", "a:8,b:2"
 )
 INTERVAL = ValueKind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
 SNAPSHOTS = ValueKind("N|TIME|off", interval_or_off, "a number of steps, a time, or off: 100, 30s, 10m, off", "30s")
 FILE = ValueKind("FILE", text, "a file", "hostfile")
 FOLDER = ValueKind("DIR", text, "a folder", "logs")
 NAME = ValueKind("NAME", text, "a name", "trainer")
-TEMPLATE = ValueKind("TEXT", text, "a text", "'[${rank}]: '")
+TEMPLATE = ValueKind("TEXT", text_or_none, "a text", "'[${rank}]: '")

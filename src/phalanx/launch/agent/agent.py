@@ -154,8 +154,8 @@ class NodeAgent:
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
         if every not in OFF and (every or self._goes_on):
             self._vault = SnapshotMemory(self._knows, told=bool(every))
-        self._board, self._desk = StatusBoard(checks=self._plan.check_collectives), ControlSocket(self._folder)
-        gathering = self._plan.gathering
+        self._board, self._desk = StatusBoard(checks=self._plan.hang.check_collectives), ControlSocket(self._folder)
+        gathering = self._plan.rendezvous
         trusted = gathering is None or bool(gathering.token.key)
         self._debugging = DebugSessions(
             self, self._coordinator, self.post, console=self._console, folder=self._folder, trusted=trusted
@@ -224,8 +224,8 @@ class NodeAgent:
     @property
     def _goes_on(self) -> bool:
         """There may be somebody after a death, for whom it is worth to remember anything."""
-        gathering = self._plan.gathering
-        return self._plan.budget.most != 0 or (gathering is not None and gathering.elastic)
+        gathering = self._plan.rendezvous
+        return self._plan.recovery.policy.most != 0 or (gathering is not None and gathering.elastic)
 
     def _knows(self, pid: int) -> bool:
         return self._attempt is not None and self._attempt.knows(pid)
@@ -237,7 +237,7 @@ class NodeAgent:
         """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
         told it, and only the console needs the line."""
         self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
-        if not self._plan.showing.quiet:
+        if not self._plan.output.quiet:
             self._console.say(text)
 
     def waiting(self, text: str | None) -> None:
@@ -253,7 +253,7 @@ class NodeAgent:
 
     def say(self, text: str) -> None:
         """The same, of what is an event of its own."""
-        if not self._plan.showing.quiet:
+        if not self._plan.output.quiet:
             self._console.say(text)
 
     @property
@@ -496,7 +496,7 @@ class NodeAgent:
 
     async def _live(self, orders: StartAttempt) -> WorkerGroup:
         coordinator = self._coordinator
-        gathering = orders.plan.gathering
+        gathering = orders.plan.rendezvous
         stage = WorkerGroupContext(
             orders.plan,
             self._folder,
@@ -592,7 +592,7 @@ class NodeAgent:
     async def _conclude_well(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
         """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
         left = LingeringProcesses(self._orphans, ranks=attempt.ranks, run=self._folder.name)
-        limit = self._plan.ending.linger
+        limit = self._plan.shutdown.linger
         await left.settle()
         if left.orphans:
             attempt.output.catch_up_all()  # somebody may hold the streams open
@@ -623,7 +623,7 @@ class NodeAgent:
 
     async def _linger(self, left: LingeringProcesses, verdict: RunResult) -> None:
         """The other nodes need not wait for what runs here."""
-        limit = self._plan.ending.linger
+        limit = self._plan.shutdown.linger
         self._coordinator.announce(verdict.code, verdict.text)
         self.note(left.text(limit))
         self._leaves = limit is None
@@ -682,7 +682,7 @@ class NodeAgent:
         first = self._preempting is None and self._signal is None and self._attempt is not None
         if first and self._coordinator.preempt(number):
             self._preempting = now
-        elif number in self._plan.ending.signals:
+        elif number in self._plan.shutdown.signals:
             self._signalled(number)
         else:
             self._pass_on(number)
@@ -734,9 +734,9 @@ class NodeAgent:
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
-        if self.together and self._plan.gathering is not None and self._plan.gathering.leads:
+        if self.together and self._plan.rendezvous is not None and self._plan.rendezvous.leads:
             self._coordinator.signalled(signal.SIGTERM)
-        self._stop_attempt(StopWorkers(signal.SIGTERM, error.what, self._plan.ending.failure_grace))
+        self._stop_attempt(StopWorkers(signal.SIGTERM, error.what, self._plan.shutdown.failure_timeout))
 
     def _stop_lingering(self) -> bool:
         """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
@@ -819,7 +819,7 @@ class NodeAgent:
             self._attempt.over.set()
         elif self._attempt is not None:
             reason = f"{number.name} received"
-            self._attempt.stop(number, reason, self._plan.ending.grace, told=self._signals.everybodys(number))
+            self._attempt.stop(number, reason, self._plan.shutdown.stop_timeout, told=self._signals.everybodys(number))
 
     def _signal_workers(self, number: signal.Signals) -> None:
         if self._signals.everybodys(number):

@@ -39,7 +39,7 @@ class Acts(Protocol):
 class Preemption:
     def __init__(self, plan: Plan, folder: RunFolder, acts: Acts) -> None:
         self.begun = False
-        self._ending = plan.ending
+        self._shutdown = plan.shutdown
         self._run_folder = folder
         self._acts = acts
         self._able = (False, False)  # ranks have called that can halt; some are through with their work
@@ -76,7 +76,7 @@ class Preemption:
             )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()
-        grace = self._ending.checkpoint_grace
+        grace = self._shutdown.checkpoint_timeout
         self._acts.note(
             f"{number.name} received; a checkpoint at the next step, and then the end, in {grace:g} s at most"
         )
@@ -126,8 +126,8 @@ class Preemption:
         if self.halted:
             self._acts.stop("the checkpoint is made")
             return
-        grace = self._ending.checkpoint_grace
-        number = self._signal if self._signal in self._ending.signals else signal.SIGTERM
+        grace = self._shutdown.checkpoint_timeout
+        number = self._signal if self._signal in self._shutdown.signals else signal.SIGTERM
         self._acts.note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
         self._acts.give_up(number, f"{number.name}: the time for a checkpoint is over")
 

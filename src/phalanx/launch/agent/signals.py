@@ -22,7 +22,7 @@ Act = Callable[[signal.Signals], None]
 
 class Signals:
     def __init__(self, plan: Plan) -> None:
-        self._ending = plan.ending
+        self._shutdown = plan.shutdown
         self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
         self._fork_server: dict[int, float] = {}  # what it got, and when
 
@@ -30,11 +30,11 @@ class Signals:
     def taken(self, *, end: Act, preempt: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
         """`end` the run by those that end one, or `preempt` it; `pass_on` those that are meant for the workers."""
         loop = asyncio.get_running_loop()
-        handled = {*self._ending.signals, signal.SIGINT}
+        handled = {*self._shutdown.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
-        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled - {*self._ending.preempt}
-        preempting = {*self._ending.preempt}
+        passed = {signal.SIGUSR1, signal.SIGUSR2} - handled - {*self._shutdown.preempt_signals}
+        preempting = {*self._shutdown.preempt_signals}
         for number in handled - preempting:
             loop.add_signal_handler(number, end, number)
         for number in preempting:

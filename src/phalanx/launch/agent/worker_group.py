@@ -127,7 +127,7 @@ class WorkerGroup:
     @property
     def silence(self) -> float:
         """Seconds after which a rank that is silent is lost."""
-        return self._stage.plan.silence
+        return self._stage.plan.recovery.worker_timeout
 
     @property
     def formed(self) -> bool:
@@ -165,18 +165,18 @@ class WorkerGroup:
     def _duplicate(self) -> None:
         """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
         plan = self._stage.plan
-        showing = plan.showing
-        if not showing.stdout_needles and not showing.stderr_needles:
+        output = plan.output
+        if not output.stdout_filters and not output.stderr_filters:
             return
         folder = self._stage.folder.attempt_folder(self.number)
         os.makedirs(folder, exist_ok=True)
         self.output.duplicate(
             folder,
-            stdout=showing.stdout_needles,
-            stderr=showing.stderr_needles,
-            teed={seat.rank: showing.duplicated(seat) for seat in plan.seats},
+            stdout=output.stdout_filters,
+            stderr=output.stderr_filters,
+            teed={seat.rank: output.duplicated(seat) for seat in plan.seats},
             headers={
-                seat.rank: showing.prefix(seat, os.uname().nodename) or f"[{plan.role}{seat.local_rank}]:"
+                seat.rank: plan.line_prefix(seat, os.uname().nodename) or f"[{plan.role}{seat.local_rank}]:"
                 for seat in plan.seats
             },
         )
@@ -237,9 +237,9 @@ class WorkerGroup:
                 order["hints"] = self._lesson.path
         if (device := cuda_device(self._called.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device
-        showing = plan.showing
+        output = plan.output
         out, err = self.output.open(
-            seat.rank, folder, show=showing.shown(seat), terminal=seat.rank == 0, apart=showing.apart(seat)
+            seat.rank, folder, show=output.shown(seat), terminal=seat.rank == 0, apart=output.separate(seat)
         )
         stdin = self._stdin(seat.rank)
         probe = self._probe(name)
@@ -646,10 +646,10 @@ class WorkerGroup:
     def _place(self, worker: Worker) -> words.FromAgent:
         """What a worker is told about where it stands."""
         plan, seat = self._stage.plan, worker.seat
-        preempt = tuple(map(int, plan.ending.preempt))
+        preempt = tuple(map(int, plan.shutdown.preempt_signals))
         if worker.spare or self._held:
             return words.Wait(self._held, preempt)
-        gathering = plan.gathering
+        gathering = plan.rendezvous
         return words.Assignment(
             generation=self.generation,
             rank=seat.rank,
@@ -721,7 +721,7 @@ class WorkerGroup:
         """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""
         while True:
             await asyncio.sleep(1.0)
-            limit = self._stage.plan.silence
+            limit = self._stage.plan.recovery.worker_timeout
             for name, worker in self.living:
                 if worker.seat.rank in self.debugged:
                     worker.heard = worker.heard and time.monotonic()

@@ -164,7 +164,7 @@ class SingleNodeCoordinator:
         self._folder = folder
         self._listener = listener
         self._supervised: AgentView | None = None
-        self._recoveries = Recoveries(plan.budget, folder)
+        self._recoveries = Recoveries(plan.recovery.policy, folder)
         self._able = False
         self._preemption = Preemption(plan, folder, self)
 
@@ -220,7 +220,7 @@ class SingleNodeCoordinator:
         return self._stopped(fall.reason)
 
     def _stopped(self, reason: str) -> StopWorkers:
-        return StopWorkers(signal.SIGTERM, reason, self._plan.ending.failure_grace)
+        return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def _act(self, action: Action) -> None:
         if self._supervised is not None:

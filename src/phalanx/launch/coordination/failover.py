@@ -92,7 +92,7 @@ class FailoverCoordinator:
         others = frozenset(peer.member for peer in peers if peer.member > following.id)
         gathering = replace(self._gathering, member=following.id, leads=True, meeting=None)
         leading = LeaderCoordinator(
-            replace(self._plan, gathering=gathering), gathering, self._folder, self._console, self._door
+            replace(self._plan, rendezvous=gathering), gathering, self._folder, self._console, self._door
         )
         if self._supervised is not None:
             leading.meet(self._supervised)

@@ -146,7 +146,7 @@ class FollowerCoordinator:
             interface=interfaces.owner(member.own_address, interfaces.survey()),
             spare=not place.ranks,
         )
-        prefixes = {seat.rank: plan.showing.prefix(seat, os.uname().nodename) for seat in seats}
+        prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in seats}
         self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
@@ -208,7 +208,7 @@ class FollowerCoordinator:
             self._act(StopWorkers(number, stop.reason, stop.grace))
 
     def _stopped(self, reason: str) -> StopWorkers:
-        return StopWorkers(signal.SIGTERM, reason, self._plan.ending.failure_grace)
+        return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def _act(self, action: Action) -> None:
         if self._supervised is not None:

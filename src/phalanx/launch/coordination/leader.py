@@ -103,7 +103,7 @@ class LeaderCoordinator:
         self._signal: signal.Signals | None = None
         self._ended = False
         self._running = False  # an attempt, here
-        self._recoveries = Recoveries(plan.budget, folder)
+        self._recoveries = Recoveries(plan.recovery.policy, folder)
         self._abilities: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
         self._began = 0.0  # this attempt
         self._idle: set[int] = set()  # members without ranks, and not told to prepare
@@ -294,7 +294,7 @@ class LeaderCoordinator:
         for id_, seating in self._seats.items():
             for rank, local in zip(seating.ranks, seating.local_ranks, strict=True):
                 seat = Seat(rank, seating.node, local, seating.local_world_size, self._plan.seats[0].slot)
-                prefix = self._plan.showing.prefix(seat, members[id_].host)
+                prefix = self._plan.line_prefix(seat, members[id_].host)
                 if prefix is not None:
                     prefixes[rank] = prefix
         self._console.settle(sum(len(seating.ranks) for seating in self._seats.values()), prefixes)
@@ -428,7 +428,7 @@ class LeaderCoordinator:
             waiting.discard(member)
         self._idle.add(member)
         if engaged is not None:  # what its workers were part of is over
-            grace = self._plan.ending.failure_grace
+            grace = self._plan.shutdown.failure_timeout
             self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
 
     def _heard_able(self, member: int, able: messages.RegroupReady) -> None:
@@ -602,7 +602,7 @@ class LeaderCoordinator:
     def _stop_all(self, reason: str, *, beside: int | None = None) -> StopWorkers | None:
         """Stop the workers of all members but `beside`; return the same for this node, if it has begun."""
         self._stopping = True
-        leader, grace = self._own(), self._plan.ending.failure_grace
+        leader, grace = self._own(), self._plan.shutdown.failure_timeout
         stop = messages.Stop(signal=signal.SIGTERM, reason=reason, grace=grace)
         for id_ in list(leader.guests):
             if id_ != beside:
@@ -620,7 +620,7 @@ class LeaderCoordinator:
             self._everybody.set()
         elif self._seats and self._own().id not in self._seats:
             # Our own workers stand by for others, who have all ended.
-            self._act(StopWorkers(signal.SIGTERM, "every rank has ended", self._plan.ending.failure_grace))
+            self._act(StopWorkers(signal.SIGTERM, "every rank has ended", self._plan.shutdown.failure_timeout))
 
     def _log(self, member: int, log: messages.Log) -> None:
         if member not in self._seats or log.rank not in self._seats[member].ranks:
@@ -679,7 +679,7 @@ class LeaderCoordinator:
         if self._preemption.halted:  # nothing is lost by it; but it may have been the last of its node
             if beside is None:
                 return AcceptLoss()
-            stop = messages.Stop(signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.ending.failure_grace)
+            stop = messages.Stop(signal=signal.SIGTERM, reason=fall.reason, grace=self._plan.shutdown.failure_timeout)
             self._own().send(beside, stop)
             return None
         if self._store is None:  # this node takes over, and whoever is here forms a group soon
@@ -711,7 +711,7 @@ class LeaderCoordinator:
         number = signal.Signals(told.signal)
         if self._signal is None and not self._preemption.begun:
             self.note(f"{self._name(member)} received {number.name}")
-        return (self._signal is None and self.preempt(number)) or number not in self._plan.ending.signals
+        return (self._signal is None and self.preempt(number)) or number not in self._plan.shutdown.signals
 
     def halt(self, step: int | None) -> None:
         self._own().broadcast(messages.HaltAll(step=step))
@@ -740,10 +740,10 @@ class LeaderCoordinator:
             self.note(text, repeats=True)
 
     def signalled(self, number: signal.Signals) -> None:
-        ending = self._plan.ending
+        shutdown = self._plan.shutdown
         self._signal = self._signal or number
         self._changed.set()
-        grace = 0.0 if number == signal.SIGKILL else ending.grace
+        grace = 0.0 if number == signal.SIGKILL else shutdown.stop_timeout
         if self._leader is not None:
             stop = messages.Stop(signal=number, reason=f"{number.name} received at node 0", grace=grace, ends=True)
             self._leader.broadcast(stop)

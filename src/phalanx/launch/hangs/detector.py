@@ -180,7 +180,7 @@ class HangDetector:
             return None
         tracker = self._tracker
         if tracker is None or tracker.generation != (attempt.number, attempt.generation):
-            tracker = self._tracker = ProgressTracker((attempt.number, attempt.generation), plan.hanging.after)
+            tracker = self._tracker = ProgressTracker((attempt.number, attempt.generation), plan.hang.stall_timeout)
             self._stalled = self._recheck = None
         heartbeat = self._heartbeat(reading, tracker)
         if not self._coordinator.leads:
@@ -195,13 +195,13 @@ class HangDetector:
             elif now - tracker.began > _SLOW_START:
                 ranks += [RankProgress(rank=rank, silent=now - tracker.began) for rank in theirs]
         alarm = tracker.update(now, ranks)
-        if plan.hanging.after is None:
+        if plan.hang.stall_timeout is None:
             return heartbeat
         if alarm is not None and alarm.what == "resumed":
             self._resumed()
         elif alarm is not None or (self._recheck is not None and now > self._recheck):
             self._recheck = None
-            self._alarm_task = self._start(self._alarm(attempt, plan.hanging.after))
+            self._alarm_task = self._start(self._alarm(attempt, plan.hang.stall_timeout))
         return heartbeat
 
     def _heartbeat(self, reading: NodeReading, tracker: ProgressTracker) -> NodeHeartbeat:
@@ -270,7 +270,7 @@ class HangDetector:
 
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
         """Do what --on-hang says."""
-        action = self._agent.plan.hanging.then
+        action = self._agent.plan.hang.action
         if action != "report" and verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
             wait = LONGER * evidence.limit - evidence.waited
             self._agent.note(f"the rank may only be slow: --on-hang {action} waits another {wait:.0f} s")
@@ -351,7 +351,7 @@ class HangDetector:
             ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             nodes=tuple(each.node for each in found),
             world_size=plan.placement.world_size,
-            limit=plan.hanging.after or 30.0,
+            limit=plan.hang.stall_timeout or 30.0,
         )
 
     def _request(self, member: int | None, kind: str, number: int) -> asyncio.Future[bytes]:

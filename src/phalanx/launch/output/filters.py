@@ -19,7 +19,7 @@ class Std(enum.IntFlag):
 
 
 @dataclass(frozen=True)
-class Choice:
+class Streams:
     """A choice of streams, for all ranks or by local rank."""
 
     every: Std = Std.NONE

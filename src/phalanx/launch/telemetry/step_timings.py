@@ -192,7 +192,7 @@ class StepTimings:
             return ""
         totals = self.totals()
         found = late([total for total in totals if total.steps >= _MIN_STEPS])
-        requested = self._agent.plan.showing.paces
+        requested = self._agent.plan.output.timings
         if not totals or not (requested or (found and succeeded)):
             return ""
         sentences = tuple(one.text for one in found)

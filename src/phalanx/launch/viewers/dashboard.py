@@ -106,7 +106,7 @@ class Dashboard:
 
     async def screen(self, note: Callable[[str], None]) -> None:
         """Start the screen on this terminal, if requested and possible."""
-        if not self._plan.watching.screen:
+        if not self._plan.viewers.screen:
             return
         from phalanx.launch.viewers import terminal
 
@@ -119,21 +119,21 @@ class Dashboard:
 
     @property
     def _wanted(self) -> bool:
-        requested = self._plan.watching.page
+        requested = self._plan.viewers.page
         if requested is not None:
             return requested
-        here = self._console.terminal(Std.ERR) and not self._plan.showing.quiet
-        return here and self._plan.gathering is None and not self._plan.watching.screen
+        here = self._console.terminal(Std.ERR) and not self._plan.output.quiet
+        return here and self._plan.rendezvous is None and not self._plan.viewers.screen
 
     def _open_page(self) -> None:
         from phalanx.watch.page import address, keys
 
-        where = address.parse(self._plan.watching.at)
+        where = address.parse(self._plan.viewers.page_at)
         key = keys.new(environment().get(PAGE_KEY, ""))
         try:
             self._listener = address.listen(where)
         except PortError:
-            if self._plan.watching.page is None:  # not requested
+            if self._plan.viewers.page is None:  # not requested
                 return
             raise
         link = address.link(where, self._listener, key)
@@ -153,7 +153,7 @@ class Dashboard:
             return f"see {link}\n  {where.warning}"
         if not self._plan.environ.get("SSH_CONNECTION"):
             return f"see {link}"
-        gathering = self._plan.gathering
+        gathering = self._plan.rendezvous
         host = gathering.names[0] if gathering is not None and gathering.names else "localhost"
         if replace(where, host=host.rpartition("@")[2]).loopback:
             host = os.uname().nodename
@@ -172,8 +172,8 @@ class Dashboard:
             return
         self._starts += 1
         words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
-        if self._plan.watching.at is not None:
-            words += ["--page-at", self._plan.watching.at]
+        if self._plan.viewers.page_at is not None:
+            words += ["--page-at", self._plan.viewers.page_at]
         try:
             log = os.open(self._path(_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:

@@ -26,7 +26,7 @@ _EXIT_TIMEOUT = 3.0  # seconds after a signal
 
 def here(plan: Plan) -> bool:
     """Return whether the screen belongs on this node: with several nodes, on the leader."""
-    return plan.gathering is None or bool(plan.gathering.leads)
+    return plan.rendezvous is None or bool(plan.rendezvous.leads)
 
 
 def possible(plan: Plan) -> bool:

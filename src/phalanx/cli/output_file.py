@@ -1,4 +1,4 @@
-"""A file for people: it appears whole or not at all, and never in place of something that is not ours."""
+"""Writes the file of `phalanx report` or `compare`: atomically, and never over a file that phalanx did not write."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 
 from phalanx.errors import LaunchError, UsageError
 
-_HEAD = 2048  # bytes in which a file says whose it is
+_HEAD = 2048  # bytes at the start of a file that are searched for the marker
 
 
-def write(path: str, text: str, *, sign: str, force: bool = False, what: str = "file") -> str:
-    """Where it lies. A file that is there already is replaced if `sign` stands in its beginning, as in `text`."""
+def write(path: str, text: str, *, marker: str, force: bool = False, what: str = "file") -> str:
+    """Write `text` to `path` and return the absolute path.
+
+    An existing file is replaced only if `marker` is at its start, as it is in `text`, or with `force`.
+    """
     whole = os.path.abspath(path)
     if os.path.isdir(whole):
         raise UsageError(f"{path} is a folder", fix=f"name a file for the {what}, in that folder or elsewhere")
-    if os.path.lexists(whole) and not force and not _ours(whole, sign):
-        raise UsageError(f"{path} is there already, and is no {what} of phalanx", fix="another name, or -f")
+    if os.path.lexists(whole) and not force and not _has_marker(whole, marker):
+        raise UsageError(f"{path} exists, and is not a {what} of phalanx", fix="another name, or -f")
     part = f"{whole}.{os.urandom(4).hex()}.part"
     try:
         with open(part, "x", encoding="utf-8") as file:
@@ -32,7 +35,7 @@ def write(path: str, text: str, *, sign: str, force: bool = False, what: str = "
     return whole
 
 
-def _ours(path: str, sign: str) -> bool:
+def _has_marker(path: str, marker: str) -> bool:
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        return sign.encode() in file.read(_HEAD)
+        return marker.encode() in file.read(_HEAD)
     return False

@@ -1,4 +1,4 @@
-"""What people may do to a run from its screen: the same as from another terminal."""
+"""What the terminal view of a run may do to it: the same as a command from another terminal."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from collections.abc import Sequence
 from phalanx.cli.commands.stop import handle
 from phalanx.launch.runs.run_folder import RunRecord
 
-_MOMENT = 0.3  # seconds between two signals: two of a kind that wait are one
+_PAUSE = 0.3  # seconds between two signals: the kernel merges two pending signals of the same number
 
 
 class LocalRunActions:
+    """Stops a run on this machine, or starts a debugger in it."""
+
     def __init__(self, run: RunRecord) -> None:
         self._run = run
 
     def debugger(self, rank: int) -> Sequence[str]:
+        """Return the command that attaches a debugger to a rank."""
         return sys.executable, "-P", "-m", "phalanx", "attach", str(rank), self._run.id
 
     def stop(self) -> None:
+        """Ask the run to stop, as `phalanx stop` does."""
         with handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGTERM)
 
     def end_now(self) -> None:
-        """What two Ctrl-C are to `phalanx run`."""
+        """End the run at once, as pressing Ctrl-C twice does."""
         with handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGINT)
-            time.sleep(_MOMENT)
+            time.sleep(_PAUSE)
             signal.pidfd_send_signal(process, signal.SIGINT)

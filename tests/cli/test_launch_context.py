@@ -1,4 +1,4 @@
-"""One node or several, whoever said so: the same ranks from each, and no two that disagree."""
+"""One node or several, from any source: the same ranks from each, and an error if two disagree."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.expected_nodes import ExpectedNodes, expected_nodes
+from phalanx.cli.launch_context import LaunchContext, detect_context
 from phalanx.cli.options import parse_run
-from phalanx.cli.outlook import Outlook, outlook
 from phalanx.cli.planning import make_plan
-from phalanx.cli.surroundings import Surroundings, look_around
 from phalanx.errors import UsageError
 
 STEP = {
@@ -52,14 +52,14 @@ OPEN_MPI = {
 SEATS = [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
 
 
-def look(line: str, environ: dict[str, str], home: Path) -> Surroundings:
-    return look_around(parse_run([*line.split(), __file__], environ), environ, str(home))
+def look(line: str, environ: dict[str, str], home: Path) -> LaunchContext:
+    return detect_context(parse_run([*line.split(), __file__], environ), environ, str(home))
 
 
-def seen(line: str, environ: dict[str, str], home: Path, here: int = 1) -> Outlook:
+def seen(line: str, environ: dict[str, str], home: Path, here: int = 1) -> ExpectedNodes:
     options = parse_run([*line.split(), __file__], environ)
-    around = Surroundings() if options.hosts else look_around(options, environ, str(home))
-    found = outlook(options, around, here, "node2")
+    context = LaunchContext() if options.nodes.hosts else detect_context(options, environ, str(home))
+    found = expected_nodes(options, context, here, "node2")
     assert found is not None
     return found
 
@@ -90,20 +90,20 @@ def test_what_a_node_has_is_known_when_it_has_joined(tmp_path: Path) -> None:
 
 
 def test_by_hand(tmp_path: Path) -> None:
-    gathering = look("-n 2 -g 8,2 -i 1 --master a:1234", {}, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.expected, gathering.member, gathering.leads) == (2, 1, False)
-    assert (gathering.host, gathering.port, gathering.promised) == ("a", 1234, (8, 2))
+    rendezvous = look("-n 2 -g 8,2 -i 1 --master a:1234", {}, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.expected, rendezvous.member, rendezvous.leads) == (2, 1, False)
+    assert (rendezvous.host, rendezvous.port, rendezvous.promised) == ("a", 1234, (8, 2))
 
 
 def test_nodes_that_come_and_go_are_led_by_whoever_has_the_address(tmp_path: Path) -> None:
-    gathering = look("-n 1:4 -i 0 --master a --spares 2 --last-call 9s", {}, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.least, gathering.expected, gathering.spares, gathering.last_call) == (1, 4, 2, 9.0)
-    assert gathering.elastic
-    assert gathering.leads is None
-    assert gathering.terms["nodes"] == "1:4"
-    fixed = look("-n 4 -i 0 --master a", {}, tmp_path).gathering
+    rendezvous = look("-n 1:4 -i 0 --master a --spares 2 --last-call 9s", {}, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.least, rendezvous.expected, rendezvous.spares, rendezvous.last_call) == (1, 4, 2, 9.0)
+    assert rendezvous.elastic
+    assert rendezvous.leads is None
+    assert rendezvous.terms["nodes"] == "1:4"
+    fixed = look("-n 4 -i 0 --master a", {}, tmp_path).rendezvous
     assert fixed is not None
     assert not fixed.elastic
 
@@ -115,50 +115,50 @@ def test_a_spare_is_none_of_those_that_work(tmp_path: Path) -> None:
 
 def test_what_a_scheduler_has_started_neither_comes_nor_goes(tmp_path: Path) -> None:
     options = parse_run(["-n", "1:2", "--spares", "1", "-g", "1", "--cpu", __file__], ONE_A_NODE)
-    plan = make_plan(options, ONE_A_NODE, look_around(options, ONE_A_NODE, str(tmp_path)))
+    plan = make_plan(options, ONE_A_NODE, detect_context(options, ONE_A_NODE, str(tmp_path)))
     assert plan.notes == ("-n 1:2 --spares 1 has no effect: Slurm has started all the nodes there are",)
 
 
 def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:
     line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1234 --rdzv-id job7"
-    gathering = look(line, {}, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.member, gathering.leads, gathering.run) == (None, None, "job7")
+    rendezvous = look(line, {}, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.member, rendezvous.leads, rendezvous.run) == (None, None, "job7")
 
 
 def test_one_task_a_rank(tmp_path: Path) -> None:
-    gathering = look("", ONE_A_RANK, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.expected, gathering.member, gathering.leads, gathering.host) == (3, 2, False, "node1")
-    assert gathering.port in range(20000, 30000)
-    assert gathering.meeting is not None
-    assert not gathering.echo
+    rendezvous = look("", ONE_A_RANK, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.expected, rendezvous.member, rendezvous.leads, rendezvous.host) == (3, 2, False, "node1")
+    assert rendezvous.port in range(20000, 30000)
+    assert rendezvous.meeting is not None
+    assert not rendezvous.echo
 
 
 def test_one_task_a_node(tmp_path: Path) -> None:
-    gathering = look("", ONE_A_NODE, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.expected, gathering.member) == (2, 1)
+    rendezvous = look("", ONE_A_NODE, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.expected, rendezvous.member) == (2, 1)
 
 
 def test_the_leader_of_a_step_is_on_its_first_node_whatever_its_rank(tmp_path: Path) -> None:
     environ = {**ONE_A_RANK, "SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
-    gathering = look("", environ, tmp_path).gathering
-    assert gathering is not None
-    assert gathering.leads
+    rendezvous = look("", environ, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert rendezvous.leads
 
 
 def test_open_mpi_has_no_names_of_hosts(tmp_path: Path) -> None:
-    gathering = look("", OPEN_MPI, tmp_path).gathering
-    assert gathering is not None
-    assert (gathering.expected, gathering.member, gathering.host, gathering.port) == (3, 2, None, 0)
-    assert gathering.meeting is not None
+    rendezvous = look("", OPEN_MPI, tmp_path).rendezvous
+    assert rendezvous is not None
+    assert (rendezvous.expected, rendezvous.member, rendezvous.host, rendezvous.port) == (3, 2, None, 0)
+    assert rendezvous.meeting is not None
 
 
 def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:
-    around = look("", BATCH, tmp_path)
-    assert around.allocation is not None
-    assert around.gathering is None
+    context = look("", BATCH, tmp_path)
+    assert context.allocation is not None
+    assert context.rendezvous is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:
     ],
 )
 def test_one_node_and_nobody_to_meet(line: str, environ: dict[str, str], tmp_path: Path) -> None:
-    assert look(line, environ, tmp_path) == Surroundings()
+    assert look(line, environ, tmp_path) == LaunchContext()
     assert not list(tmp_path.iterdir())  # no token is made where none is needed
 
 
@@ -185,11 +185,11 @@ def test_one_node_and_nobody_to_meet(line: str, environ: dict[str, str], tmp_pat
         (
             "-g 4",
             ONE_A_RANK,
-            "4 workers were asked for, but Slurm has started one task for every rank (1 on this node)",
+            "4 workers were requested, but Slurm has started one task per rank (1 on this node)",
         ),
-        ("-n 2 -g 2", {}, "2 nodes, but nobody said where node 0 is"),
-        ("-n 2 -i 1", {}, "2 nodes, but nobody said where node 0 is"),
-        ("-n 2 -g 2,1 --master a", {}, "-g 2,1 is different for each node, and nobody said which one this is"),
+        ("-n 2 -g 2", {}, "2 nodes, but the address of node 0 is missing"),
+        ("-n 2 -i 1", {}, "2 nodes, but the address of node 0 is missing"),
+        ("-n 2 -g 2,1 --master a", {}, "-g 2,1 differs per node, and the index of this node is missing"),
         ("-n 1:2 --hosts a,b", {}, "-n 1:2 and --hosts a,b: nodes that are started over ssh"),
         ("--spares 1 --hosts a,b", {}, "--spares 1 and --hosts a,b: nodes that are started over ssh"),
         ("", {**OPEN_MPI, "PMIX_NAMESPACE": ""}, "Open MPI"),
@@ -223,5 +223,5 @@ def test_options_that_cannot_be(line: str, what: str) -> None:
 
 def test_hosts_with_as_many_workers_each() -> None:
     options = parse_run(["--hosts", "a,b", "-g", "4", "t.py"], {})
-    assert options.hosts is not None
-    assert [(host.name, host.slots) for host in options.hosts] == [("a", 4), ("b", 4)]
+    assert options.nodes.hosts is not None
+    assert [(host.name, host.slots) for host in options.nodes.hosts] == [("a", 4), ("b", 4)]

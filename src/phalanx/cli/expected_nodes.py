@@ -1,0 +1,103 @@
+"""Which nodes a run would have, as far as that is known before they join: for `phalanx plan`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.cli.launch_context import LaunchContext
+from phalanx.cli.options import RunOptions
+from phalanx.cluster.cluster import Cluster, Node, Slot
+from phalanx.cluster.placement import Placement, place
+from phalanx.cluster.sources.nodelist import counts
+from phalanx.cluster.sources.task import SchedulerTask
+
+
+@dataclass(frozen=True)
+class ExpectedNode:
+    """One node of the run."""
+
+    host: str  # empty: not known
+    workers: int | None  # None: known once it has joined
+
+
+@dataclass(frozen=True)
+class ExpectedNodes:
+    """The nodes of a run, and the source that names them."""
+
+    source: str
+    nodes: tuple[ExpectedNode, ...]
+
+    @property
+    def placement(self) -> Placement | None:
+        """Return the node of every rank, if all counts are known. Assumes a scheduler's usual order of ranks."""
+        sizes = [node.workers for node in self.nodes]
+        if not all(sizes):
+            return None
+        slots = ((Slot(),) * (size or 0) for size in sizes)
+        nodes = (
+            Node(id_, expected.host, own) for id_, (expected, own) in enumerate(zip(self.nodes, slots, strict=True))
+        )
+        return place(Cluster(tuple(nodes)))
+
+
+def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host: str) -> ExpectedNodes | None:
+    """Return the nodes of the run; None: this node only. `here` is the number of workers on this node."""
+    if options.nodes.hosts is not None:
+        return ExpectedNodes(
+            "--hosts over ssh",
+            tuple(ExpectedNode(each.name, each.workers) for each in options.nodes.hosts),
+        )
+    if context.allocation is not None:
+        allocation = context.allocation
+        sizes: Sequence[int | None] = [None] * len(allocation.hosts)
+        if any(tasks > 1 for tasks in allocation.tasks):
+            sizes = allocation.tasks
+        return ExpectedNodes(
+            f"{allocation.source}, by its own srun", _nodes(allocation.hosts, _requested(options, sizes))
+        )
+    rendezvous = context.rendezvous
+    if rendezvous is None:
+        return None
+    if rendezvous.task is not None:
+        return _of_task(options, rendezvous.task, here)
+    sizes = _requested(options, [None] * rendezvous.expected)
+    own = rendezvous.member if rendezvous.member is not None else 0 if rendezvous.leads else None
+    hosts = ["" for _ in sizes]
+    if rendezvous.host is not None:
+        hosts[0] = rendezvous.host
+    if own is not None and own < len(hosts):  # else it is a spare
+        hosts[own] = hosts[own] or host
+        sizes = [here if id_ == own else size for id_, size in enumerate(sizes)]
+    return ExpectedNodes(rendezvous.source, _nodes(hosts, sizes))
+
+
+def _of_task(options: RunOptions, task: SchedulerTask, here: int) -> ExpectedNodes:
+    if task.one_a_node is False:
+        source = f"{task.source}, one task per rank"
+        text = task.said.get("SLURM_STEP_TASKS_PER_NODE") or task.said.get("SLURM_TASKS_PER_NODE")
+        if text and task.hosts:
+            return ExpectedNodes(source, _nodes(task.hosts, counts(text)))
+        rest = task.size - task.local_size
+        others = (ExpectedNode("", rest),) if rest else ()
+        return ExpectedNodes(source, (ExpectedNode("", task.local_size), *others))
+    hosts = task.hosts or tuple("" for _ in range(task.size))
+    sizes = _requested(options, [None] * len(hosts))
+    own = task.node if task.node is not None else task.rank
+    return ExpectedNodes(
+        f"{task.source}, one task per node",
+        _nodes(hosts, [here if id_ == own else size for id_, size in enumerate(sizes)]),
+    )
+
+
+def _requested(options: RunOptions, otherwise: Sequence[int | None]) -> list[int | None]:
+    slots, count = options.workers.slots, options.workers.count
+    if slots is not None and len(slots) in (1, len(otherwise)):
+        return list(slots if len(slots) > 1 else slots * len(otherwise))
+    if isinstance(count, int):
+        return [count] * len(otherwise)
+    return list(otherwise)
+
+
+def _nodes(hosts: Sequence[str], sizes: Sequence[int | None]) -> tuple[ExpectedNode, ...]:
+    return tuple(ExpectedNode(host, size) for host, size in zip(hosts, sizes, strict=True))

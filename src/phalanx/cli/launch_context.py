@@ -1,0 +1,220 @@
+"""Finds out whether a run has one node or several, from the command line, ssh, Slurm or MPI.
+
+If two sources disagree, the error names both.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from phalanx.cli.options import RunOptions
+from phalanx.cluster.sources.task import Allocation, SchedulerTask
+from phalanx.contract.home import preferred
+from phalanx.errors import OptionError, UsageError
+from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
+
+_PORTS = range(20000, 30000)  # below the kernel's ephemeral ports
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What is known about the other nodes before a plan is made."""
+
+    rendezvous: RendezvousConfig | None = None  # None: one node
+    allocation: Allocation | None = None  # nodes on which no task has been started yet
+    node: int = 0  # the index of this node, if known
+
+
+def detect_context(options: RunOptions, environ: Mapping[str, str], home: str) -> LaunchContext:
+    """Return which nodes take part, and how this one joins them."""
+    several = options.nodes.max_nodes > 1
+    if options.nodes.standalone or (options.nodes.count_given and not several):
+        return LaunchContext()
+    found = _scheduler(options, environ)
+    if isinstance(found, SchedulerTask) and found.size > 1:
+        _agree(options, found)
+        return LaunchContext(_from_task(options, environ, home, found), node=found.node or 0)
+    if several:
+        rendezvous = _from_command_line(options, environ, home)
+        return LaunchContext(rendezvous, node=rendezvous.member or 0)
+    if isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
+        return LaunchContext(allocation=found)
+    return LaunchContext()
+
+
+def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
+    if not any(name.startswith(("SLURM", "OMPI_", "PMI", "MPI_")) for name in environ):
+        return None  # without importing anything
+    from phalanx.cluster.sources import launchers
+
+    try:
+        return launchers.find(environ)
+    except UsageError:
+        if options.nodes.max_nodes > 1 and options.nodes.node_rank is not None:
+            return None  # the command line already has what the error would ask for
+        raise
+
+
+# -- command line
+
+
+def _from_command_line(options: RunOptions, environ: Mapping[str, str], home: str) -> RendezvousConfig:
+    nodes, address, slots = options.nodes, options.rendezvous.master_addr, options.workers.slots
+    elastic = nodes.min_nodes < nodes.max_nodes
+    count = f"{nodes.min_nodes}:{nodes.max_nodes}" if elastic else nodes.max_nodes
+    if address is None and nodes.node_rank != 0:
+        raise OptionError(
+            f"{count} nodes, but the address of node 0 is missing",
+            details=["expected the name or address of node 0, the same on every node"],
+            fix=f"phalanx run -n {count} -i {nodes.node_rank or 0} --master HOST …",
+        )
+    if nodes.node_rank is None and slots is not None and len(set(slots)) > 1:
+        given = f"-g {','.join(map(str, slots))}"
+        raise OptionError(
+            f"{given} differs per node, and the index of this node is missing",
+            fix=f"phalanx run -n {count} {given} -i 0 --master HOST …",
+        )
+    # In an elastic run, a node 0 that rejoins does not lead: the node that has the address does.
+    open_ = nodes.node_rank is None or ((nodes.spares or elastic) and address is not None)
+    return replace(
+        _common(options, environ, home, nodes.max_nodes),
+        source="the command line",
+        member=nodes.node_rank,
+        leads=None if open_ else nodes.node_rank == 0,
+        host=address,
+        port=options.rendezvous.master_port or 0,
+        echo=True,
+        least=nodes.min_nodes,
+        spares=nodes.spares,
+    )
+
+
+# -- scheduler
+
+
+def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task: SchedulerTask) -> RendezvousConfig:
+    from phalanx.control.leader_file import LeaderFile
+
+    address = options.rendezvous.master_addr
+    if not task.job and address is None:
+        raise UsageError(
+            f"{task.source} does not name its job, so its tasks cannot find each other",
+            details=[_said(task)],
+            fix="mpiexec … phalanx run --master HOST …, with the host of rank 0",
+        )
+    by_node = task.one_a_node is True and task.node is not None
+    port = options.rendezvous.master_port if address is not None else None
+    if port is None:
+        port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)] if task.hosts else 0
+    shared = home if task.nodes == 1 else preferred(environ)
+    return replace(
+        _common(options, environ, home, task.size),
+        source=task.source,
+        member=task.node if by_node else task.rank,
+        leads=(task.node, task.local_rank) == (0, 0) if task.node is not None else task.rank == 0,
+        host=address or (task.hosts[0] if task.hosts else None),
+        port=port,
+        echo=False,
+        task=task,
+        names=task.hosts if by_node else (),
+        meeting=LeaderFile(os.path.join(shared, "meetings"), task.job) if task.job else None,
+    )
+
+
+def _agree(options: RunOptions, task: SchedulerTask) -> None:
+    """Raise if the command line contradicts the scheduler."""
+    if options.nodes.hosts is not None:
+        raise OptionError(
+            f"--hosts and {task.source} both say where the ranks run",
+            details=[_said(task)],
+            fix=f"leave --hosts out: this is task {task.rank} of {task.size} already",
+        )
+    nodes = task.nodes if task.one_a_node is not False else None
+    count, rank, workers = options.nodes.max_nodes, options.nodes.node_rank, options.workers.count
+    if options.nodes.count_given and nodes is not None and count != nodes:
+        raise OptionError(
+            f"--nnodes {count} and {task.source}, which has {nodes} nodes, contradict each other",
+            details=[_said(task)],
+            fix=f"leave --nnodes out, or --nnodes {nodes}; --standalone runs on this node alone",
+        )
+    if rank is not None and task.node is not None and rank != task.node:
+        raise OptionError(
+            f"--node-rank {rank} and {task.source}, where this is node {task.node}, contradict each other",
+            details=[_said(task)],
+            fix="leave --node-rank out",
+        )
+    if task.one_a_node is False and workers not in (None, 1):
+        raise OptionError(
+            f"{workers} workers were requested, but {task.source} has started one task per rank "
+            f"({task.local_size} on this node)",
+            details=[_said(task)],
+            fix="leave -g out, or start one task per node: srun --ntasks-per-node 1 phalanx run -g N …",
+        )
+
+
+def _said(task: SchedulerTask | Allocation) -> str:
+    return f"{task.source} says: {' '.join(f'{name}={value}' for name, value in task.said.items())}"
+
+
+# -- common
+
+
+def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected: int) -> RendezvousConfig:
+    """Return what does not depend on where the other nodes were found."""
+    from phalanx.cluster.software import versions
+    from phalanx.control import tokens
+
+    meeting, slots = options.rendezvous, options.workers.slots
+    promised = slots if slots is not None and len(slots) == expected else ()
+    return RendezvousConfig(
+        source="",
+        expected=expected,
+        member=None,
+        leads=None,
+        host=None,
+        port=0,
+        token=tokens.find(environ, file=meeting.token_file, home=home, open_=meeting.no_auth),
+        run=meeting.run_id if meeting.run_id not in (None, "none") else "",
+        promised=promised,
+        join_timeout=meeting.join_timeout,
+        last_call=meeting.last_call,
+        node_timeout=meeting.node_timeout,
+        versions=versions(),
+        terms=join_terms(options, expected, promised),
+    )
+
+
+def join_terms(options: RunOptions, nodes: int, promised: tuple[int, ...]) -> dict[str, str]:
+    """Return what has to be equal on all nodes. Ranks of different programs would wait for each other forever."""
+    import hashlib
+
+    least = f"{options.nodes.min_nodes}:" if options.nodes.min_nodes < options.nodes.max_nodes else ""
+    found = {"nodes": f"{least}{nodes}", "script": _script(options)}
+    if promised:
+        found["workers"] = ",".join(map(str, promised))[:200]
+    found["arguments"] = hashlib.sha256("\0".join(options.script.args).encode(errors="surrogateescape")).hexdigest()[
+        :16
+    ]
+    return found
+
+
+def _script(options: RunOptions) -> str:
+    script = options.script
+    name = os.path.basename(script.target)[:120]
+    if script.kind not in ("script", "path"):
+        return name
+    try:
+        return f"{name} sha256 {script_digest(script.target)[:16]}"
+    except OSError:
+        return name  # `Command.check` reports it
+
+
+def script_digest(path: str) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    import hashlib
+
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
