@@ -1,7 +1,7 @@
 """Checks what the wheel and the sdist in a folder contain: `python .ci/archives.py dist`.
 
-The tracked files of src/ are the measure: both archives have all of them and no others, but the wheel has the built
-extension instead of its C sources.
+Both archives must have all tracked files of src/ and no others, but the wheel has the built extension instead of its C
+sources. The sdist also has the benchmarks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 TAG = re.compile(r"cp311-abi3-linux_\w+")
-SDIST_EXTRA = {  # beside src/
+SDIST_EXTRA = {  # besides src/ and benchmarks/
     *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"),
     *("constraints.txt", "pyproject.toml", "setup.cfg", "setup.py"),
 }
 
 
-def tracked() -> set[str]:
-    """Paths below src/."""
-    listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return {path.removeprefix("src/") for path in listed.stdout.splitlines()}
+def tracked(folder: str) -> set[str]:
+    """Paths of the tracked files of a folder, relative to the repository."""
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(listed.stdout.splitlines())
 
 
 def differences(what: str, found: set[str], expected: set[str]) -> list[str]:
@@ -51,7 +51,7 @@ def wheel_problems(archive: Path) -> list[str]:
     extensions = {name for name in names if name.endswith(".so")}
     if len(extensions) != 1 or not all(name.endswith(".abi3.so") for name in extensions):
         problems.append(f"wheel: has {sorted(extensions) or 'no extension'}, not one .abi3.so")
-    expected = {path for path in tracked() if not path.endswith((".c", ".h"))}
+    expected = {path.removeprefix("src/") for path in tracked("src") if not path.endswith((".c", ".h"))}
     return problems + differences("wheel", names - metadata - extensions, expected)
 
 
@@ -59,7 +59,7 @@ def sdist_problems(archive: Path) -> list[str]:
     with tarfile.open(archive) as file:
         names = {str(PurePosixPath(*PurePosixPath(one.name).parts[1:])) for one in file.getmembers() if one.isfile()}
     names = {name for name in names if ".egg-info/" not in name}
-    return differences("sdist", names, SDIST_EXTRA | {f"src/{path}" for path in tracked()})
+    return differences("sdist", names, SDIST_EXTRA | tracked("src") | tracked("benchmarks"))
 
 
 def main(folder: Path) -> int:

@@ -1,8 +1,8 @@
-"""phalanx run -g 3 examples/survive.py, with --die 2:30 behind it: rank 2 is killed in mid-training, the others go on
+"""phalanx run -g 3 examples/survive.py --die 2:30: rank 2 is killed during the training, and the others continue
 
-`--die RANK:STEP` is whom, and after which step; it happens once. Another process takes its place, with the state of a
-living one; no step is lost, and the model and the optimizer of the others stay the very same objects. `phalanx chaos
--g 3 --kill-every 2s examples/survive.py --epochs 50` kills whomever it likes, again and again.
+`--die RANK:STEP` kills a rank after a step, once. Another process replaces it, with the state of a living rank. No step
+is lost, and the other ranks keep their model and optimizer objects. `phalanx chaos -g 3 --kill-every 2s
+examples/survive.py --epochs 50` kills random ranks again and again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx.demo import idx
 
-entered: list[int] = []  # by this process: the generation of the group each time
+entered: list[int] = []  # generations in which this process has called train
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -27,16 +27,16 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(run: phalanx.Run) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--die", metavar="RANK:STEP", default="", help="this rank is killed, after that step, once")
+    parser.add_argument("--die", metavar="RANK:STEP", default="", help="kill this rank after that step, once")
     options = parser.parse_args()
     entered.append(run.generation)
 
     images, labels = (t.to(run.device) for t in idx.load(test=True))
     loader = run.loader(TensorDataset(*idx.load()), global_batch=64, shuffle=True)
-    model, optimizer = run.once(make)  # made once in a process, however often train is entered
+    model, optimizer = run.once(make)  # made once per process, however often train is called
     run.keep(model=model, optimizer=optimizer, loader=loader)
     if run.generation:
-        run.print(f"the group has formed anew, and goes on after step {run.steps}")
+        run.print(f"the group was formed again, and continues after step {run.steps}")
     ddp = run.wrap(model)
     for _ in run.epochs(options.epochs):
         for x, y in run.batches(loader):

@@ -28,7 +28,7 @@ def bench(work: Path, name: str, *words: str) -> tuple[subprocess.CompletedProce
 
 def measured(data: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:
     """By operation, type and size; of those in two places, out of place."""
-    cells = [cell for cell in data.get("cells", []) if cell["rounds"]]
+    cells = [cell for cell in data.get("measurements", []) if cell["rounds"]]
     cells.sort(key=lambda cell: cell["place"] == "out")
     return {(cell["operation"], cell["dtype"], cell["size"]): cell for cell in cells}
 
@@ -46,7 +46,7 @@ def main() -> int:
         "it ended well": first.returncode == 0,
         "every operation was measured": {name for name, _, _ in cells} >= set(OPERATIONS.split(",")),
         "in every type": {name for _, name, _ in cells} >= {"float32", "bfloat16", "int64"},
-        "nothing is wrong": not any(cell["wrong"] or cell["failure"] for cell in one.get("cells", [])),
+        "nothing is wrong": not any(cell["wrong"] or cell["failure"] for cell in one.get("measurements", [])),
         "the device's copy speed was measured": bool(copies) and min(cell["bus"] for cell in copies.values()) > 1e11,
         "a share of it was told": (gathered.get("share") or 0) > 0.01,
         "the GPU is named": "cuda" not in " ".join(one["ranks"][0]["devices"]) if one else False,

@@ -11,8 +11,8 @@ import tempfile
 
 import pytest
 
-from phalanx.bench import browser
-from phalanx.bench.browser import BrowserError
+from benchmarks.common import browser
+from benchmarks.common.browser import BrowserError
 from tests.kit.cli import descendants, until
 from tests.kit.proc import alive
 
@@ -39,7 +39,7 @@ def test_it_ends_with_the_block_whatever_happens_there() -> None:
 def test_it_does_not_outlive_whoever_was_killed() -> None:
     code = """if True:
         import asyncio, os
-        from phalanx.bench import browser
+        from benchmarks.common import browser
         async def main():
             async with browser.started() as chromium:
                 print(chromium.pid, flush=True)

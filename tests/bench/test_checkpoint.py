@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.checkpoint import ASYNC, COPY, OURS, SAVE, Row, Stall, main, rows, target
+from benchmarks.training.checkpoint import (
+    ASYNC,
+    COPY,
+    OURS,
+    SAVE,
+    CheckpointRow,
+    SaveSample,
+    main,
+    rows,
+    target,
+)
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
 
-def took(way: str, size: int, first: float, *times: float, ranks: int = 1, step: float | None = None) -> list[Stall]:
+def took(
+    method: str, size: int, first: float, *times: float, ranks: int = 1, step: float | None = None
+) -> list[SaveSample]:
     return [
-        Stall(way, ranks, size, number, time, 2 * time, number == 0, step, 0.5)
+        SaveSample(method, ranks, size, number, time, 2 * time, number == 0, step, 0.5)
         for number, time in enumerate((first, *times))
     ]
 
@@ -30,11 +42,11 @@ def test_medians_without_the_first() -> None:
         ]
     )
     assert found == [
-        Row(COPY, 1, 8, 1.0, 1.0, 2.0, 1.0, None),
-        Row(COPY, 1, 64, 0.2, 9.0, 0.4, 1.0, None),
-        Row(OURS, 1, 64, 0.25, 5.0, 0.5, 1.25, 1.2),
-        Row(COPY, 2, 64, 0.4, 9.0, 0.8, 1.0, None),
-        Row(OURS, 2, 64, 0.2, 9.0, 0.4, 0.5, None),
+        CheckpointRow(COPY, 1, 8, 1.0, 1.0, 2.0, 1.0, None),
+        CheckpointRow(COPY, 1, 64, 0.2, 9.0, 0.4, 1.0, None),
+        CheckpointRow(OURS, 1, 64, 0.25, 5.0, 0.5, 1.25, 1.2),
+        CheckpointRow(COPY, 2, 64, 0.4, 9.0, 0.8, 1.0, None),
+        CheckpointRow(OURS, 2, 64, 0.2, 9.0, 0.4, 0.5, None),
     ]
 
 
@@ -76,13 +88,15 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     assert done.code == (0 if data["targets"][0]["met"] else 1), done.err
     assert data["benchmark"] == "checkpoint"
     every, ours = (COPY, OURS, SAVE, ASYNC), (COPY, OURS)
-    assert [(one["ranks"], one["way"], one["round"]) for one in data["samples"]] == [
-        (ranks, way, number) for ranks in (1, 2) for number in range(4) for way in (every if number < 3 else ours)
+    assert [(one["ranks"], one["method"], one["round"]) for one in data["samples"]] == [
+        (ranks, method, number) for ranks in (1, 2) for number in range(4) for method in (every if number < 3 else ours)
     ]
     assert all(0 < one["stall"] <= one["written"] < done.seconds for one in data["samples"])
     assert any(one["step"] for one in data["samples"])
-    assert [(row["ranks"], row["way"]) for row in data["rows"]] == [(ranks, way) for ranks in (1, 2) for way in every]
+    assert [(row["ranks"], row["method"]) for row in data["rows"]] == [
+        (ranks, method) for ranks in (1, 2) for method in every
+    ]
     assert data["rows"][0]["copies"] == 1
     assert data["settings"] == {"sizes": [12], "ranks": [1, 2], "rounds": 3, "threads": 0}
-    assert "Training stands still" in done.out
+    assert "A checkpoint blocks training" in done.out
     assert list(place.iterdir()) == []

@@ -13,13 +13,19 @@ import msgspec
 import pytest
 import torch
 
-from phalanx.bench.comm import calls, cells, comparison, jobs, links, main, patterns, promises, traffic
-from phalanx.bench.comm.calls import Buffers, Task
-from phalanx.bench.comm.cells import Cell, Hello, Link, Note, Results, Steps
-from phalanx.bench.comm.jobs import Job
-from phalanx.bench.comm.rounds import Pace, Rounds
-from phalanx.bench.comm.settings import Settings
-from phalanx.bench.comm.traffic import KIB, MIB, OPERATIONS
+from benchmarks.comm import jobs, traffic
+from benchmarks.comm import results as wire
+from benchmarks.comm.benchmark import main
+from benchmarks.comm.jobs import Job
+from benchmarks.comm.ranks import verification
+from benchmarks.comm.ranks.backends import TorchBackend
+from benchmarks.comm.ranks.operations import Buffers, Call, Task
+from benchmarks.comm.ranks.rounds import RoundRunner, RoundSettings
+from benchmarks.comm.report import comparison
+from benchmarks.comm.report.targets import slower_cases, targets
+from benchmarks.comm.results import CommNote, CommResults, DdpSteps, Link, Measurement, WorldInfo, slow_links
+from benchmarks.comm.settings import CommSettings
+from benchmarks.comm.traffic import KIB, MIB, OPERATIONS
 from phalanx.errors import OptionError
 from phalanx.worker.spawn.spawn import spawn
 from tests.kit.cli import Result, phalanx
@@ -27,14 +33,14 @@ from tests.kit.cli import Result, phalanx
 CPU = torch.device("cpu")
 
 
-def cell(backend: str, *rounds: float, operation: str = "all_reduce", size: int = KIB, ranks: int = 4) -> Cell:
+def cell(backend: str, *rounds: float, operation: str = "all_reduce", size: int = KIB, ranks: int = 4) -> Measurement:
     place = {"both": "out"}.get(OPERATIONS[operation].place, "in") if operation in OPERATIONS else "out"
-    return Cell(ranks, operation, "float32", place, size, size, backend, rounds, p50=min(rounds, default=0.0))
+    return Measurement(ranks, operation, "float32", place, size, size, backend, rounds, p50=min(rounds, default=0.0))
 
 
-def hello(ranks: int, *nodes: tuple[int, ...], device: str = "cpu") -> Hello:
+def world(ranks: int, *nodes: tuple[int, ...], device: str = "cpu") -> WorldInfo:
     where = nodes or (tuple(range(ranks)),)
-    return Hello(ranks, where, ("host",) * ranks, (device,) * ranks, ("shm", "gloo"))
+    return WorldInfo(ranks, where, ("host",) * ranks, (device,) * ranks, ("shm", "gloo"))
 
 
 # -- bandwidths
@@ -84,33 +90,35 @@ def test_what_a_link_must_do() -> None:
 
 
 def test_share_of_memory_and_of_the_slowest_link() -> None:
-    copy = Cell(4, traffic.COPY, "float32", "out", KIB, KIB, "cpu", (1.0,))
-    near = Results(hellos=[hello(4)], cells=[cell("shm", 2.0), copy])
-    assert near.share(near.cells[0]) == 0.5
-    assert Results(hellos=[hello(4)], cells=near.cells[:1]).share(near.cells[0]) is None
-    slow, quick = (Link(4, "shm", 0, one, 1e-6, speed, near=False) for one, speed in ((2, 512.0), (3, 4096.0)))
-    inside = Link(4, "shm", 0, 1, 1e-6, 1.0, near=True)  # which does not hold up what goes between
-    apart = Results(hellos=[hello(4, (0, 1), (2, 3))], cells=[cell("shm", 8.0), copy], links=[slow, quick, inside])
-    assert apart.share(apart.cells[0]) == 2 * 0.5 * KIB / 512 / 8
+    copy = Measurement(4, traffic.COPY, "float32", "out", KIB, KIB, "cpu", (1.0,))
+    near = CommResults(worlds=[world(4)], measurements=[cell("shm", 2.0), copy])
+    assert near.share(near.measurements[0]) == 0.5
+    assert CommResults(worlds=[world(4)], measurements=near.measurements[:1]).share(near.measurements[0]) is None
+    slow, quick = (Link(4, "shm", 0, one, 1e-6, speed, same_node=False) for one, speed in ((2, 512.0), (3, 4096.0)))
+    inside = Link(4, "shm", 0, 1, 1e-6, 1.0, same_node=True)  # which does not hold up what goes between
+    apart = CommResults(
+        worlds=[world(4, (0, 1), (2, 3))], measurements=[cell("shm", 8.0), copy], links=[slow, quick, inside]
+    )
+    assert apart.share(apart.measurements[0]) == 2 * 0.5 * KIB / 512 / 8
 
 
 def test_on_one_gpu_the_limit_is_its_own_memory() -> None:
-    gathered = Cell(1, "all_gather", "float32", "out", KIB, KIB, "nccl", (4.0,))
-    reduced = Cell(1, "all_reduce", "float32", "in", KIB, KIB, "nccl", (4.0,))
-    copy = Cell(1, traffic.COPY, "float32", "out", KIB, KIB, "cuda", (1.0,))
-    results = Results(hellos=[hello(1, device="H200")], cells=[gathered, reduced, copy])
+    gathered = Measurement(1, "all_gather", "float32", "out", KIB, KIB, "nccl", (4.0,))
+    reduced = Measurement(1, "all_reduce", "float32", "in", KIB, KIB, "nccl", (4.0,))
+    copy = Measurement(1, traffic.COPY, "float32", "out", KIB, KIB, "cuda", (1.0,))
+    results = CommResults(worlds=[world(1, device="H200")], measurements=[gathered, reduced, copy])
     assert results.share(gathered) == 0.25
     assert results.share(reduced) is None  # nothing has to be done
 
 
 @pytest.mark.parametrize(("text", "size"), [("64K", 65536), ("25MiB", 25 * MIB), ("1G", 1 << 30), ("100", 100)])
 def test_sizes(text: str, size: int) -> None:
-    assert traffic.read_size(text) == size
+    assert traffic.parse_size(text) == size
 
 
-def test_ladder() -> None:
-    assert traffic.ladder(KIB, 256 * MIB, 16) == (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
-    assert [traffic.write_size(size) for size in (0, 100, 1536, 25 * MIB)] == ["-", "100 B", "1.5 KiB", "25 MiB"]
+def test_size_range() -> None:
+    assert traffic.size_range(KIB, 256 * MIB, 16) == (KIB, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB)
+    assert [traffic.format_size(size) for size in (0, 100, 1536, 25 * MIB)] == ["-", "100 B", "1.5 KiB", "25 MiB"]
 
 
 # -- results are checked
@@ -119,11 +127,11 @@ def test_ladder() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 def test_a_wrong_element_is_counted(dtype: str) -> None:
     tensor = torch.zeros(30_001, dtype=getattr(torch, dtype))
-    patterns.fill(tensor, patterns.total(3, 4))
+    verification.fill_tensor(tensor, verification.total(3, 4))
     assert tensor[:3].tolist() == [sum((3 + index + rank) % 5 for rank in range(4)) for index in range(3)]
-    assert patterns.wrong(tensor, patterns.total(3, 4)) == 0
+    assert verification.count_differences(tensor, verification.total(3, 4)) == 0
     tensor[[0, 20_000, 30_000]] += 1
-    assert patterns.wrong(tensor, patterns.total(3, 4)) == 3
+    assert verification.count_differences(tensor, verification.total(3, 4)) == 3
 
 
 @pytest.mark.parametrize("operation", [name for name, one in OPERATIONS.items() if one.sized])
@@ -133,9 +141,9 @@ def test_what_was_not_done_is_seen(operation: str) -> None:
         task = Task(operation, "float32", place, KIB)
         wrong = 0
         for rank in range(2):
-            buffers = Buffers.make(KIB, "float32", CPU, rank, 2).cut(operation, KIB, "float32")
-            calls.fill(task, buffers)
-            wrong += calls.wrong(task, buffers)
+            buffers = Buffers.allocate(KIB, "float32", CPU, rank, 2).cut(operation, KIB, "float32")
+            verification.fill(task, buffers)
+            wrong += verification.count_wrong(task, buffers)
         assert wrong > 0
 
 
@@ -149,11 +157,12 @@ def test_the_slow_link_is_named() -> None:
     all_links = [
         Link(4, "gloo", *ends_, 1e-5, speed, ends_[0] // 2 == ends_[1] // 2) for ends_, speed in speeds.items()
     ]
-    (found,) = links.slow(all_links)  # those between nodes are slower than the others, but that is their kind
+    (found,) = slow_links(all_links)  # those between nodes are slower than the others, but that is their kind
     assert (found.link.source, found.link.target) == (0, 3)
-    hosts = msgspec.structs.replace(hello(4, (0, 1), (2, 3)), hosts=("a", "a", "b", "b"))
+    hosts = msgspec.structs.replace(world(4, (0, 1), (2, 3)), hosts=("a", "a", "b", "b"))
     assert found.text(hosts) == (
-        "gloo, 4 ranks: the link from rank 0 (a) to rank 3 (b) is slow: 0.40 GB/s, where others between nodes have 1.00"
+        "gloo, 4 ranks: the link from rank 0 (a) to rank 3 (b) is slow: 0.40 GB/s, "
+        "while the median between nodes is 1.00"
     )
 
 
@@ -164,7 +173,7 @@ def test_beside_an_earlier_run() -> None:
     before = [cell("shm", 1.0, 1.0, 1.0), cell("gloo", 1.0, 2.0, 3.0), cell("mpi", 1.0)]
     now = [cell("shm", 1.2, 1.2, 1.2), cell("gloo", 1.5, 2.2, 3.0), cell("mpi", 0.5), cell("nccl", 1.0)]
     found = comparison.compare(now, before)
-    assert [(one.cell.backend, round(one.ratio, 2), one.word) for one in found] == [
+    assert [(one.measurement.backend, round(one.ratio, 2), one.word) for one in found] == [
         ("shm", 1.2, "slower"),
         ("gloo", 1.1, ""),  # its rounds differ by more than that
         ("mpi", 0.5, "faster"),
@@ -182,53 +191,53 @@ def test_an_earlier_run_that_is_none(tmp_path: Path) -> None:
 def test_promises() -> None:
     def judged(shm: float, gloo: float, mpi: float, copy: float) -> list[bool | None]:
         large = 25 * MIB
-        results = Results(
-            hellos=[hello(2)],
-            cells=[
+        results = CommResults(
+            worlds=[world(2)],
+            measurements=[
                 cell("shm", shm, ranks=2),
                 cell("gloo", gloo, ranks=2),
                 cell("mpi", mpi, ranks=2),
                 cell("shm", shm, size=large, ranks=2),
                 cell("gloo", gloo, size=large, ranks=2),
                 cell("mpi", mpi, size=large, ranks=2),
-                Cell(2, traffic.COPY, "float32", "out", large, large, "cpu", (copy,)),
+                Measurement(2, traffic.COPY, "float32", "out", large, large, "cpu", (copy,)),
             ],
-            steps=[Steps(2, "shm", (shm,)), Steps(2, "gloo", (gloo,))],
+            steps=[DdpSteps(2, "shm", (shm,)), DdpSteps(2, "gloo", (gloo,))],
         )
-        return [target.met for target in promises.targets(results)]
+        return [target.met for target in targets(results)]
 
     assert judged(1.0, 10.0, 1.0, 0.7) == [True] * 6
     assert judged(1.0, 9.0, 0.9, 0.6) == [False, False, True, False, False, True]
     assert judged(1.0, 1.4, 2.0, 1.0) == [False, True, False, True, True, False]
-    assert promises.targets(Results(hellos=[hello(2)], cells=[cell("gloo", 1.0, ranks=2)])) == []
+    assert targets(CommResults(worlds=[world(2)], measurements=[cell("gloo", 1.0, ranks=2)])) == []
 
 
 def test_too_close_to_tell() -> None:
     rounds = (0.9, 1.05, 1.05, 1.3)
-    results = Results(hellos=[hello(4)], cells=[cell("shm", *rounds), cell("mpi", 1.0, 1.0, 1.0, 1.0)])
-    assert [target.met for target in promises.targets(results)] == [None, None]
-    assert promises.laggards(results, "shm", ["mpi"]) == []
-    slower = Results(cells=[cell("shm", 2.0, 2.0), cell("mpi", 1.0, 1.0)])
-    assert promises.laggards(slower, "shm", ["mpi"]) == ["all_reduce 1 KiB, 4 ranks: 2.00 of mpi's time"]
+    results = CommResults(worlds=[world(4)], measurements=[cell("shm", *rounds), cell("mpi", 1.0, 1.0, 1.0, 1.0)])
+    assert [target.met for target in targets(results)] == [None, None]
+    assert slower_cases(results, "shm", ["mpi"]) == []
+    slower = CommResults(measurements=[cell("shm", 2.0, 2.0), cell("mpi", 1.0, 1.0)])
+    assert slower_cases(slower, "shm", ["mpi"]) == ["all_reduce 1 KiB, 4 ranks: 2.00 of mpi's time"]
 
 
 # -- the command
 
 
 def test_words_travel() -> None:
-    for word in (hello(4, (0, 1), (2, 3)), cell("shm", 1.0), Note(4, "so"), Steps(4, "shm", (1.0,))):
-        assert cells.heard("[0] " + cells.spoken(word)) == word
-    assert cells.heard("something else") is None
-    assert cells.heard(cells.MARK + '{"type": "cell", "ra') is None
+    for word in (world(4, (0, 1), (2, 3)), cell("shm", 1.0), CommNote(4, "so"), DdpSteps(4, "shm", (1.0,))):
+        assert wire.decode("[0] " + wire.encode(word)) == word
+    assert wire.decode("something else") is None
+    assert wire.decode(wire.PREFIX + '{"type": "cell", "ra') is None
 
 
 def test_who_starts_the_ranks() -> None:
-    wanted = Settings(("shm", "gloo"), ("all_reduce",), (KIB,), ("float32",), ("calls",), False, 3, 0.01)
-    line = Job(wanted, 2).line()
+    wanted = CommSettings(("shm", "gloo"), ("all_reduce",), (KIB,), ("float32",), ("calls",), False, 3, 0.01)
+    line = Job(wanted, 2).command()
     assert line[2:7] == ["phalanx", "run", "-g", "2", "--cpu"]
-    assert line[line.index("-m", 3) + 1] == "phalanx.bench.scripts.comm"
-    assert "--cpu" not in Job(replace(wanted, backends=("nccl",)), None, ("--hosts", "a,b")).line()
-    by_mpi = Job(replace(wanted, backends=("shm", "mpi")), 64).line()
+    assert any(word.endswith("benchmarks/scripts/comm.py") for word in line)
+    assert "--cpu" not in Job(replace(wanted, backends=("nccl",)), None, ("--hosts", "a,b")).command()
+    by_mpi = Job(replace(wanted, backends=("shm", "mpi")), 64).command()
     assert by_mpi[:3] == ["mpirun", "-n", "64"]
     assert "--oversubscribe" in by_mpi
     with pytest.raises(OptionError, match="mpirun"):
@@ -258,13 +267,13 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
 def slow_in_one() -> tuple[int, str]:
     """A call that one rank finds too slow to be made many times, and the other does not."""
 
-    class Slow(calls.Group):
-        def call(self, task: Task, b: Buffers) -> calls.Call | None:
+    class Slow(TorchBackend):
+        def call(self, task: Task, b: Buffers) -> Call | None:
             does = super().call(task, b)
             return lambda: (does and does(), time.sleep(0.2 * self.rank))
 
-    rounds = Rounds([Slow("gloo", CPU, 10)], Pace(1, 0.001))
-    buffers = functools.partial(Buffers.make, KIB, "float32", rank=torch.distributed.get_rank(), ranks=2)
+    rounds = RoundRunner([Slow("gloo", CPU, 10)], RoundSettings(1, 0.001))
+    buffers = functools.partial(Buffers.allocate, KIB, "float32", rank=torch.distributed.get_rank(), ranks=2)
     (found,) = rounds.measure(Task("broadcast", "float32", "in", KIB), buffers, ())
     return len(found.rounds), found.failure
 
@@ -288,7 +297,7 @@ def small() -> tuple[Result, dict[str, object], tuple[str, ...]]:
 def test_everything_is_measured_and_right() -> None:
     done, data, drawn = small()
     assert drawn == ("comm-links.png", "comm.png")
-    found = msgspec.convert(data["cells"], type=list[Cell], strict=False)
+    found = msgspec.convert(data["measurements"], type=list[Measurement], strict=False)
     measured = {(one.operation, one.place, one.size, one.backend) for one in found if one.rounds}
     for name, operation in OPERATIONS.items():
         places = {"both": ("in", "out")}.get(operation.place, (operation.place,))
@@ -300,7 +309,7 @@ def test_everything_is_measured_and_right() -> None:
     for one in found:
         assert 0 < one.seconds < done.seconds
         assert 0 < one.p50 <= one.p99
-    shares = [one["share"] for one in data["cells"] if one["operation"] == "all_reduce"]  # type: ignore[attr-defined]
+    shares = [one["share"] for one in data["measurements"] if one["operation"] == "all_reduce"]  # type: ignore[attr-defined]
     assert all(share > 0 for share in shares)
     assert {(one["source"], one["target"]) for one in data["links"]} == {(0, 1), (1, 0)}  # type: ignore[attr-defined]
     assert {one["backend"] for one in data["steps"] if one["rounds"]} == {"shm", "gloo"}  # type: ignore[attr-defined]
@@ -313,7 +322,7 @@ def test_what_is_said() -> None:
     assert done.code in (0, 1)
     assert len(data["targets"]) == 3  # type: ignore[arg-type]
     assert "2 ranks, cpu" in done.out
-    assert "memory, every rank copying at once" in done.out
+    assert "memory, every rank copying at the same time" in done.out
     assert "never is not measured" in done.out
     assert "WRONG" not in done.out
 
@@ -325,16 +334,16 @@ def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
 
 def test_nothing_measured_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Job, "run", lambda _, __, hear: hear(hello(2)) or "")
+    monkeypatch.setattr(Job, "run", lambda _, __, hear: hear(world(2)) or "")
     assert main(["--backends", "nccl", "-g", "2"], {}) == 1
 
 
 def test_wrong_results_make_the_exit_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def run(_: Job, __: object, hear: functools.partial[None]) -> str:
-        for word in (hello(2), msgspec.structs.replace(cell("gloo", 1.0, ranks=2), wrong=3)):
+        for word in (world(2), msgspec.structs.replace(cell("gloo", 1.0, ranks=2), wrong=3)):
             hear(word)
         return ""
 
     monkeypatch.setattr(Job, "run", run)
     assert main(["--backends", "gloo", "-g", "2"], {}) == 1
-    assert "3 elements are not what they should be" in capfd.readouterr().out
+    assert "3 wrong elements" in capfd.readouterr().out

@@ -6,36 +6,36 @@ import json
 
 import pytest
 
-from phalanx.bench.exit import Exit, summed, target
-from phalanx.bench.results import Case, Sample
+from benchmarks.launch.exit import ExitTimes, exit_times, target
+from benchmarks.launch.results import LaunchCase, LaunchSample
 from tests.kit.cli import phalanx
 
 
 def test_only_the_time_after_the_last_line_counts() -> None:
-    mine, other = Case("phalanx", "exit", 8), Case("torchrun", "exit", 8)
+    mine, other = LaunchCase("phalanx", "exit", 8), LaunchCase("torchrun", "exit", 8)
     samples = [
-        Sample(mine, 1, 2.0, 2.25),
-        Sample(mine, 2, 3.0, 3.5),
-        Sample(mine, 3, None, None, "boom"),
-        Sample(other, 1, 1.0, 4.0),
+        LaunchSample(mine, 1, 2.0, 2.25),
+        LaunchSample(mine, 2, 3.0, 3.5),
+        LaunchSample(mine, 3, None, None, "boom"),
+        LaunchSample(other, 1, 1.0, 4.0),
     ]
-    found = summed(samples, "phalanx", 8)
-    assert found == Exit("phalanx", 8, (0.25, 0.5), ("boom",))
+    found = exit_times(samples, "phalanx", 8)
+    assert found == ExitTimes("phalanx", 8, (0.25, 0.5), ("boom",))
     assert found.text == "0.38 s (0.25..0.50), 1 failed"
-    assert Exit("phalanx", 8, (), ("boom",)).text == "failed: boom"
+    assert ExitTimes("phalanx", 8, (), ("boom",)).text == "failed: boom"
 
 
 @pytest.mark.parametrize(
     ("found", "met"),
     [
-        (Exit("phalanx", 8, (0.3, 0.39, 0.9)), True),
-        (Exit("phalanx", 8, (0.3, 0.4, 0.9)), False),
-        (Exit("phalanx", 8, (0.3,), ("boom",)), None),
-        (Exit("phalanx", 2, (0.3,)), None),
-        (Exit("warm", 8, (0.3,)), None),
+        (ExitTimes("phalanx", 8, (0.3, 0.39, 0.9)), True),
+        (ExitTimes("phalanx", 8, (0.3, 0.4, 0.9)), False),
+        (ExitTimes("phalanx", 8, (0.3,), ("boom",)), None),
+        (ExitTimes("phalanx", 2, (0.3,)), None),
+        (ExitTimes("warm", 8, (0.3,)), None),
     ],
 )
-def test_the_target(found: Exit, met: bool | None) -> None:
+def test_the_target(found: ExitTimes, met: bool | None) -> None:
     assert target([found]).met is met
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.join import Gathering, Row, main, rows, target
+from benchmarks.join.benchmark import JoinRow, JoinSample, main, rows, target
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
 
-def took(members: int, *times: float | None) -> list[Gathering]:
+def took(members: int, *times: float | None) -> list[JoinSample]:
     return [
-        Gathering(members, number, seconds, seconds, 1 << 20, seconds)
+        JoinSample(members, number, seconds, seconds, 1 << 20, seconds)
         if seconds is not None
-        else Gathering(members, number, failure="boom")
+        else JoinSample(members, number, failure="boom")
         for number, seconds in enumerate(times, 1)
     ]
 
@@ -48,7 +48,7 @@ def test_the_promise(times: tuple[float | None, ...], met: bool | None, evidence
 
 
 def test_what_failed_has_no_time() -> None:
-    assert rows(took(16, None)) == [Row(16, 1, None, None, None, None, None, None)]
+    assert rows(took(16, None)) == [JoinRow(16, 1, None, None, None, None, None, None)]
 
 
 @pytest.mark.parametrize("argv", [["--members", "0"], ["--members", "many"], ["--rounds", "0"]])

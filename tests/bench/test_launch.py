@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench import contenders, report
-from phalanx.bench import machine as machines
-from phalanx.bench.contenders import CONTENDERS
-from phalanx.bench.launch import _numbers, _read, main, rotated, schedule
-from phalanx.bench.results import Case, Cell, Results, Sample, Settings, targets
+from benchmarks.common import launchers
+from benchmarks.common.launchers import LAUNCHERS
+from benchmarks.common.machine import machine_info
+from benchmarks.common.options import positive_numbers
+from benchmarks.common.ratios import rotated
+from benchmarks.launch import report
+from benchmarks.launch.benchmark import main, schedule
+from benchmarks.launch.results import LaunchCase, LaunchResults, LaunchSample, LaunchSettings, LaunchTimes, targets
+from benchmarks.launch.runner import read_stamps
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
-ALL = Settings(ranks=(2, 8, 16), repeat=3, contenders=tuple(CONTENDERS), ends=("allreduce", "adamw"))
+ALL = LaunchSettings(ranks=(2, 8, 16), repeat=3, contenders=tuple(LAUNCHERS), ends=("allreduce", "adamw"))
 
 # contender -> seconds to the first all_reduce on 2, 8 and 16 ranks; a step takes twice as long
 GOOD = {
@@ -28,22 +32,24 @@ GOOD = {
 }
 
 
-def made(settings: Settings = ALL, times: dict[str, tuple[float, ...]] = GOOD, failing: Case | None = None) -> Results:
+def made(
+    settings: LaunchSettings = ALL, times: dict[str, tuple[float, ...]] = GOOD, failing: LaunchCase | None = None
+) -> LaunchResults:
     """Rounds a little below, at and above the given times."""
-    results = Results(settings)
+    results = LaunchResults(settings)
     for number, noise in enumerate((0.9, 1.0, 1.1), 1):
-        results.imports.append(Sample(Case("python", "import", 1), number, 1.3 * noise, 1.4 * noise))
+        results.imports.append(LaunchSample(LaunchCase("python", "import", 1), number, 1.3 * noise, 1.4 * noise))
         for case in schedule(settings, number):
             base = times[case.contender][settings.ranks.index(case.ranks)] * (2 if case.end == "adamw" else 1)
             if case == failing and number == 2:
-                results.samples.append(Sample(case, number, None, None, "exit code 1: boom"))
+                results.samples.append(LaunchSample(case, number, None, None, "exit code 1: boom"))
             else:
-                results.samples.append(Sample(case, number, base * noise, base * noise + 0.5))
+                results.samples.append(LaunchSample(case, number, base * noise, base * noise + 0.5))
     return results
 
 
-def reported(results: Results) -> report.Report:
-    return report.Report(results, machines.machine(), (0.0, 0.0, 0.0))
+def reported(results: LaunchResults) -> report.LaunchReport:
+    return report.LaunchReport(results, machine_info(), (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +64,11 @@ def reported(results: Results) -> report.Report:
         ((), 3, None, "3 of 3 failed", "3 of 3\nfailed"),
     ],
 )
-def test_a_cell(times: tuple[float, ...], failed: int, median: float | None, text: str, narrow: str) -> None:
-    cell = Cell(times, failed)
-    assert cell.median == pytest.approx(median)
-    assert report.spread(cell) == text
-    assert report.stacked(cell) == narrow
+def test_times_of_a_case(times: tuple[float, ...], failed: int, median: float | None, text: str, narrow: str) -> None:
+    of_case = LaunchTimes(times, failed)
+    assert of_case.median == pytest.approx(median)
+    assert report.spread(of_case) == text
+    assert report.stacked(of_case) == narrow
 
 
 @pytest.mark.parametrize(("turn", "order"), [(0, "abc"), (1, "bca"), (2, "cab"), (3, "abc"), (7, "bca")])
@@ -79,7 +85,7 @@ def test_a_round_has_every_case_once() -> None:
 def test_every_contender_is_first_equally_often() -> None:
     firsts = [list(schedule(ALL, number))[::4] for number in range(4)]
     for place in range(6):
-        assert {cases[place].contender for cases in firsts} == set(CONTENDERS)
+        assert {cases[place].contender for cases in firsts} == set(LAUNCHERS)
 
 
 def changed(name: str, ranks: int, seconds: float) -> dict[str, tuple[float, ...]]:
@@ -124,18 +130,18 @@ def test_a_target_tells_by_what_it_was_judged() -> None:
 
 
 def test_what_failed_or_was_not_run_is_not_judged() -> None:
-    failed = targets(made(failing=Case("phalanx", "allreduce", 8)))
+    failed = targets(made(failing=LaunchCase("phalanx", "allreduce", 8)))
     assert [(target.met, target.evidence) for target in failed[:2]] == [
         (None, "1 of 6 launches failed"),
         (None, "1 of 6 launches failed"),
     ]
     assert failed[2].met is True
-    absent = targets(made(Settings((2,), 3, ("torchrun",), ("allreduce",))))
+    absent = targets(made(LaunchSettings((2,), 3, ("torchrun",), ("allreduce",))))
     assert {(target.met, target.evidence) for target in absent} == {(None, "not part of this run")}
 
 
 def test_markdown() -> None:
-    text = reported(made(failing=Case("accelerate", "adamw", 16))).markdown()
+    text = reported(made(failing=LaunchCase("accelerate", "adamw", 16))).markdown()
     for line in (
         "| phalanx | all_reduce | 1.50 (1.35..1.65) | 1.55 (1.40..1.71) | 2.00 (1.80..2.20) |",
         "| phalanx | all_reduce | 2.7x | 5.2x | 8.0x |",
@@ -150,8 +156,8 @@ def test_markdown() -> None:
 
 @pytest.mark.parametrize(("load", "busy"), [(0.2, False), (3.0, True)])
 def test_a_busy_machine_is_said_to_be_one(load: float, busy: bool) -> None:
-    machine = replace(machines.machine(), cores=2, load_before=(load, 0.0, 0.0))
-    text = report.Report(made(), machine, (0.0, 0.0, 0.0)).markdown()
+    machine = replace(machine_info(), cores=2, load_before=(load, 0.0, 0.0))
+    text = report.LaunchReport(made(), machine, (0.0, 0.0, 0.0)).markdown()
     assert ("This machine was busy" in text) is busy
 
 
@@ -168,12 +174,12 @@ def test_a_busy_machine_is_said_to_be_one(load: float, busy: bool) -> None:
 def test_only_a_group_that_met_counts(tmp_path: Path, rows: str, ranks: int, reached: float, wrong: str) -> None:
     stamps = tmp_path / "stamps"
     stamps.write_text(rows)
-    assert _read(str(stamps), ranks) == (reached, wrong)
+    assert read_stamps(str(stamps), ranks) == (reached, wrong)
 
 
 def test_the_environment_is_the_same_for_all() -> None:
     inherited = {"PATH": "/bin", "RANK": "3", "PET_NNODES": "2", "PHALANX_HOME": "/mine", "OMP_NUM_THREADS": "8"}
-    made = {name: contenders.environment(CONTENDERS[name], 2, inherited, "/tmp/x") for name in CONTENDERS}
+    made = {name: launchers.environment(LAUNCHERS[name], 2, inherited, "/tmp/x") for name in LAUNCHERS}
     homes = {environ.pop("PHALANX_HOME") for environ in made.values()}
     assert len(homes) == 4
     assert "/mine" not in homes
@@ -184,7 +190,7 @@ def test_the_environment_is_the_same_for_all() -> None:
 
 @pytest.mark.parametrize(("text", "numbers"), [("8", (8,)), ("8,2,2", (2, 8))])
 def test_ranks(text: str, numbers: tuple[int, ...]) -> None:
-    assert _numbers(text) == numbers
+    assert positive_numbers("--ranks", text, "2,8") == numbers
 
 
 @pytest.mark.parametrize(
@@ -212,4 +218,4 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     assert {target["met"] for target in data["targets"]} == {None}
     assert "| torchrun | all_reduce |" in (out / "launch.md").read_text()
     assert (out / "launch.png").read_bytes().startswith(b"\x89PNG")
-    assert len(done.err.splitlines()) == 3  # the rehearsal, one import, one launch
+    assert len(done.err.splitlines()) == 3  # the warm-up, one import, one launch

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench import step
-from phalanx.bench.marks import Kill, Mark, Recovery, newest, parsed, recovery, settled, spent, step_times
-from phalanx.bench.recover import Bench, Pair, Sample, main, rows, targets
-from phalanx.bench.survivors import SURVIVORS
+from benchmarks.recover.benchmark import GoodputSample, KillSample, RecoverBenchmark, main, rows, targets
+from benchmarks.recover.launchers import RECOVERY_LAUNCHERS
+from benchmarks.recover.progress import (
+    Kill,
+    ProgressRecord,
+    RecoveryTimes,
+    cpu_seconds,
+    newest_step,
+    parse,
+    recovery_times,
+    settled_group,
+    step_times,
+)
+from benchmarks.training.step import StepTimes
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
@@ -40,59 +50,59 @@ step 0 10 1 6 101.5 3.5
 
 
 def test_marks_are_lines() -> None:
-    assert parsed("step 3 4711 2 17 12.500000 3.25\nmet 0 1 0 0 1.0 0\n") == [
-        Mark("step", 3, 4711, 2, 17, 12.5, 3.25),
-        Mark("met", 0, 1, 0, 0, 1.0, 0.0),
+    assert parse("step 3 4711 2 17 12.500000 3.25\nmet 0 1 0 0 1.0 0\n") == [
+        ProgressRecord("step", 3, 4711, 2, 17, 12.5, 3.25),
+        ProgressRecord("met", 0, 1, 0, 0, 1.0, 0.0),
     ]
-    assert parsed("") == []
+    assert parse("") == []
 
 
 def test_a_recovery_is_over_when_every_rank_has_stepped_again() -> None:
-    marks = parsed(BEFORE + AFTER)
-    assert recovery(marks, KILL, 2) == Recovery(first=1.0, whole=1.2, met=0.4, ready=0.6, lost=0)
-    assert recovery(parsed(BEFORE), KILL, 2) is None
-    assert recovery(marks[:-2], KILL, 2) is None  # the new rank 1 is still missing
-    assert recovery(marks, KILL, 3) is None
+    records = parse(BEFORE + AFTER)
+    assert recovery_times(records, KILL, 2) == RecoveryTimes(first=1.0, whole=1.2, met=0.4, ready=0.6, lost=0)
+    assert recovery_times(parse(BEFORE), KILL, 2) is None
+    assert recovery_times(records[:-2], KILL, 2) is None  # the new rank 1 is still missing
+    assert recovery_times(records, KILL, 3) is None
     # What the dead process has told late is not of the one in its place.
-    late = parsed(BEFORE + "step 0 10 1 5 101.0 3.0\nstep 1 11 1 5 101.2 0.5\n")
-    assert recovery(late, KILL, 2) is None
+    late = parse(BEFORE + "step 0 10 1 5 101.0 3.0\nstep 1 11 1 5 101.2 0.5\n")
+    assert recovery_times(late, KILL, 2) is None
 
 
 @pytest.mark.parametrize(("begins", "lost"), [(5, 0), (4, 1), (1, 4)])
 def test_steps_that_survivors_had_committed_and_that_were_done_again(begins: int, lost: int) -> None:
     again = f"step 0 10 0 4 100.1 1\nstep 0 10 1 {begins} 101.0 1\nstep 1 12 1 {begins} 101.2 1\n"
-    found = recovery(parsed(BEFORE + again), KILL, 2)
+    found = recovery_times(parse(BEFORE + again), KILL, 2)
     assert found is not None
     assert found.lost == lost
 
 
 def test_a_step_of_the_dead_rank_alone_counts_for_nobody() -> None:
     alone = "step 1 11 0 4 99.9 1\nstep 0 10 1 4 101.0 1\nstep 1 12 1 4 101.2 1\n"
-    found = recovery(parsed(BEFORE + alone), KILL, 2)
+    found = recovery_times(parse(BEFORE + alone), KILL, 2)
     assert found is not None
     assert found.lost == 0
 
 
 def test_when_a_group_has_settled() -> None:
-    marks = parsed(BEFORE + AFTER)
-    assert settled(parsed(BEFORE), 2, 3) == 0
-    assert settled(parsed(BEFORE), 2, 4) is None
-    assert settled(parsed(BEFORE), 3, 1) is None
-    assert settled(marks, 2, 1) == 1
-    assert settled(marks, 2, 2) is None
-    assert settled([], 2, 1) is None
+    records = parse(BEFORE + AFTER)
+    assert settled_group(parse(BEFORE), 2, 3) == 0
+    assert settled_group(parse(BEFORE), 2, 4) is None
+    assert settled_group(parse(BEFORE), 3, 1) is None
+    assert settled_group(records, 2, 1) == 1
+    assert settled_group(records, 2, 2) is None
+    assert settled_group([], 2, 1) is None
 
 
 def test_steps_and_what_they_cost() -> None:
-    marks = [Mark("step", 0, 10, 0, number, float(number**2), 0.0) for number in range(1, 6)]
-    assert step_times(marks) == [7.0, 9.0]  # the first ones of a group are left out
-    assert (newest(marks, 9.5), newest(marks, 1.0)) == (3, 0)
-    assert spent(parsed(AFTER), {0: 2.0, 1: 0.25}) == 1.75
-    assert spent(parsed(AFTER), {0: 2.0}) == 1.5
+    records = [ProgressRecord("step", 0, 10, 0, number, float(number**2), 0.0) for number in range(1, 6)]
+    assert step_times(records) == [7.0, 9.0]  # the first ones of a group are left out
+    assert (newest_step(records, 9.5), newest_step(records, 1.0)) == (3, 0)
+    assert cpu_seconds(parse(AFTER), {0: 2.0, 1: 0.25}) == 1.75
+    assert cpu_seconds(parse(AFTER), {0: 2.0}) == 1.5
 
 
-def measured(*samples: Sample) -> Bench:
-    bench = Bench(OPTIONS, {}, "/nowhere")
+def measured(*samples: KillSample) -> RecoverBenchmark:
+    bench = RecoverBenchmark(OPTIONS, {}, "/nowhere")
     bench.samples = list(samples)
     return bench
 
@@ -100,12 +110,12 @@ def measured(*samples: Sample) -> Bench:
 OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1, gpu=False, gpus=[])
 
 
-def killed(name: str, whole: float, met: float = 0.1, lost: int = 0) -> Sample:
-    return Sample(name, 1, 0, first=whole, whole=whole, met=met, ready=met, step=0.1, lost=lost)
+def killed(name: str, whole: float, met: float = 0.1, lost: int = 0) -> KillSample:
+    return KillSample(name, 1, 0, first=whole, whole=whole, met=met, ready=met, step=0.1, lost=lost)
 
 
 def test_rows_are_medians_of_what_was_recovered() -> None:
-    torchrun = [killed("torchrun", 6.0), Sample("torchrun", 1, 2, failure="boom"), killed("torchrun", 4.0, lost=1)]
+    torchrun = [killed("torchrun", 6.0), KillSample("torchrun", 1, 2, failure="boom"), killed("torchrun", 4.0, lost=1)]
     ours, theirs = rows([*torchrun, killed("phalanx", 0.2)])
     assert (ours.contender, ours.recovered, ours.kills, ours.steps) == ("phalanx", 1, 1, 2.0)
     assert (theirs.recovered, theirs.kills, theirs.whole, theirs.lost) == (2, 3, (4.0, 6.0), 1)
@@ -116,21 +126,21 @@ def test_rows_are_medians_of_what_was_recovered() -> None:
     [
         ([killed("phalanx", 0.2), killed("restart", 3.0, met=1.4)], [True, True, True]),
         ([killed("phalanx", 0.4, lost=1), killed("restart", 3.0, met=1.6)], [False, False, False]),
-        ([killed("phalanx", 0.2), Sample("phalanx", 1, 1, failure="boom")], [False, True, None]),
-        ([Sample("phalanx", 1, failure="boom")], [False, None, None]),
+        ([killed("phalanx", 0.2), KillSample("phalanx", 1, 1, failure="boom")], [False, True, None]),
+        ([KillSample("phalanx", 1, failure="boom")], [False, None, None]),
         ([], [None, None, None]),
     ],
     ids=["met", "missed", "one failed", "all failed", "nothing"],
 )
-def test_the_promises_about_a_kill(samples: list[Sample], verdicts: list[bool | None]) -> None:
+def test_the_promises_about_a_kill(samples: list[KillSample], verdicts: list[bool | None]) -> None:
     assert [target.met for target in targets(measured(*samples), OPTIONS)] == [*verdicts, None, None, None]
 
 
 def test_the_other_promises() -> None:
     bench = measured()
-    bench.pairs = [Pair(1, 100, 95), Pair(2, 100, 92), Pair(3, 100, 20)]
-    bench.ready = [step.Times("ready", "raw", (1.0, 1.0)), step.Times("ready", "phalanx", (1.005, 1.005))]
-    bench.faults = [killed("phalanx", 0.2), Sample("phalanx", 2, 1, failure="boom")]
+    bench.pairs = [GoodputSample(1, 100, 95), GoodputSample(2, 100, 92), GoodputSample(3, 100, 20)]
+    bench.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
+    bench.faults = [killed("phalanx", 0.2), KillSample("phalanx", 2, 1, failure="boom")]
     *_, goodput, ready, faults = targets(bench, OPTIONS)
     assert (goodput.met, ready.met, faults.met) == (True, True, False)
     assert goodput.evidence == "92.0% (20.0%..95.0%)"
@@ -138,12 +148,12 @@ def test_the_other_promises() -> None:
 
 
 def test_how_torchrun_is_started() -> None:
-    torchrun = SURVIVORS["torchrun"]
-    line = torchrun.line(4)
+    torchrun = RECOVERY_LAUNCHERS["torchrun"]
+    line = torchrun.command(4)
     assert line[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts"]
     assert line[-1].endswith("scripts/recover.py")
     assert torchrun.variables == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    assert SURVIVORS["restart"].line(4)[1:7] == ["-m", "phalanx", "run", "-g", "4", "--cpu"]
+    assert RECOVERY_LAUNCHERS["restart"].command(4)[1:7] == ["-m", "phalanx", "run", "-g", "4", "--cpu"]
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.step import Row, Times, main, rows, targets
+from benchmarks.training.step import StepRow, StepTimes, main, rows, targets
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
 
-def took(**seconds: tuple[float, ...]) -> list[Times]:
-    return [Times("plain", name, times, "" if times else "boom") for name, times in seconds.items()]
+def took(**seconds: tuple[float, ...]) -> list[StepTimes]:
+    return [StepTimes("plain", name, times, "" if times else "boom") for name, times in seconds.items()]
 
 
 def test_ratios_are_those_of_rounds() -> None:
     # The machine was slow in the second round, for both: that is no difference between them.
     found = rows(took(raw=(0.010, 0.030, 0.010), phalanx=(0.011, 0.033, 0.011), accelerate=()))
     assert found == [
-        Row("plain", "raw", 10.0, 1.0, 1.0, 1.0, 0.0),
-        Row("plain", "phalanx", 11.0, 1.1, 1.1, 1.1, 0.0),
-        Row("plain", "accelerate", None, None, None, None),
+        StepRow("plain", "raw", 10.0, 1.0, 1.0, 1.0, 0.0),
+        StepRow("plain", "phalanx", 11.0, 1.1, 1.1, 1.1, 0.0),
+        StepRow("plain", "accelerate", None, None, None, None),
     ]
 
 
@@ -31,8 +31,8 @@ def test_ratios_are_those_of_rounds() -> None:
     [
         (1.005, 1.001, True, "1.0050"),
         (1.02, 1.001, False, "1.0200"),
-        (1.02, 1.05, None, "too busy to tell"),
-        (0.9, 0.95, None, "too busy to tell"),
+        (1.02, 1.05, None, "too much noise to tell"),
+        (0.9, 0.95, None, "too much noise to tell"),
         (1.02, None, False, "1.0200"),
         (None, 1.0, None, "not measured"),
     ],

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench import browser
-from phalanx.bench.browser import Page
+from benchmarks.common import browser
+from benchmarks.common.browser import Page
 from tests.e2e.places import script
 from tests.kit import cli
 from tests.kit.cli import Env, Handle, free_port, start

@@ -14,7 +14,7 @@ def test_backends_are_measured_between_hosts(lab: Lab, ssh: Sshd, tmp_path: Path
     done = lab[0].run("bench", "comm", *words, cwd=str(tmp_path), env=ssh.env)
     assert done.code == 0, done.out + done.err  # what is promised of one machine is not asked of two
     found = json.loads((tmp_path / "out.json").read_text())
-    cells = {(cell["operation"], cell["backend"], cell["size"]): cell for cell in found["cells"]}
+    cells = {(cell["operation"], cell["backend"], cell["size"]): cell for cell in found["measurements"]}
     assert not any(cell["failure"] or cell["wrong"] for cell in cells.values()), done.out + done.err
     for backend in ("shm", "gloo"):
         assert cells["all_reduce", backend, 65536]["ranks"] == 3

@@ -291,7 +291,7 @@ def test_survive() -> None:
     ((step, cost),) = re.findall(r"; regrouped, and step (\d+) was committed [\d.]+ s later, (.*)", result.err)
     # Done again is at most what nobody but the killed one had committed, if it had still told so.
     assert (step, cost) in {("31", "no step lost"), ("30", "no step lost"), ("30", "1 step done again")}
-    assert set(re.findall(r"goes on after step (\d+)", result.out)) == {str(int(step) - 1)}
+    assert set(re.findall(r"continues after step (\d+)", result.out)) == {str(int(step) - 1)}
     found = said(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
     assert {steps for steps, _, _ in found.values()} == {"88"}
     assert re.match(r"\[[12]", found["2"][1])  # 2: gloo did not let one of the others go, who was replaced as well

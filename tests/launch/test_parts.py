@@ -186,7 +186,7 @@ def test_every_event_survives_the_file() -> None:
             if field not in values and field not in kind.__struct_defaults__:
                 hint = kind.__annotations__.get(field, "str")
                 some = {"int": 3, "float": 2.0, "str": "x", "bool": True, "tuple[str, ...]": ("a",)}
-                some["tuple[int, ...]"] = (3,)
+                some |= {"tuple[int, ...]": (3,), "FaultKind": "node-joined"}
                 values[field] = some.get(hint, () if "tuple" in hint else {})
         event = kind(**values)
         assert events.decode(events.encode(event)) == event

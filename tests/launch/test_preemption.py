@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.contract import worker_messages as words
 from phalanx.launch.agent.worker import WorkerFailure
+from phalanx.launch.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
 from phalanx.launch.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
 from phalanx.launch.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy
@@ -24,22 +25,23 @@ DEAD = AttemptReport(
 )
 
 
-class Supervisor:
-    """Notes what it is told."""
+class Agent:
+    """Records the actions that it is to perform."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.actions: list[Action] = []
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **_: self.told.append((name, *args)) if name not in ("note", "event") else None
+    def perform(self, action: Action) -> None:
+        self.actions.append(action)
 
-    def names(self) -> list[str]:
-        return [name for name, *_ in self.told]
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        pass
+
+    def event(self, event: object) -> None:
+        pass
 
 
-def among(
-    play: Callable[[SingleNodeCoordinator, Supervisor], Coroutine[Any, Any, None]], most: int | None = None
-) -> None:
+def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, None]], most: int | None = None) -> None:
     async def main() -> None:
         plan = SimpleNamespace(
             shutdown=SHUTDOWN,
@@ -47,7 +49,7 @@ def among(
             recovery=SimpleNamespace(policy=RestartPolicy(most)),
             placement=SimpleNamespace(world_size=2),
         )
-        agent = Supervisor()
+        agent = Agent()
         alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]
         alone.meet(agent)
         alone.able(True, False, True)
@@ -57,13 +59,13 @@ def among(
 
 
 def test_all_have_to_say_where_they_stand() -> None:
-    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.HaltAck(7, 0))
         alone.halting(0, words.HaltAck(7, 0))
-        assert agent.told == [("halt", None)]
+        assert agent.actions == [HaltWorkers(None)]
         alone.halting(1, words.HaltAck(8, 0))
-        assert agent.told == [("halt", None), ("halt", 9)]
+        assert agent.actions == [HaltWorkers(None), HaltWorkers(9)]
 
     among(play)
 
@@ -72,11 +74,11 @@ def test_all_have_to_say_where_they_stand() -> None:
 def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
     """The last of them would be waited for, for as long as a checkpoint may take."""
 
-    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halting(0, words.HaltedAt(9))
-        alone.failing(FALL)
-        assert agent.names() == ["halt", "leave"]
+        assert alone.failing(FALL) == AcceptLoss()
+        assert agent.actions == [HaltWorkers(None)]
         trouble = "" if last else "the fork server was ended from outside"
         found = await alone.concluded(AttemptReport(0, DEAD.deaths, "block", trouble))
         assert isinstance(found, RunResult)
@@ -87,11 +89,10 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
-    async def play(alone: SingleNodeCoordinator, agent: Supervisor) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.able(True, True, True)  # one is through with its work: no group can form any more
-        alone.failing(FALL)
-        assert agent.names()[-1] == "stop"
+        assert alone.failing(FALL) == StopWorkers(signal.SIGTERM, FALL.reason, SHUTDOWN.failure_timeout)
         assert alone.last(failed=True) is preempted
         assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
 

@@ -18,9 +18,7 @@ WRONG = script(BAD["rank-collective"]["under a condition"])
 
 def test_our_own_examples_are_clean() -> None:
     """But for the one that is to hang."""
-    report = inspect_all(
-        [str(ROOT / "examples"), str(ROOT / "src/phalanx/bench/scripts"), str(ROOT / "src/phalanx/demo")]
-    )
+    report = inspect_all([str(ROOT / "examples"), str(ROOT / "benchmarks/scripts"), str(ROOT / "src/phalanx/demo")])
     assert {(one.file, one.rule) for one in report.findings} == {(str(ROOT / "examples/hang.py"), "rank-collective")}
     assert report.unreadable == ()
     assert report.files > 20

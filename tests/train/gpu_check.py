@@ -7,6 +7,7 @@ A line for each, "ok" or "FAILED" in front. `--cpu` rehearses all of it without 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import tempfile
@@ -82,8 +83,14 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
     """In the group of one. `ddp`: it says two, so that models are wrapped as in a larger one, with DDP and hooks."""
     with phalanx.init(device=str(DEVICE)) as run:
         if ddp:
-            run.world_size = 2
+            pretend(run, 2)
         yield run
+
+
+def pretend(run: phalanx.Run, world_size: int) -> None:
+    """Make a run of one rank say another world size."""
+    identity = dataclasses.replace(run.membership.identity, world_size=world_size)
+    run.membership = dataclasses.replace(run.membership, identity=identity)
 
 
 def check(name: str, question: Callable[[], str]) -> None:
@@ -176,7 +183,7 @@ def resumes(how: str, **options: Any) -> Callable[[], str]:
             net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 16))
             opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
             wrapped = run.wrap(net, how, **options)
-            run.world_size = 1  # the data is that of one rank
+            pretend(run, 1)  # the data is that of one rank
             samples = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
             data = run.loader(TensorDataset(samples), batch_size=8, shuffle=True)
             run.keep(folder=folder, every=3, model=net, opt=opt, data=data)

@@ -75,7 +75,7 @@ def main() -> int:
                 end, told = launched(Path(folder), backend, dies, nodes)
                 ends.append(end)
                 texts.append(told)
-        handed = nodes == 1 or "going on from memory" not in texts[1]
+        handed = nodes == 1 or "resumed from a snapshot in memory" not in texts[1]
         good = (
             handed
             and bool(ends[0])

@@ -21,7 +21,7 @@ def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 def written(run):
-    while run._checkpoints.under_way:
+    while run._checkpoints.checkpoints.under_way:
         time.sleep(0.001)
 
 def train(run):

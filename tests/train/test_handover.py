@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def word(step: int, epoch: int = 0) -> str:
-    return StateOffer(step, epoch, {}).word
+    return StateOffer(step, epoch, {}).encoded
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_shard_comes_from_a_replica_near_by() -> None:
     assert deal.lacking == (3, 4, 7)
     assert deal.keeps((0, 1) * 4)
     assert deal.givers((0, 1) * 4) == {3: 1, 4: 6, 7: 5}
-    assert deal.speakers() == (0, 1)
+    assert deal.senders() == (0, 1)
     # Another number of shards, other places, or nobody knows yet: any rank tells what there is.
     assert not deal.keeps((0, 1, 2, 3) * 2)
     assert not deal.keeps((0, 0, 1, 1) * 2)
@@ -144,7 +144,7 @@ def test_a_parcel_holds_what_was_put_in() -> None:
     assert torch.equal(own["large"], found["large"] + 1)
     with pytest.raises(LaunchError, match="cannot be read"):
         OpenedMemfd(parcel.address)
-    with open(os.devnull, "r+b") as stranger, pytest.raises(LaunchError, match="no state of a training"):
+    with open(os.devnull, "r+b") as stranger, pytest.raises(LaunchError, match="not the state of a training"):
         OpenedMemfd(f"{os.getpid()} {stranger.fileno()} 0 9")
 
 
@@ -193,14 +193,14 @@ def test_once_gives_the_same_object_and_the_same_numbers() -> None:
     again = entered(model, other)
     assert [one is two for one, two in zip(first[0], again[0], strict=True)] == [True, True]
     assert first[1:] == again[1:]
-    with pytest.raises(UsageError, match="is call 1 of once here, and was once"):
+    with pytest.raises(UsageError, match=r"call 1 of once\(\) is once.*, but was once"):
         entered(other)
 
 
 def test_once_refuses_what_belongs_to_one_group() -> None:
     run = phalanx.init(device="cpu")
     try:
-        with pytest.raises(UsageError, match="made a Loader, which belongs to one formation"):
+        with pytest.raises(UsageError, match="made a Loader, which belongs to one process group"):
             Once().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
     finally:
         run.close()
@@ -216,7 +216,7 @@ def test_once_and_on_resize_want_functions() -> None:
         with pytest.raises(UsageError, match="given a NoneType, expected a function of two numbers"):
             run.on_resize(None)  # type: ignore[arg-type]
         run.keep(model=model())
-        with pytest.raises(UsageError, match="came after keep"):
+        with pytest.raises(UsageError, match="called after keep"):
             run.on_resize(lambda before, now: None)
     finally:
         run.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import tempfile
@@ -252,7 +253,8 @@ def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
 def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) -> None:
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, last="uneven")
-    data.world_size = run.world_size = 2  # as a rank of two would see it
+    data.world_size = 2  # as a rank of two would see it
+    run._reader._identity = dataclasses.replace(run.membership.identity, world_size=2)
 
     def epoch() -> None:
         for x, y in run.batches(data):
@@ -262,7 +264,6 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
     with pytest.warns(UserWarning, match="averages by sample") as told:
         epoch()
     assert [warning.filename for warning in told] == [__file__]
-    run.world_size = 1
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 3)])
@@ -291,15 +292,15 @@ def test_progress_counts_updates_to_the_very_end(run: phalanx.Run) -> None:
     training = Training(run, accumulate=3)
     data = run.loader(numbers(), batch_size=1)
     assert [len(x) for x, _ in run.batches(run.loader(numbers(), batch_size=5))] == [5, 5]  # before it all begins
-    sights = []
+    views = []
     for _ in run.epochs(3):
         for x, y in run.batches(data):
             if training.step(x, y):
-                assert run._progress is not None
-                sights.append(run._progress.sight())
-    assert [sight.step for sight in sights] == list(range(1, 13))
-    assert {sight.total for sight in sights} == {12}
-    assert [sight.title for sight in sights[::4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+                assert run._reporter.bar is not None
+                views.append(run._reporter.bar.view())
+    assert [sight.step for sight in views] == list(range(1, 13))
+    assert {sight.total for sight in views} == {12}
+    assert [sight.title for sight in views[::4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
 
 
 def test_metrics_of_a_loop_of_ones_own(run: phalanx.Run, tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
 def test_other_data_is_refused(tmp_path: Path) -> None:
     for count, refusal in (
         (10, contextlib.nullcontext()),
-        (12, pytest.raises(UsageError, match="the data is not what")),
+        (12, pytest.raises(UsageError, match="the data has changed")),
     ):
         with alone(tmp_path) as run:
             training = Training(run)
@@ -381,11 +382,11 @@ def test_an_update_that_breaks_off_belongs_to_no_step(run: phalanx.Run, monkeypa
     x, y = next(batches)
     run.backward(nn.functional.mse_loss(training.net(x), y))
     run.step(training.opt)
-    assert not run.torn
+    assert not run._stepper.torn
     x, y = next(batches)
     run.backward(nn.functional.mse_loss(training.net(x), y))
     monkeypatch.setattr(training.opt, "zero_grad", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.step(training.opt)
-    assert run.torn
+    assert run._stepper.torn
     assert run.steps == 1

@@ -61,12 +61,12 @@ def test_what_phalanx_refuses_is_told_in_words(
 
 
 def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for train, options, words in ((None, {}, "not None"), (len, {"timeout": -1}, "timeout=-1 leaves no time")):
+    for train, options, words in ((None, {}, "not None"), (len, {"timeout": -1}, "timeout=-1 is not a valid timeout")):
         with pytest.raises(SystemExit) as caught:
             phalanx.main(train, **options)  # type: ignore[arg-type]
         assert caught.value.code == 2
         assert words in capsys.readouterr().err
-    assert "main takes the function itself" in report.read_text()  # the first stays
+    assert "main() takes a function" in report.read_text()  # the first stays
 
 
 def test_any_other_exception_goes_on_and_is_told_at_once(report: Path) -> None:

@@ -49,11 +49,11 @@ def test_no_packet_is_too_long_to_be_heard() -> None:
 
 def test_a_agent_that_does_not_listen_holds_nobody_up() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line = AgentChannel.__new__(AgentChannel)
-    line._sock = ours
+    channel = AgentChannel.__new__(AgentChannel)
+    channel._sock = ours
     with ours, theirs:
         for step in range(10_000):
-            line.mention(words.MeasuredStep(step=step, values={"loss": 0.5}))
-        line.mention(words.MeasuredStep(step=0, values={"\udc80": 0.5}))  # no text at all
+            channel.send_nowait(words.MeasuredStep(step=step, values={"loss": 0.5}))
+        channel.send_nowait(words.MeasuredStep(step=0, values={"\udc80": 0.5}))  # no text at all
         heard = words.from_worker(theirs.recv(words.LARGEST))
     assert heard == words.MeasuredStep(step=0, values={"loss": 0.5})

@@ -170,7 +170,7 @@ def test_a_full_disk_ends_the_metrics_and_not_the_training(tmp_path: Path) -> No
         for step in (1, 2):
             file.write(step, 0, {"loss": 1.0})
             file.flush()
-    assert said == ["metrics are not written any more: [Errno 28] No space left on device"]
+    assert said == ["metrics are no longer written: [Errno 28] No space left on device"]
 
 
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ def test_parts_add_up_and_none_is_off_by_one_or_more(total: int, weights: list[f
     [
         (2, [1, 1, 1], "too small for 3 ranks"),
         (9, [1, 1], "2 weights for 3 ranks"),
-        (9, [1, 0, 1], "a number above 0"),
-        (9, [1, math.nan, 1], "a number above 0"),
+        (9, [1, 0, 1], "greater than 0"),
+        (9, [1, math.nan, 1], "greater than 0"),
     ],
 )
 def test_weights_that_cannot_be(batch: int, weights: list[float], seen: str) -> None:

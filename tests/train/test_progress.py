@@ -54,7 +54,7 @@ def test_what_matters_least_goes_first(width: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sight", "expected"),
+    ("view", "expected"),
     [
         (ProgressView(0, 10), "──────────────────────────────  0/10"),
         (ProgressView(5, 10), "━━━━━━━━━━━━━━━───────────────  5/10"),
@@ -63,8 +63,8 @@ def test_what_matters_least_goes_first(width: int, expected: str) -> None:
         (ProgressView(7, None, "", {"loss": float("nan")}), "7  loss nan"),
     ],
 )
-def test_the_row(sight: ProgressView, expected: str) -> None:
-    assert bar(sight, 79) == expected
+def test_the_row(view: ProgressView, expected: str) -> None:
+    assert bar(view, 79) == expected
 
 
 def test_ascii_where_nothing_else_can_be_written() -> None:
@@ -120,8 +120,8 @@ def test_a_resumed_training_tells_the_whole_and_its_own_speed() -> None:
     progress = ProgressBar(1000, start=900, stream=io.StringIO(), clock=clock)
     clock.now += 10
     progress.advance(samples=320, steps=10)
-    sight = progress.sight()
-    assert (sight.step, sight.total, sight.samples, sight.left) == (910, 1000, 32.0, 90.0)
+    view = progress.view()
+    assert (view.step, view.total, view.samples, view.left) == (910, 1000, 32.0, 90.0)
 
 
 def test_the_speed_is_that_of_late() -> None:
@@ -132,9 +132,9 @@ def test_the_speed_is_that_of_late() -> None:
     for _ in range(300):
         clock.now += 0.1
         progress.advance(samples=1)
-    sight = progress.sight()
-    assert sight.samples == pytest.approx(10, rel=0.05)
-    assert sight.left == pytest.approx((10_000 - 301) / 10, rel=0.05)
+    view = progress.view()
+    assert view.samples == pytest.approx(10, rel=0.05)
+    assert view.left == pytest.approx((10_000 - 301) / 10, rel=0.05)
 
 
 def test_other_ranks_show_nothing() -> None:

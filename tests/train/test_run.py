@@ -43,7 +43,7 @@ def train(run):
             run.step(opt, clip=1.0, scheduler=decay, loss=loss)
             losses.append(run.sum(loss * len(xb)) / 30)
             if run.steps == STOP:
-                run._checkpoints.wait()  # the last one is on the disk: the test is about resuming, not about luck
+                run._checkpoints.checkpoints.wait()  # the test is about resuming, not about timing
                 print("stopping", flush=True)
                 time.sleep(60)
     parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]

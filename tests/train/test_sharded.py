@@ -17,7 +17,7 @@ import pytest
 from phalanx.errors import OptionError
 from phalanx.train.model.replicas import rows
 from phalanx.train.snapshot.cadence import Cadence, MeasuredCopy, interval, reason
-from phalanx.train.snapshot.copying import Copying
+from phalanx.train.snapshot.copying import ShardCopier
 from phalanx.train.snapshot.found import Division, division
 from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
 
@@ -59,16 +59,17 @@ class Measuring:
         self.costs: list[float] = []
         self.durations: list[float] = []
         self.said: list[str] = []
-        self.run = SimpleNamespace(steps=0, is_main=True, training=id(self), gather=lambda mine, **_: [mine])
-        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.steps = 0
+        self.group: Any = SimpleNamespace(is_main=True, gather=lambda mine, **_: [mine])
+        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now, training=id(self))  # type: ignore[arg-type]
 
     def saved(self, steps: int) -> list[int]:
         found = []
         for _ in range(steps):
             self.now += 0.1
-            self.run.steps += 1
-            if self.cadence.passed(self.run):  # type: ignore[arg-type]
-                found.append(self.run.steps)
+            self.steps += 1
+            if self.cadence.passed(self.steps, self.group):
+                found.append(self.steps)
                 self.now += self.cost
                 self.held += self.cost
                 self.costs.append(self.cost)
@@ -107,7 +108,7 @@ class Slow:
 
 def test_shards_are_copied_between_the_next_forward_and_its_update() -> None:
     with ThreadPoolExecutor(1) as thread:
-        copying, writer = Copying(thread, shares_cores=True), Slow()
+        copying, writer = ShardCopier(thread, shares_cores=True), Slow()
         copying.begin()
         job = copying.later(writer, lambda: writer.seen.append("finish"))  # type: ignore[arg-type]
         assert writer.seen == []  # a script may still change them
@@ -129,7 +130,7 @@ def test_shards_are_copied_between_the_next_forward_and_its_update() -> None:
 
 def test_an_update_without_a_forward_waits_for_the_copy_too() -> None:
     with ThreadPoolExecutor(1) as thread:
-        copying, writer = Copying(thread, shares_cores=False), Slow()
+        copying, writer = ShardCopier(thread, shares_cores=False), Slow()
         writer.allowed.set()
         copying.later(writer, lambda: None)  # type: ignore[arg-type]
         copying.update()
@@ -138,7 +139,7 @@ def test_an_update_without_a_forward_waits_for_the_copy_too() -> None:
 
 def test_a_copy_that_fails_holds_nobody() -> None:
     with ThreadPoolExecutor(1) as thread:
-        copying, writer = Copying(thread, shares_cores=False), Slow()
+        copying, writer = ShardCopier(thread, shares_cores=False), Slow()
         writer.copy = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         job = copying.later(writer, lambda: None)  # type: ignore[arg-type]
         copying.update()

@@ -116,7 +116,7 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
     assert done.code == 0, done.err
     assert ended(tmp_path, ranks)[0] == undisturbed(ranks)
     assert "rank 1 cannot leave the group; step 5 is saved in memory: SIGKILL" in done.err
-    assert "going on from memory at step 5" in done.out
+    assert "resumed from a snapshot in memory at step 5" in done.out
     assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
 
 

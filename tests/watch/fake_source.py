@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
 
-from phalanx.bench.browser import Browser, Page
+from benchmarks.common.browser import Browser, Page
 from phalanx.contract.events import AnyEvent
 from phalanx.watch.model import simulation
 from phalanx.watch.page import address, server

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from phalanx.bench import browser
-from phalanx.bench.browser import Browser, Page
+from benchmarks.common import browser
+from benchmarks.common.browser import Browser, Page
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel

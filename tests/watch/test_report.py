@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx.bench import browser
+from benchmarks.common import browser
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent

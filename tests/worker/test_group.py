@@ -119,7 +119,7 @@ def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert group.store.get("a") == b"1"
         assert group.store.add("n", 2) == 2
         assert (group.store.delete("a"), group.store.check("a")) == (True, False)
-        with pytest.raises(Exception, match=r"nobody has set 'b' in the store in 0\.05 s"):
+        with pytest.raises(Exception, match=r"'b' was not set in the store in 0\.05 s"):
             group.store.get("b", timeout=0.05)
         with pytest.raises(UsageError, match="not a tensor of shape"):
             group.mean(group.generator.get_state())
@@ -157,19 +157,19 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "seen"),
     [
-        ({"method": "tcp://127.0.0.1:1"}, "nobody says which rank this is"),
+        ({"method": "tcp://127.0.0.1:1"}, "the rank and the world size are not known"),
         ({"method": "file:///x", "store": object()}, "both say where to meet"),
-        ({"store": "tcp"}, "store='tcp' is no store of torch.distributed"),
-        ({"timeout": 0}, "leaves no time"),
-        ({"timeout": "5 minutes"}, "leaves no time"),
-        ({"timeout": math.inf}, "leaves no time"),
+        ({"store": "tcp"}, "store='tcp' is not a store of torch.distributed"),
+        ({"timeout": 0}, "is not a valid timeout"),
+        ({"timeout": "5 minutes"}, "is not a valid timeout"),
+        ({"timeout": math.inf}, "is not a valid timeout"),
         ({"backend": "ucc"}, "this PyTorch was built without ucc"),
         ({"backend": "cpu:shm,cuda:nccl"}, "shm is for the CPU, and stands beside no other|built without nccl"),
         ({"backend": "cuda:shm"}, "shm is for the CPU"),
         ({"backend": "infiniband"}, "the backend 'infiniband' is not known"),
         ({"backend": "gloo,nccl"}, "not known|built without"),
         ({"backend": "cpu:gloo,cuda:what"}, "not known"),
-        ({"device": "gpu"}, "device='gpu' is no device"),
+        ({"device": "gpu"}, "device='gpu' is not a device"),
         ({"device": "cuda:99"}, "a CUDA device was asked for, but there is none|there is no cuda:99"),
     ],
 )
@@ -286,9 +286,9 @@ def test_the_rank_that_keeps_the_store_dies_while_others_are_missing() -> None:
     jobs[0].wait_for("rank 0 waits for rank 2 at 127.0.0.1 port")
     jobs[0].signal(signal.SIGKILL)
     assert jobs[1].wait() == 0
-    assert "the store is gone: whoever kept it has ended while rank 1 waited for the others" in jobs[1].out, jobs[
-        1
-    ].both
+    assert "the store is gone: the process that hosted it ended while rank 1 waited for the others" in jobs[1].out, (
+        jobs[1].both
+    )
 
 
 SECOND = """

@@ -75,7 +75,7 @@ def refused(job: Handle) -> str:
 def test_rank_0_is_not_on_the_address(lab: Lab) -> None:
     jobs = pair(lab, "node3")
     text = refused(jobs[0])
-    assert "rank 0 runs on node1, but node3 is another machine's address" in text
+    assert "rank 0 runs on node1, but node3 is the address of another host" in text
     assert "MASTER_ADDR=node3" in text
     assert f"fix: MASTER_ADDR={lab[0].address}, the same for every rank" in text
     # The other cannot know why, but says what it waits for.
@@ -86,20 +86,20 @@ def test_rank_0_is_not_on_the_address(lab: Lab) -> None:
 
 def test_the_address_is_that_of_another_rank_alone(lab: Lab) -> None:
     jobs = pair(lab, "node2", {"LOCAL_WORLD_SIZE": "1"})
-    assert "rank 0 runs on node1, but node2 is another machine's address" in refused(jobs[0])
-    assert "node2 is node2, where rank 1 is alone: rank 0 is on another machine" in refused(jobs[1])
+    assert "rank 0 runs on node1, but node2 is the address of another host" in refused(jobs[0])
+    assert "node2 is node2, where rank 1 runs alone: rank 0 is on another host" in refused(jobs[1])
 
 
 def test_loopback_for_ranks_that_are_known_to_be_on_several_nodes(lab: Lab) -> None:
     for job in pair(lab, "localhost", {"LOCAL_WORLD_SIZE": "1"}):
-        assert "localhost stands for the machine itself on every machine, but the ranks are on several" in refused(job)
+        assert "localhost is the loopback address, but the ranks are on several hosts" in refused(job)
 
 
 def test_loopback_for_ranks_of_which_nobody_knows_where_they_are(lab: Lab) -> None:
     """They may all be on one machine, and some late: there is a reason in seconds, and an error later."""
     jobs = pair(lab, "127.0.0.1", {"JOIN_TIMEOUT": "8"})
     at = "127.0.0.1 port 4000 (MASTER_ADDR=127.0.0.1)"
-    jobs[0].wait_for(f"rank 0 waits for rank 1 at {at}, which no other machine can reach")
+    jobs[0].wait_for(f"rank 0 waits for rank 1 at {at}, which no other host can reach")
     jobs[1].wait_for(f"rank 1 waits for rank 0 at {at}: nothing listens there yet (connection refused); that is this")
     assert "1 of 2 ranks did not come in 8 s: rank 1" in refused(jobs[0])
     assert "rank 0 is missing: nobody has opened 127.0.0.1 port 4000 in 8 s" in refused(jobs[1])
@@ -108,12 +108,12 @@ def test_loopback_for_ranks_of_which_nobody_knows_where_they_are(lab: Lab) -> No
 @pytest.mark.parametrize(
     ("address", "seen"),
     [
-        ("10.99.0.1", "no way leads from node2 to 10.99.0.1"),
+        ("10.99.0.1", "there is no route from node2 to 10.99.0.1"),
         ("node3", "node3 does not answer on port 4000"),
     ],
 )
 def test_an_address_that_cannot_be_reached(lab: Lab, address: str, seen: str) -> None:
     lab[2].drop(True)
     jobs = pair(lab, address)
-    assert f"rank 0 runs on node1, but {address} is another machine's address" in refused(jobs[0])
+    assert f"rank 0 runs on node1, but {address} is the address of another host" in refused(jobs[0])
     assert seen in refused(jobs[1])

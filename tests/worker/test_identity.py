@@ -183,7 +183,7 @@ def test_arguments_win(
 
 def test_a_contradiction_is_named() -> None:
     (note,) = identify(TORCHRUN, rank=0, world_size=2).notes
-    assert note == "rank 0 of 2 was given, and is followed; torchrun says rank 3 of 4"
+    assert note == "rank 0 of 2 was given, and is used; torchrun says rank 3 of 4"
     assert identify(TORCHRUN, rank=3, world_size=4).notes == ()
 
 
@@ -192,8 +192,8 @@ def test_a_contradiction_is_named() -> None:
     [
         ({"rank": 2, "world_size": 2}, "rank 2 of 2 cannot be"),
         ({"rank": 0, "world_size": 0}, "expected a world of 1 or more"),
-        ({"rank": 1}, "rank=1 was given, but nobody says the world_size"),
-        ({"world_size": 2}, "world_size=2 was given, but nobody says the rank"),
+        ({"rank": 1}, "rank=1 was given, but the world_size is not known"),
+        ({"world_size": 2}, "world_size=2 was given, but the rank is not known"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, int], seen: str) -> None:

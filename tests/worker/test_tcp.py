@@ -49,7 +49,7 @@ def test_what_to_type_is_what_was_typed() -> None:
 def test_rank_0_is_not_on_the_address() -> None:
     # An address of a network for documentation: nobody has it.
     error, seconds = refusal(place("192.0.2.7", free_port()), KEEPER)
-    assert f"rank 0 runs on {socket.gethostname()}, but 192.0.2.7 is another machine's address" in error.what
+    assert f"rank 0 runs on {socket.gethostname()}, but 192.0.2.7 is the address of another host" in error.what
     mine = [address for _, address in own()]
     assert f"MASTER_ADDR={mine[0] if mine else '127.0.0.1'}" in error.fix
     assert seconds < 10
@@ -58,7 +58,7 @@ def test_rank_0_is_not_on_the_address() -> None:
 def test_loopback_is_no_address_for_several_nodes() -> None:
     for identity in (replace(KEEPER, local_world_size=1), replace(CALLER, local_world_size=1, node_rank=1)):
         error, seconds = refusal(place("127.0.0.1", free_port()), identity)
-        assert "127.0.0.1 stands for the machine itself on every machine, but the ranks are on several" in error.what
+        assert "127.0.0.1 is the loopback address, but the ranks are on several hosts" in error.what
         assert "with 1 ranks on this node" in str(error)
         assert seconds < 10
 
@@ -68,8 +68,8 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         error, seconds = refusal(place("127.0.0.1", port), KEEPER)
     assert isinstance(error, PortError)
-    assert f"port {port} cannot be had" in error.what
-    assert "something else has it" in error.what
+    assert f"port {port} cannot be opened" in error.what
+    assert "it is in use" in error.what
     assert f"MASTER_PORT={port + 1}" in error.fix
     assert seconds < 10
 
@@ -88,7 +88,7 @@ def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
     assert 3.3 <= seconds < 20
     said = capfd.readouterr().err
     assert f"phalanx: rank 1 waits for rank 0 at 127.0.0.1 port {port}" in said
-    assert "that is this machine itself: is rank 0 on another?" in said
+    assert "that is this host: is rank 0 on another one?" in said
 
 
 def test_a_stranger_and_a_late_rank_0() -> None:

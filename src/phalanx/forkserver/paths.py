@@ -10,7 +10,7 @@ import os
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 # Folders below ROOT.
-USER_CODE = ("demo/", "bench/scripts/")  # ours, but written like user code: shown in stacks
+USER_CODE = ("demo/",)  # ours, but written like user code: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, are not interesting
 ENTRY = ("worker/", "train/")  # between the command and the user's function
 HOOK = "forkserver/hook/"  # put on PYTHONPATH of an interpreter that is to have a probe
@@ -23,6 +23,7 @@ PHASES = (
     ("train/checkpoint/", "checkpoint"),
     ("train/snapshot/", "checkpoint"),
     ("worker/process_group/group.py", "collective"),
+    ("worker/process_group/values.py", "collective"),
     ("worker/", "join"),
     ("collectives/group.py", "collective"),
     ("collectives/work.py", "collective"),

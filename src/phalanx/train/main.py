@@ -1,7 +1,8 @@
-"""`phalanx.init()` and `phalanx.main(train)`: the same script under any launcher, or none."""
+"""`phalanx.init()` and `phalanx.main(train)`: the same script under any launcher, or without one."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,10 +12,11 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.train.elastic.halting import Halted
-from phalanx.train.run import Run, trainings
+from phalanx.train.run import Run
 from phalanx.worker import error_file
 from phalanx.worker.process_group.ending import is_failure
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -29,7 +31,18 @@ def init(
     seed: int = 0,
     device: Any = None,
 ) -> Run:
-    """Find out who this process is, meet the others, and hold what a training needs."""
+    """`run = phalanx.init()`: join the process group of this run, whatever launcher started the process.
+
+    backend     Default: `cpu:gloo,cuda:nccl` with a GPU, else the shared memory of phalanx or gloo
+    method      where to meet: `env://` (as the launcher says), `tcp://HOST:PORT`, `file:///SHARED/PATH`
+    rank        with `world_size`: only if no launcher sets them
+    store       a `torch.distributed` store to meet at, instead of `method`
+    timeout     seconds to wait for all ranks, and for every operation of the group. Default: 300
+    seed        of all random numbers. Default: 0
+    device      Default: this rank's GPU, if there is one; "cpu" for none
+
+    It waits until all ranks are here. Every rank then draws the same random numbers until its model is wrapped.
+    """
     run = Run.join(
         backend,
         method=method,
@@ -41,22 +54,23 @@ def init(
         device=device,
     )
     run.seed_everything()
-    run.training = next(trainings)
     return run
 
 
 def main(train: Callable[[Run], Result], **options: Any) -> Result:
-    """Call `train` with a Run, end that cleanly however it went, and return what `train` returned.
+    """`phalanx.main(train)`: call `train` with a `Run`, close the run, and return what `train` returned.
 
         phalanx.main(train, seed=3)     # options are those of `phalanx.init`
 
-    What phalanx itself refuses (an option, a rank that is missing, a checkpoint) is told in words, and ends the process
-    with the exit code that the command line has for it. Any other exception goes on as it is. Both are told to the
-    launcher when they happen, not when the process has ended.
+    Under `phalanx run`, `train` is called again after a failure of another rank.
+
+    Errors of phalanx itself (a wrong option, a missing rank, a broken checkpoint) are printed without a traceback, and
+    the process exits with the exit code that the command line has for them. Any other exception propagates. Both are
+    reported to the launcher at once, before the process ends.
     """
     try:
         if not callable(train):
-            raise UsageError(f"main takes the function itself, not {train!r}", fix="phalanx.main(train)")
+            raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
         line = environment().get(LINE)
         return _survive(train, line, options) if line else _run(train, options)
     except PhalanxError as error:
@@ -82,34 +96,35 @@ def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
 
 
 def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any]) -> Result:
-    """Under `phalanx run`, where somebody takes the place of a rank that has died."""
+    """Train under `phalanx run`, which replaces a rank that dies."""
     from phalanx.train.elastic.elastic_loop import ElasticLoop
 
-    generations = ElasticLoop(line, options)
+    loop = ElasticLoop(line, options)
     try:
-        run, result = generations.live(train)
+        run, result = loop.live(train)
     except Halted:
-        if generations.run is not None:
-            generations.run.close(failed=True)  # nobody is to be waited for: what was saved is on the disk
-        raise SystemExit(0) from None  # no part of the script that follows a training is meant
+        if loop.run is not None:
+            loop.run.close(failed=True)  # waits for nobody: the checkpoint is on the disk
+        raise SystemExit(0) from None  # the script must not continue as if the training were complete
     except BaseException as error:
-        if generations.run is not None:
-            _close_after(error, generations.run)
+        if loop.run is not None:
+            _close_after(error, loop.run)
         raise
     finally:
-        generations.close()
+        loop.close()
     run.close()
     return result
 
 
 def _close_after(error: BaseException, run: Run) -> None:
-    """Whatever goes wrong here comes second: it is noted, and the first cause goes on."""
+    """Close the run after `error`. What fails here is added to it as a note: the first cause is what matters."""
     if isinstance(error, Exception):
         error_file.write(error)
-    failed = is_failure(error)  # sys.exit(0) is an end like any other
+    failed = is_failure(error)  # sys.exit(0) is not
     try:
         run.close(failed=failed)
     except Exception as later:
         if not failed:
             raise
+        logger.debug("closing the run after a failure", exc_info=True)
         error.add_note(f"and while the run was closed, {type(later).__name__}: {later}")

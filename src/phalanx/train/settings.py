@@ -1,7 +1,7 @@
-"""Learning rates and whatever else optimizers and schedulers were told, as it was at some point, to be put back there.
+"""Settings of optimizers and schedulers, such as learning rates, as they were at some point.
 
-A script sets it in places of its own: where a scheduler is made, or at the end of an epoch. Where it goes through such
-a place a second time, it must not count twice. Not tensors: only steps change those, and they are many.
+A script changes them where it makes a scheduler, or at the end of an epoch. If it runs such a place a second time,
+after a failure, the change must not count twice. Tensors are not included: only steps change them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from phalanx.train.data.loader import Loader
 
 
 class OptimizerSettings:
+    """The settings of all kept optimizers and schedulers, to be restored later."""
+
     def __init__(self, kept: Mapping[str, object]) -> None:
         from phalanx.train.checkpoint.plain import packed
 
         self._groups: list[tuple[Any, list[dict[str, Any]]]] = []  # of optimizers
-        self._others: list[tuple[Any, Any]] = []  # schedulers, and what else has a state without tensors
+        self._others: list[tuple[Any, Any]] = []  # schedulers, and other objects whose state has no tensors
         for name, thing in kept.items():
             if isinstance(thing, torch.optim.Optimizer):
                 plain = [{key: group[key] for key in group if key != "params"} for group in thing.param_groups]
                 self._groups.append((thing, copy.deepcopy(plain)))
             elif not isinstance(thing, torch.nn.Module | Loader) and hasattr(thing, "state_dict"):
                 tensors: dict[str, torch.Tensor] = {}
-                with contextlib.suppress(CheckpointError):  # it is told where it is to be kept
+                with contextlib.suppress(CheckpointError):  # a save raises it
                     plain = packed(thing.state_dict(), name, tensors)
                     self._others += [] if tensors else [(thing, plain)]
 
     def put_back(self) -> None:
+        """Restore the settings."""
         from phalanx.train.checkpoint.plain import unpacked
 
         for opt, plain in self._groups:

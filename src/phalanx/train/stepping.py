@@ -1,12 +1,12 @@
-"""One optimizer step over the micro-batches of its window: when ranks synchronise, what is averaged, clipped, scaled.
+"""Optimizer steps over windows of micro-batches: when gradients are averaged, clipped and scaled.
 
     stepper = Stepper()
     stepper.add(wrapped)
-    stepper.backward(loss)                     # loss.backward() does as well, but for fp16
+    stepper.backward(loss)                     # loss.backward() works too, except for fp16
     stepper.step(opt, accumulate=4, clip=1.0)  # every fourth call updates
 
-The gradient of an update is the mean over the samples of all ranks and micro-batches. Ranks of different batch sizes
-say so: `weigh(loss, count, total)`, with the samples of this rank and of all ranks in this micro-batch.
+The gradient of an update is the mean over the samples of all ranks and micro-batches. If ranks have different batch
+sizes, use `weigh(loss, count, total)` with the samples of this rank and of all ranks in this micro-batch.
 """
 
 from __future__ import annotations
@@ -22,35 +22,49 @@ from phalanx.train.data.rng import FreshRng
 
 
 class SteppedModel(Protocol):
-    """A wrapped model, as far as its steps need it."""
+    """A wrapped model, as far as the stepper needs it."""
 
     world_size: int
     precision: Any
     accumulate: int
-    synchronised: bool  # the backward at hand
-    wanted: bool  # the next one
+    synchronised: bool  # the current backward averages gradients
+    wanted: bool  # the next one does
 
     @property
-    def layout(self) -> Any: ...
-    def synchronise(self, on: bool) -> None: ...
-    def adopt(self, opt: Any) -> None: ...
-    def holds(self, parameters: list[Any]) -> bool: ...
-    def parameters(self) -> Any: ...
+    def layout(self) -> Any:
+        """The layout of DDP's buckets."""
+        ...
+
+    def synchronise(self, on: bool) -> None:
+        """Set whether the next backward averages gradients."""
+        ...
+
+    def adopt(self, opt: Any) -> None:
+        """Give an optimizer the parameters that there are now."""
+        ...
+
+    def holds(self, parameters: list[Any]) -> bool:
+        """Return whether one of these is a parameter of the model."""
+        ...
+
+    def parameters(self) -> Any:
+        """Return the parameters."""
+        ...
 
 
 class OptimizerUpdate(NamedTuple):
-    """What a call of step has done."""
+    """What `run.step` returns."""
 
     done: bool  # the parameters have changed
-    skipped: bool = False  # a gradient of fp16 was infinite: no update, a smaller scale from now on
-    norm: Any = None  # of the whole gradient before it was clipped: a tensor, so that nobody waits for it
+    skipped: bool = False  # fp16: a gradient was infinite, so there was no update, and the scale is reduced
+    norm: Any = None  # with clip: of the gradient before clipping, as a tensor, so that nothing waits for the GPU
 
 
 WAITING, DONE = OptimizerUpdate(False), OptimizerUpdate(True)
 
 
 @dataclass(slots=True)
-class Window:
+class MicroBatchWindow:
     """The micro-batches of one optimizer since its last update."""
 
     models: list[SteppedModel]
@@ -58,39 +72,40 @@ class Window:
     groups: int
     accumulate: int
     batches: int = 0
-    divisor: float = 0.0  # how many full micro-batches they are worth
-    seen: int = 0  # the last of them
+    divisor: float = 0.0  # how many full micro-batches they amount to
+    seen: int = 0  # the number of the last one
 
 
 class Stepper:
-    """All optimizers and wrapped models of a script."""
+    """Steps all optimizers and wrapped models of a script."""
 
     def __init__(self, world_size: int = 1) -> None:
         self.scaler: Any = None
         self.stepped = True  # since the last forward: the next one begins a micro-batch
-        self.ends = False  # whoever hands out data says here that this micro-batch is the last for now
+        self.ends = False  # set by the reader of batches: this micro-batch is the last one of its epoch
         self.accumulate = 1  # of the latest window
         self.before_forward: Callable[[], None] | None = None  # called before the first forward of a step
         self.before_update: list[Callable[[], None]] = []  # called before gradients are used; may raise
         self.before_commit: Callable[[Any, Any], None] | None = None  # called with optimizer and scheduler; may raise
         self.fresh = FreshRng()
-        self.torn = False  # an update has begun; whoever commits it says when it is whole
-        self.ranks_before: int | None = None  # of the state that was loaded
+        self.torn = False  # an update has begun and its step is not committed; reset by the commit
+        self.ranks_before: int | None = None  # the world size of the state that was loaded
         self._ranks = world_size
         self._world = world_size
         self._models: list[SteppedModel] = []
-        self._windows: dict[int, tuple[Any, Window]] = {}
-        self._latest: tuple[Any, Window | None] = (None, None)
+        self._windows: dict[int, tuple[Any, MicroBatchWindow]] = {}
+        self._latest: tuple[Any, MicroBatchWindow | None] = (None, None)
         self._reference = 0.0  # samples of a window's first micro-batch, all ranks
-        self._loaded: dict[str, Any] = {}  # state of a scaler that is not there yet
-        self._unsettled = False  # the scaler has yet to draw its conclusions from the last update
-        # Of the micro-batch at hand.
+        self._loaded: dict[str, Any] = {}  # the state for a scaler that does not exist yet
+        self._unsettled = False  # the scale is not updated since the last step
+        # Of the current micro-batch.
         self._number = 0
         self._share = 1.0
         self._ending = False
         self._scaled = False
 
     def add(self, wrapped: SteppedModel, accumulate: int = 1) -> None:
+        """Add a wrapped model."""
         _positive(accumulate)
         self._models.append(wrapped)
         self._forget()
@@ -102,21 +117,22 @@ class Stepper:
         wrapped.synchronise(accumulate == 1)
 
     def remove(self, wrapped: SteppedModel) -> None:
+        """Remove a wrapped model."""
         self._models = [model for model in self._models if model is not wrapped]
         self._forget()
 
     @property
     def layouts(self) -> list[list[list[int]]]:
-        """Of the models' buckets, in the order in which they were wrapped."""
+        """The bucket layouts of the models, in the order in which they were wrapped."""
         return [model.layout for model in self._models]
 
     def adopt(self, opt: Any) -> None:
-        """Make an optimizer hold what the parameters that it was made for have become."""
+        """Give an optimizer that was made before FSDP sharded the model the parameters that there are now."""
         for model in self._models:
             model.adopt(opt)
 
     def begin(self) -> None:
-        """The first forward after a step. Only now, for several optimizers may step after one backward."""
+        """Begin a micro-batch, at the first forward after a step: several optimizers may step after one backward."""
         self.stepped = self._scaled = False
         self._number += 1
         self._share = 1.0
@@ -131,7 +147,7 @@ class Stepper:
                 model.synchronise(want)
 
     def finish(self) -> None:
-        """Before the forward of a window's last micro-batch, when it comes early: at the end of an epoch."""
+        """Make the next micro-batch the last one of its window, as at the end of an epoch."""
         self.begin()
         self._ending = True
         for model in self._models:
@@ -139,31 +155,31 @@ class Stepper:
 
     @property
     def scaled(self) -> bool:
-        """The loss of the micro-batch at hand has come by `backward`, and not by its own."""
+        """Whether `backward` was called for the current micro-batch, not `loss.backward()`."""
         return self._scaled
 
     def weigh(self, loss: Any, count: int, total: int) -> Any:
-        """The mean loss of this rank's `count` samples, as its part of the mean over all ranks' `total`."""
+        """Return the mean loss of this rank's `count` samples as its part of the mean over all ranks' `total`."""
         weight = count * self._world / self._measure(count, total)
         if count == 0:
-            return loss.nan_to_num() * 0.0  # the mean of nothing, but the rank takes part in the backward
+            return loss.nan_to_num() * 0.0  # the rank has no samples, but takes part in the backward
         return loss if weight == 1.0 else loss * weight
 
     def weigh_each(self, losses: Any, count: int, total: int) -> Any:
-        """The same of a loss for every sample, of which the first `count` count and the rest is padding."""
+        """Do the same for one loss per sample; the first `count` count, the rest is padding."""
         weight = self._world / self._measure(count, total)
         if count == 0:
             return losses.nan_to_num().sum() * 0.0
         return losses[:count].sum() * weight
 
     def _measure(self, count: int, total: int) -> float:
-        """How many samples weigh as much as one micro-batch of this window."""
+        """Return how many samples weigh as much as one micro-batch of this window."""
         if not 0 <= count <= total or total < 1:
             raise UsageError(
-                f"weigh(loss, {count}, {total}): a rank has from 0 to all of the samples of all ranks",
+                f"weigh(loss, {count}, {total}): expected 0 <= count <= total",
                 fix="weigh(loss, len(x), the sum of len(x) over all ranks)",
             )
-        # A window is measured in the total of its first batch, so that equal ones need no correction of gradients.
+        # A window is measured in the total of its first batch, so that gradients of equal batches need no correction.
         reference = self._reference
         if reference == 0.0:
             reference = self._reference = float(total)
@@ -171,14 +187,22 @@ class Stepper:
         return reference
 
     def backward(self, loss: Any, **options: Any) -> None:
+        """Call `loss.backward()`, scaled for fp16."""
         self._scaled = True
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**options)
 
     def step(
-        self, opt: Any, *, accumulate: int | None = None, clip: float | None = None, scheduler: Any = None
+        self,
+        opt: Any,
+        *,
+        accumulate: int | None = None,
+        clip: float | None = None,
+        scheduler: Any = None,
+        commit: bool = True,
     ) -> OptimizerUpdate:
+        """Count a micro-batch, and update if its window is full. `commit`: the update completes a step."""
         latest, window = self._latest
         if latest is not opt or window is None or len(opt.param_groups) != window.groups:
             window = self._enter(opt)
@@ -198,9 +222,9 @@ class Stepper:
         window.batches += 1
         window.divisor += self._share
         update = WAITING
-        # A window that was made shorter ends with the first backward that was synchronised.
+        # A window that was made shorter ends with the first backward that averaged gradients.
         if (window.batches >= accumulate or ending) and _synchronised(window.models):
-            update = self._update(opt, window, clip, scheduler)
+            update = self._update(opt, window, clip, scheduler, commit=commit)
             window.batches, window.divisor = 0, 0.0
             if len(self._windows) == 1 or not self.waiting:
                 self._reference = 0.0
@@ -210,18 +234,20 @@ class Stepper:
                 model.__dict__["wanted"] = want
         return update
 
-    def _update(self, opt: Any, window: Window, clip: float | None, scheduler: Any) -> OptimizerUpdate:
+    def _update(
+        self, opt: Any, window: MicroBatchWindow, clip: float | None, scheduler: Any, *, commit: bool
+    ) -> OptimizerUpdate:
         for call in self.before_update:
             call()
         norm = None
         if self.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
-        if self.before_commit is not None:
+        if self.before_commit is not None and commit and not self.torn:  # several updates are only repeated together
             self.before_commit(opt, scheduler)
         done = self.apply(opt, scheduler)
         return DONE if done and norm is None else OptimizerUpdate(done, not done, norm)
 
-    def _adjust_gradients(self, opt: Any, window: Window, clip: float | None) -> Any:
+    def _adjust_gradients(self, opt: Any, window: MicroBatchWindow, clip: float | None) -> Any:
         """Unscale, average over the window and clip; return the norm if they are clipped."""
         grads = [parameter.grad for parameter in window.parameters if parameter.grad is not None]
         if self.scaler is not None:
@@ -239,7 +265,7 @@ class Stepper:
         if scaler is None:
             opt.step()
         else:
-            # Asked of the scaler itself: a fused optimizer is called all the same, and does nothing.
+            # Ask the scaler: it calls a fused optimizer in any case, which then does nothing.
             done = not any(found.item() for found in scaler._found_inf_per_device(opt).values())
             scaler.step(opt)
             self._unsettled = True
@@ -250,28 +276,28 @@ class Stepper:
 
     @property
     def waiting(self) -> bool:
-        """There are gradients that no update has used."""
+        """Whether there are gradients that no update has used."""
         return any(window.batches for _, window in self._windows.values())
 
     def _settle(self) -> None:
-        """The next scale. Not at once: another optimizer may have gradients of the old one."""
+        """Update the scale, when no other optimizer has gradients of the old one."""
         if self._unsettled and not self.waiting:
             self.scaler.update()
             self._unsettled = False
 
-    def _refuse(self, window: Window) -> None:
+    def _refuse(self, window: MicroBatchWindow) -> None:
         if window.seen == self._number:
             raise UsageError(
                 "the wrapped model was not called since this optimizer's last step",
-                details=["a call of the model itself averages no gradients between ranks"],
+                details=["a call of the model itself does not average gradients over the ranks"],
                 fix="ddp = run.wrap(model), and then ddp(x) in place of model(x)",
             )
         raise UsageError(
-            "fp16: the loss of this step was not scaled, so that small gradients are lost",
+            "fp16: the loss of this step was not scaled, so small gradients are lost",
             fix="run.backward(loss) in place of loss.backward()",
         )
 
-    def _enter(self, opt: Any) -> Window:
+    def _enter(self, opt: Any) -> MicroBatchWindow:
         _, window = self._windows.get(id(opt), (None, None))
         if window is None or len(opt.param_groups) != window.groups:
             self.adopt(opt)
@@ -283,7 +309,7 @@ class Stepper:
                     fix="opt = torch.optim.AdamW(model.parameters()), with the model that was wrapped",
                 )
             accumulate = max((model.accumulate for model in models), default=1)
-            fresh = Window(models, parameters, len(opt.param_groups), accumulate)
+            fresh = MicroBatchWindow(models, parameters, len(opt.param_groups), accumulate)
             if window is not None:
                 fresh.accumulate, fresh.seen = window.accumulate, window.seen
                 fresh.batches, fresh.divisor = window.batches, window.divisor
@@ -297,6 +323,7 @@ class Stepper:
         self._latest = (None, None)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler, and what else a resumed run needs."""
         self._settle()
         return {
             "scaler": self._loaded if self.scaler is None else self.scaler.state_dict(),
@@ -305,7 +332,7 @@ class Stepper:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Before models are wrapped, or after."""
+        """Load a state, before models are wrapped or after."""
         self._loaded = state.get("scaler") or {}
         self.fresh.drawn = state.get("drawn", self.fresh.drawn)
         self.ranks_before = state.get("ranks", self.ranks_before)
@@ -315,8 +342,8 @@ class Stepper:
 
 
 def clipped(grads: list[Any], divisor: float, most: float) -> Any:
-    """Gradients by `divisor`, and no longer than `most`, in one pass. Returns their length before they were shrunk:
-    over all parameters and, with FSDP, the shards of all ranks."""
+    """Divide gradients by `divisor`, and clip their norm to `most`, in one pass. Return the norm before clipping: over
+    all parameters and, with FSDP, the shards of all ranks."""
     norm = torch.nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):
         norm = norm.full_tensor()
@@ -337,4 +364,4 @@ def _synchronised(models: list[SteppedModel]) -> bool:
 
 def _positive(accumulate: int) -> None:
     if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate}: a step takes one micro-batch or more", fix="accumulate=1")
+        raise UsageError(f"accumulate={accumulate}: expected 1 or more", fix="accumulate=1")

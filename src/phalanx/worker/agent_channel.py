@@ -1,4 +1,4 @@
-"""A worker's line to its agent: it hears of deaths while the script computes, and tells how far it is."""
+"""The channel of a worker to its agent: it receives assignments while the script computes, and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages as messages
 from phalanx.errors import LaunchError
 
-BEAT = 0.5  # seconds between two signs of life
-_FIRST = 30.0  # for the agent to say where we stand: it is on this machine, and waits for nothing
+HEARTBEAT_INTERVAL = 0.5  # seconds
+_CONNECT_TIMEOUT = 30.0  # seconds for the first assignment: the agent is on this host, and waits for nothing
 
 
 class AgentChannel:
-    """`world` is where this worker stands.
+    """Receives the messages of the agent in a thread.
 
-    When that changes, the thread of `listen` calls `leave`, then publishes the new world, then calls `moved`. So
-    nothing of the next group exists yet when `leave` cuts the old one. `has_moved` is true from before `leave` on:
-    nothing counts that an operation of the old group has left half done. `heard` is called with whatever else the
-    agent says.
+    leave      called when the agent sends a new assignment, before that is published: the old group is cut before
+               anything of the next one exists. `has_moved` is true from before this call on, so nothing counts that an
+               operation of the old group has left incomplete
+    moved      called after the new assignment is published
+    heartbeat  called twice a second; what it returns is sent
+    received   called with any other message of the agent
     """
 
     def __init__(
@@ -34,110 +36,111 @@ class AgentChannel:
         name: str,
         leave: Callable[[], None],
         moved: Callable[[], None],
-        beat: Callable[[], words.Heartbeat],
-        heard: Callable[[words.Halt | words.Rescue | words.EndWorker], None],
+        heartbeat: Callable[[], messages.Heartbeat],
+        received: Callable[[messages.Halt | messages.Rescue | messages.EndWorker], None],
         *,
-        here: words.Hello,
+        hello: messages.Hello,
     ) -> None:
         self._leave = leave
         self._moved = moved
-        self._heard = heard
-        self._beat = beat
+        self._received = received
+        self._heartbeat = heartbeat
         self._changed = threading.Condition()
-        self._sock, first = _called(name, here)
-        self.preempt = first.preempt  # signals that are not for a worker to die of
-        self._world = first if isinstance(first, words.Assignment) else None
-        self._waiting = self._world is None  # a spare, or one of too few
-        self._leaving = False  # the old group, and the next one is not known yet
+        self._sock, first = _connect(name, hello)
+        self.preempt = first.preempt  # signals that the agent handles, not the worker
+        self._assignment = first if isinstance(first, messages.Assignment) else None
+        self._waiting = self._assignment is None  # a spare, or there are too few workers
+        self._leaving = False  # leaving the old group, and the new assignment is not published yet
         self._gone = False
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
 
     def listen(self) -> None:
-        threading.Thread(target=self._listen, name="phalanx-line", daemon=True).start()
+        """Start the thread that receives messages."""
+        threading.Thread(target=self._listen, name="phalanx-channel", daemon=True).start()
 
     @property
-    def world(self) -> words.Assignment:
-        """Where it stands now. A spare waits here until it stands anywhere."""
+    def assignment(self) -> messages.Assignment:
+        """The current assignment. A spare waits here until it gets one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._world is not None or self._gone)
-            if self._world is None:
-                raise LaunchError("the agent of this run is gone, and this worker was a spare")
-            return self._world
+            self._changed.wait_for(lambda: self._assignment is not None or self._gone)
+            if self._assignment is None:
+                raise LaunchError("the agent of this run is gone, and this worker is a spare")
+            return self._assignment
 
     @property
     def is_spare(self) -> bool:
-        """It has never had a place."""
-        return self._world is None
+        """Whether this worker has never had an assignment."""
+        return self._assignment is None
 
     @property
     def generation(self) -> int:
-        """Of where it stands, at once; -1: nowhere yet."""
-        world = self._world
-        return -1 if world is None else world.generation
+        """The generation of the current assignment, without waiting; -1: there is none yet."""
+        assignment = self._assignment
+        return -1 if assignment is None else assignment.generation
 
-    def newer(self, than: words.Assignment, patience: float) -> words.Assignment | None:
-        """The world of a later generation than this one, as soon as there is one. None: nobody tells of any."""
+    def newer(self, than: messages.Assignment, patience: float) -> messages.Assignment | None:
+        """Return the assignment of a later generation as soon as there is one; None: none in `patience` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._later(than), patience)
             if self._waiting:
                 self._changed.wait_for(lambda: self._gone or self._later(than))
-            return self._world if self._later(than) else None
+            return self._assignment if self._later(than) else None
 
-    def has_moved(self, since: words.Assignment) -> bool:
+    def has_moved(self, since: messages.Assignment) -> bool:
+        """Return whether the group of this assignment is lost."""
         with self._changed:
             return self._leaving or self._waiting or self._later(since)
 
-    def _later(self, than: words.Assignment) -> bool:
-        return self._world is not None and self._world.generation > than.generation
+    def _later(self, than: messages.Assignment) -> bool:
+        return self._assignment is not None and self._assignment.generation > than.generation
 
-    def tell(self, message: words.FromWorker) -> None:
-        with contextlib.suppress(OSError):  # the agent is gone, and this process will be in a moment
-            self._send(message)
+    def send(self, message: messages.FromWorker) -> None:
+        """Send a message."""
+        with contextlib.suppress(OSError):  # the agent is gone, and ends this process in a moment
+            self._sock.send(messages.encode(message))
 
-    def mention(self, message: words.FromWorker) -> None:
-        """What nobody waits for: an agent that does not listen for a while must not hold up a training."""
-        with contextlib.suppress(OSError, UnicodeError):  # a name may be half a letter
-            self._sock.send(words.encode(message), socket.MSG_DONTWAIT)
+    def send_nowait(self, message: messages.FromWorker) -> None:
+        """Send a message, or drop it if the agent does not read for a while: that must not delay the training."""
+        with contextlib.suppress(OSError, UnicodeError):  # the name of a metric may be cut within a character
+            self._sock.send(messages.encode(message), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
+        """End the thread that receives messages."""
         if os.getpid() != self._pid:  # a fork has no thread to end
             return
         with self._changed:
             if not self._gone:
                 os.write(self._end, b".")
 
-    def _send(self, message: words.FromWorker) -> None:
-        self._sock.send(words.encode(message))
-
     def _listen(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._ending, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(BEAT * 1000)}
+            ready = {fd for fd, _ in poll.poll(HEARTBEAT_INTERVAL * 1000)}
             if self._ending in ready:
                 break
             if not ready:
-                self.tell(self._beat())
+                self.send(self._heartbeat())
                 continue
             try:
-                packet = self._sock.recv(words.LARGEST)
+                packet = self._sock.recv(messages.LARGEST)
             except OSError:
                 packet = b""
             if not packet:
-                self._heard(words.EndWorker(signal.SIGTERM))  # the agent is gone
+                self._received(messages.EndWorker(signal.SIGTERM))  # the agent is gone
                 break
-            message = words.from_agent(packet)
-            if isinstance(message, words.Halt | words.Rescue | words.EndWorker):
-                self._heard(message)
+            message = messages.from_agent(packet)
+            if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):
+                self._received(message)
                 continue
             with self._changed:
                 self._leaving = True
             self._leave()
             with self._changed:
-                self._waiting = isinstance(message, words.Wait)
-                self._world = self._world if isinstance(message, words.Wait) else message
+                self._waiting = isinstance(message, messages.Wait)
+                self._assignment = self._assignment if isinstance(message, messages.Wait) else message
                 self._leaving = False
                 self._changed.notify_all()
             self._moved()
@@ -149,21 +152,21 @@ class AgentChannel:
         os.close(self._end)
 
 
-def _called(name: str, here: words.Hello) -> tuple[socket.socket, words.Assignment | words.Wait]:
-    """A connection, and what is said first."""
-    until = time.monotonic() + _FIRST
+def _connect(name: str, hello: messages.Hello) -> tuple[socket.socket, messages.Assignment | messages.Wait]:
+    """Connect to the agent; return the socket and its first message."""
+    until = time.monotonic() + _CONNECT_TIMEOUT
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(max(until - time.monotonic(), 0.1))
         try:
             sock.connect(f"\0{name}")
-            sock.send(words.encode(here))
-            first = words.from_agent(sock.recv(words.LARGEST))
-            if not isinstance(first, words.Assignment | words.Wait):
-                raise OSError("the run is about to end")
+            sock.send(messages.encode(hello))
+            first = messages.from_agent(sock.recv(messages.LARGEST))
+            if not isinstance(first, messages.Assignment | messages.Wait):
+                raise OSError("the run is ending")
         except (OSError, msgspec.MsgspecError) as error:
             sock.close()
-            # An agent that has not heard of our birth yet does not know us.
+            # The agent may not know yet that this worker was forked.
             if time.monotonic() < until and isinstance(error, ConnectionError | msgspec.MsgspecError):
                 time.sleep(0.01)
                 continue

@@ -1,6 +1,6 @@
-"""What this worker tells its launcher about its end: torchrun's error.json, which `phalanx run` reads as well.
+"""The error file of a worker, for its launcher: torchrun's error.json, which `phalanx run` reads too.
 
-Written where the exception was caught and not where the interpreter ends, so that its time is that of the cause.
+It is written where the exception was caught, not when the interpreter ends, so that its time is that of the cause.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from phalanx.errors import PhalanxError
 from phalanx.forkserver import paths
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_FRAMES = 3  # the innermost, which tell most
+_FRAMES = 3  # the innermost, which say most
 _OURS = tuple(paths.ROOT + folder for folder in paths.ENTRY)
 
 
 def write(error: BaseException) -> None:
-    """Nothing without a launcher that asks for it; and an earlier report is never replaced, for it is the cause.
+    """Write the error, if the launcher asks for it. An earlier report is never replaced: it is the cause.
 
-    Our own frames, down to the script's, are left out of `frames`.
+    Frames of phalanx above those of the script are left out of `frames`.
     """
     now = time.time()
     path = os.environ.get(VARIABLE)
     if not path or _has_something(path):
         return
-    # Told in words, so that where it was raised is of no interest.
+    # The message is enough: where it was raised does not matter.
     if isinstance(error, PhalanxError) or getattr(error, "in_words", False):
         text = story = str(error)
         frames = []
@@ -45,7 +45,7 @@ def write(error: BaseException) -> None:
         "time": now,
         "exception": type(error).__name__,
         "text": str(error),
-        "code": getattr(error, "exit_code", 1),  # that the process will end with, if it gets to its end
+        "code": getattr(error, "exit_code", 1),  # the exit code that the process will end with
         "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in frames],
     }
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Signals that a worker leaves to its agent.
+"""Signals that a worker ignores, because its agent handles them.
 
-A scheduler signals every process of a job. Whether that ends the run at once, or after a checkpoint, the agent
-decides; so a worker does not die of it, until it is told to.
+A scheduler signals every process of a job. The agent decides whether the run ends at once or after a checkpoint, so a
+worker ignores the signal until the agent ends it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 
 class IgnoredSignals:
-    """A handler that the script has made, or makes later, is the script's: it stays."""
+    """Ignores signals, unless the script has a handler or sets one later."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._pid = os.getpid()
         self._taken: list[int] = []
-        self._children: Any = None  # torch's handler of dead children, once it is set aside
-        with contextlib.suppress(ValueError):  # not the main thread: it stays as it is
+        self._children: Any = None  # torch's handler of SIGCHLD, while it is replaced
+        with contextlib.suppress(ValueError):  # not in the main thread: nothing is changed
             for number in numbers:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._ignore)
@@ -30,19 +30,19 @@ class IgnoredSignals:
             os.register_at_fork(after_in_child=self.end)
 
     def _ignore(self, number: int, _: object) -> None:  # noqa: ARG002
-        """Those who load data have got it as well, and die. torch would raise that wherever this process is, also in
-        the middle of an update; it is seen early enough where the next batch is waited for."""
+        """Ignore the signal. Workers of a DataLoader have got it too, and die: torch's SIGCHLD handler would raise
+        anywhere, even within an update, so it is replaced. Waiting for the next batch raises soon enough."""
         if self._children is None and callable(signal.getsignal(signal.SIGCHLD)):
             self._children = signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def die(self, number: int) -> None:
-        """From any thread, and though the main one waits in C++: as if there were no handler."""
+        """Die of the signal, as without a handler. Any thread may call it, also while the main one waits in C++."""
         if number in self._taken and signal.getsignal(number) == self._ignore and os.getpid() == self._pid:
             ctypes.CDLL(None).signal(number, None)
             os.kill(self._pid, number)
 
     def end(self) -> None:
-        """Everything as it was; also in a fork, which its parent may want to end by such a signal."""
+        """Restore all handlers; also in a fork, which its parent may want to end with such a signal."""
         with contextlib.suppress(ValueError):
             for number in self._taken:
                 if signal.getsignal(number) == self._ignore:

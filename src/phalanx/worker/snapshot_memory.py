@@ -1,4 +1,4 @@
-"""The memory that this node's agent holds, as a worker sees it."""
+"""The snapshot memory of this node's agent, as a worker sees it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Collection
 
 import msgspec
 
-from phalanx.contract import snapshot_messages as words
+from phalanx.contract import snapshot_messages as messages
 from phalanx.errors import LaunchError
 
-_PATIENCE = 30.0  # seconds for the agent: it is on this machine, but may have much to do
+_PATIENCE = 30.0  # seconds: the agent is on this host, but may be busy
 
 
 class SnapshotMemoryClient:
-    """Every memory that it hands out is a descriptor for the caller to close. Names are those on one `shelf`."""
+    """Asks the agent for memory. It returns descriptors, which the caller must close.
+
+    shelf  the prefix of all names; one per training
+    """
 
     def __init__(self, name: str, shelf: str = "") -> None:
         self._shelf = f"{shelf}/"
@@ -26,45 +29,48 @@ class SnapshotMemoryClient:
             self._sock.connect(f"\0{name}")
         except OSError as error:
             self._sock.close()
-            raise LaunchError(f"the memory that the agent of this run holds cannot be reached: {error}") from error
+            raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error
 
     def lend(self, name: str, size: int) -> int:
-        """To write; at least of this size. Raises LaunchError where there is no room."""
-        answer, fd = self._ask(words.Lend(f"{self._shelf}{name}", size))
+        """Return memory of at least this size, to write. Raises LaunchError if there is no memory."""
+        answer, fd = self._ask(messages.Lend(f"{self._shelf}{name}", size))
         if fd is None:
             raise LaunchError(answer.refused)
         return fd
 
     def show(self, name: str) -> int:
-        """To read. Raises LaunchError where there is none."""
-        answer, fd = self._ask(words.Show(f"{self._shelf}{name}"))
+        """Return memory of this name, to read. Raises LaunchError if there is none."""
+        answer, fd = self._ask(messages.Show(f"{self._shelf}{name}"))
         if fd is None:
             raise LaunchError(f"{name}: {answer.refused}")
         return fd
 
     def drop(self, name: str) -> None:
-        self._ask(words.Drop(f"{self._shelf}{name}"))
+        """Free the memory of this name."""
+        self._ask(messages.Drop(f"{self._shelf}{name}"))
 
     def names(self) -> list[str]:
+        """Return the names of all memories on this shelf."""
         return [name.removeprefix(self._shelf) for name in self._all() if name.startswith(self._shelf)]
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Drops all others, on other shelves too."""
+        """Free all other memories, also on other shelves."""
         for name in set(self._all()) - {f"{self._shelf}{name}" for name in names}:
-            self._ask(words.Drop(name))
+            self._ask(messages.Drop(name))
 
     def _all(self) -> list[str]:
-        return self._ask(words.Count())[0].names
+        return self._ask(messages.Count())[0].names
 
     def close(self) -> None:
+        """Close the connection."""
         self._sock.close()
 
-    def _ask(self, question: words.Question) -> tuple[words.Answer, int | None]:
+    def _ask(self, question: messages.Question) -> tuple[messages.Answer, int | None]:
         try:
             with self._asking:
-                self._sock.send(words.encode(question))
-                packet, fds, _, _ = socket.recv_fds(self._sock, words.LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
-            return words.answer(packet), fds[0] if fds else None
+                self._sock.send(messages.encode(question))
+                packet, fds, _, _ = socket.recv_fds(self._sock, messages.LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
+            return messages.answer(packet), fds[0] if fds else None
         except (OSError, msgspec.MsgspecError) as error:
-            self._sock.close()  # an answer that comes late would be taken for that to the next question
-            raise LaunchError(f"the memory that the agent of this run holds cannot be reached: {error}") from error
+            self._sock.close()  # a late answer would be taken for that to the next request
+            raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error

@@ -200,7 +200,7 @@ def not_shared(folder: str) -> None:
 
     def play(rank: int) -> None:
         with Checkpoints(f"{folder}/{rank}", Gloo()) as checkpoints:
-            with pytest.raises(CheckpointError, match="not the same for all ranks") as caught:
+            with pytest.raises(CheckpointError, match="not all ranks see the same folder") as caught:
                 checkpoints.save(1, {"model": nn.Linear(2, 2)})
             assert "rank 1" in caught.value.details[0]
 

@@ -17,14 +17,16 @@ from torch import nn
 import phalanx
 from phalanx.contract.worker_messages import Assignment
 from phalanx.train.elastic.handover import Handover
+from phalanx.train.elastic.recovery_state import Generation, RecoveryState
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.run import Run
+from phalanx.worker.rendezvous.membership import form
 
 
-def join(generation: int, past: StateOffer | None) -> Run:
+def join(generation: int, offer: StateOffer | None, *, number: int = 0) -> Run:
     environ = os.environ
     size = int(environ["WORLD_SIZE"])
-    world = Assignment(
+    assignment = Assignment(
         generation=generation,
         rank=int(environ["RANK"]),
         world_size=size,
@@ -36,11 +38,14 @@ def join(generation: int, past: StateOffer | None) -> Run:
         address=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),
     )
-    run = Run.join(world=world, word=past.word if past is not None else "")
+    membership = form(assignment=assignment, offer=offer.encoded if offer is not None else "")
+    handover = None
+    if offer is not None:
+        handover = Handover(membership, offer)
+        handover.prepare()
+    described = Generation(number=number, training=0, handover=handover)
+    run = Run(membership, recovery=RecoveryState(described, offer))
     run.seed_everything()
-    if past is not None:
-        run.generation, run.past, run.handover = generation, past, Handover(run.membership, past)
-        run.handover.prepare()
     return run
 
 
@@ -69,14 +74,13 @@ def main() -> None:
     for number, first in enumerate(("keep", "wrap")):
         run = join(10 * number, None)
         trained(run, 3, first)
-        past = run.standing()
+        offer = run._recovery.current_offer()
         run.abandon()
-        run = join(10 * number + 1, past)
+        run = join(10 * number + 1, offer, number=10 * number + 1)
         ours = trained(run, 6, first)
-        taken = run.taken_over
+        taken = run._recovery.from_peers
         run.abandon()
         run = join(10 * number + 2, None)
-        run.generation = 0
         theirs = trained(run, 6, first)
         run.abandon()
         found.append([taken, ours, theirs])

@@ -43,13 +43,13 @@ def copied(ranks: int) -> bool:
 
 def die(run: phalanx.Run, place: str) -> None:
     for number, (step, rank, where) in enumerate(FAULTS):
-        if place == where == "node" and step == run.steps and run._snapshots is not None:
-            run._snapshots.wait()
+        if place == where == "node" and step == run.steps and run._snapshots.snapshots is not None:
+            run._snapshots.snapshots.wait()
             (FOLDER / f"copied {run.rank}").touch()
         if (step, rank, where) == (run.steps, run.rank, place):
-            if place != "commit" and run._snapshots is not None:
-                run._snapshots.wait()
-            while place == "node" and run._snapshots is not None and not copied(run.world_size):
+            if place != "commit" and run._snapshots.snapshots is not None:
+                run._snapshots.snapshots.wait()
+            while place == "node" and run._snapshots.snapshots is not None and not copied(run.world_size):
                 time.sleep(0.001)
             try:
                 os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
@@ -126,14 +126,14 @@ def train(run: phalanx.Run) -> None:
     net = run.wrap(model, HOW, **OPTIONS)
     if FIRST != "keep":
         run.keep(model=model, opt=opt, data=data)
-    source = "living" if run.taken_over else "memory" if run.recalled else "new"
+    source = "living" if run._recovery.from_peers else "memory" if run._recovery.from_snapshot else "new"
     with open(FOLDER / f"begun.{run.rank}", "a") as file:
         file.write(f"{run.steps} {source} {run.world_size}\n")
     for _ in run.epochs(2):
         for x, y in run.batches(data):
             run.backward(nn.functional.mse_loss(net(x), y))
-            if run._snapshots is not None:
-                run._snapshots.wait()
+            if run._snapshots.snapshots is not None:
+                run._snapshots.snapshots.wait()
             run.step(opt)
             committed(run)
             die(run, "commit")

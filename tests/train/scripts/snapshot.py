@@ -62,10 +62,10 @@ def train(run: phalanx.Run) -> None:
             die(run)
             run.backward(nn.functional.mse_loss(wrapped(x), y))
             run.step(opt)
-            if run._snapshots is not None:
-                run._snapshots.wait()
-            if HOW == "saved" and run._checkpoints is not None:
-                run._checkpoints.wait()
+            if run._snapshots.snapshots is not None:
+                run._snapshots.snapshots.wait()
+            if HOW == "saved" and run._checkpoints.checkpoints is not None:
+                run._checkpoints.checkpoints.wait()
             if HOW == "long" and run.steps == 6:
                 run.print("waits")
                 signal.pause()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -58,8 +59,7 @@ def vaults(*rooms: int) -> Iterator[list[str]]:
 class Rank:
     def __init__(self, nodes: Nodes, names: list[str], how: str) -> None:
         self.run = phalanx.init()
-        self.run.topology = Topology(nodes, self.run.rank)
-        self.run.node_rank = self.run.topology.node_rank
+        self.run.membership = dataclasses.replace(self.run.membership, topology=Topology(nodes, self.run.rank))
         self.said: list[str] = []
         each = len(names) > len(nodes)  # a vault for each rank, and not for each node
         self.vault = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])
@@ -167,7 +167,7 @@ def main() -> None:
         found = play(((0, 1),), names, "ddp", crowded)
         assert [one[1] for one in found] == [True, True], found
         assert not any(found[0][0])
-        assert "goes on without snapshots in memory: rank" in found[0][2][0], found
+        assert "continues without snapshots in memory: rank" in found[0][2][0], found
         assert len(found[0][2]) == 1
         assert not found[1][2]
         print("no room is told once", flush=True)

@@ -1,9 +1,9 @@
-"""Checkpoints: complete or not there at all, checksummed, sharded, written behind the training loop's back.
+"""Checkpoints: atomic, checksummed, sharded, written in the background.
 
-On `torch.distributed.checkpoint`: its planner says which part of a tensor a rank has, and which parts of which files
-a rank needs, whatever wrote them. The files are ours: DCP's own keep their table of contents as a pickle, which runs
-code when it is read, and have neither checksums nor a commit. Here tensors lie in plain safetensors files and
-everything else in JSON.
+They use the planner of `torch.distributed.checkpoint`: which part of a tensor a rank has, and which parts of which
+files it needs, however they were written. The file format is our own: DCP keeps its metadata as a pickle, which runs
+code when it is read, and has neither checksums nor a commit. Here tensors are in plain safetensors files and all else
+is JSON.
 """
 
 from phalanx.errors import CheckpointError

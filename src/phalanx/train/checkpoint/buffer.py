@@ -1,4 +1,4 @@
-"""Memory into which a share of the state is copied, so that training goes on meanwhile. Used again and again."""
+"""Memory to which a rank copies its share of the state, so that training can continue. It is reused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.checkpoint.tensorfile import order
 
-_LINE = 64  # bytes that a processor moves as one
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A chunk and where in the buffer it lies."""
+    """A chunk, and where in the buffer it is."""
 
     chunk: Chunk
     begin: int
@@ -31,9 +31,9 @@ def _anonymous(size: int) -> mmap.mmap:
 
 
 class Buffer:
-    """Memory which both torch and a file can take without a copy; pinned where a GPU copies into it.
+    """Memory that torch and files use without a copy; pinned if a GPU copies to it.
 
-    `make` gives so many bytes of it, of which the first `head` are not ours.
+    `make(size)` allocates it; the first `head` bytes are left alone.
     """
 
     def __init__(self, make: Callable[[int], mmap.mmap] = _anonymous, head: int = 0) -> None:
@@ -44,16 +44,16 @@ class Buffer:
         self._pinned = False
         self._layout: list[tuple[int, torch.dtype, torch.Size]] = []
         self._tensors: list[torch.Tensor] = []
-        self._copies: list[Any] = []  # of GPUs, not known to be through
+        self._copies: list[Any] = []  # events of copies by GPUs that may not be complete
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # target and source, not copied yet
-        self._sides: dict[torch.device, Any] = {}  # a stream per GPU, for copies beside the training
+        self._sides: dict[torch.device, Any] = {}  # a stream per GPU, for copies during the training
 
     def prepare(self, chunks: Sequence[Chunk]) -> list[Placed]:
-        """Memory for chunks like these, if there is not enough: to have it takes longer than to copy."""
+        """Allocate memory for chunks like these, if there is not enough: that takes longer than the copy."""
         placed = []
         end = self._head
         for place in order([chunk.part.element_size() for chunk in chunks]):
-            # In the file there is no gap. Here there is, or one small tensor would make all that follow slow to copy.
+            # Unlike in the file, chunks are aligned here: one small tensor would make all that follow slow to copy.
             begin = end + -end % _LINE
             end = begin + chunks[place].part.nbytes
             placed.append(Placed(chunks[place], begin, end))
@@ -61,12 +61,12 @@ class Buffer:
         return placed
 
     def take(self, chunks: Sequence[Chunk], *, overlap: bool = False) -> list[Placed]:
-        """Copy everything in. When this returns, the originals may change; `ready` has to be asked before `view`.
+        """Copy the chunks. When this returns, the originals may change; call `ready` before `view`.
 
-        A GPU copies in the stream of the training: after the update that was asked for before, and before the next
-        one. So nobody waits for it here, and the training's thread is free to ask for the next step.
+        A GPU copies in the stream of the training: after the update that was launched before, and before the next one.
+        So nothing waits for it here, and the training thread can launch the next step.
 
-        `overlap`: shards are left to `start_copies` and `copy_rest`, beside the next forward and backward.
+        `overlap`: leave shards to `start_copies` and `copy_rest`, during the next forward and backward.
         """
         placed = self.prepare(chunks)
         gpus = set()
@@ -83,8 +83,9 @@ class Buffer:
         return placed
 
     def start_copies(self) -> None:
-        """The GPU part of what `take` left, each GPU in a stream of its own: behind everything that the current stream
-        was asked for, and beside what it is asked for next. The originals must not change before `ready` returns."""
+        """Start to copy the shards on GPUs that `take` left, each GPU in a separate stream: after everything that the
+        current stream was given, and concurrently with what it is given next. The originals must not change before
+        `ready` returns."""
         far = [(target, part) for target, part in self._later if part.is_cuda]
         self._later = [(target, part) for target, part in self._later if not part.is_cuda]
         for gpu in {part.device for _, part in far}:
@@ -95,11 +96,11 @@ class Buffer:
                 for target, part in far:
                     if part.device == gpu:
                         target.copy_(part, non_blocking=True)
-                        part.record_stream(side)  # its memory is not given to others while it is being read
+                        part.record_stream(side)  # its memory is not reused while it is read
             self._record(side)
 
     def copy_rest(self) -> None:
-        """The CPU part of what `take` left; in any thread."""
+        """Copy the shards on the CPU that `take` left. Any thread may call it."""
         later, self._later = self._later, []
         for target, part in later:
             _copy(target, part)
@@ -110,24 +111,26 @@ class Buffer:
         self._copies.append(done)
 
     def ready(self) -> None:
-        """Wait for the GPUs' copies."""
+        """Wait for the copies of GPUs."""
         while self._copies:
             self._copies.pop().synchronize()
 
     def view(self, begin: int, end: int) -> memoryview:
+        """Return a part of the memory."""
         return memoryview(self._memory or b"")[begin:end]
 
     def close(self) -> None:
+        """Unpin and free the memory."""
         self.ready()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._layout, self._tensors = [], []
-        self._memory = None  # unmapped once the last view of it is gone
+        self._memory = None  # unmapped with the last view of it
         self._pinned = False
 
     def _targets(self, placed: Sequence[Placed]) -> list[torch.Tensor]:
-        """The memory as tensors like theirs. Kept, for with many small ones it takes longer to make than to copy."""
+        """Return the memory as tensors like the chunks. Cached: to make many small ones takes longer than to copy."""
         layout = [(item.begin, item.chunk.part.dtype, item.chunk.part.shape) for item in placed]
         if layout != self._layout:
             self._layout = layout
@@ -141,19 +144,19 @@ class Buffer:
         if size > len(self._bytes):
             self.close()
             self._memory = self._make(size)
-            # Not for the forks of a loader: the next copy would have to divide every page from theirs.
+            # Not inherited by the workers of a loader: every page of the next copy would be copied on write.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with contextlib.suppress(OSError, AttributeError):  # a kernel that knows no such thing
+                with contextlib.suppress(OSError, AttributeError):  # a kernel that does not have it
                     self._memory.madvise(getattr(mmap, advice))
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pin and not self._pinned and size:
-            # Memory that cannot be pinned (a limit of the machine) is still memory, only slower.
+            # Memory that cannot be pinned, because of a limit, works too, but slower.
             failed = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)
             self._pinned = int(failed) == 0
 
 
 def _copy(target: torch.Tensor, part: torch.Tensor) -> None:
-    """By one thread: torch would start a team of them for the thread that asks, beside the one that computes."""
+    """Copy with one thread: torch would start a pool of them for this thread, beside that of the training."""
     if part.is_contiguous() and part.nbytes:
         ctypes.memmove(target.data_ptr(), part.data_ptr(), part.nbytes)
     else:

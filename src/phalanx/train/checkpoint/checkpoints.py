@@ -1,7 +1,7 @@
 """The checkpoints of a run.
 
     checkpoints = Checkpoints("runs/a/checkpoints", run, keep_last=2, keep_best=1)
-    checkpoints.load({"model": model, "opt": opt})                      # the newest good one, if there is one
+    checkpoints.load({"model": model, "opt": opt})                      # the newest intact one, if there is one
     checkpoints.save(step, {"model": model, "opt": opt}, metrics={"loss": loss})   # returns after one copy in memory
     checkpoints.close()
 
@@ -40,12 +40,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAST_WORDS = 10.0  # seconds that a close after an error gives what is under way
-_NICE = 10  # the training goes first where cores are few
+_CLOSE_PATIENCE = 10.0  # seconds for saves that are under way, in a close after an error
+_NICE = 10  # added to the niceness of the writing thread
 
 
 class Checkpoints:
-    """Saves, finds and loads. `busy` is what a save does while `buffers` earlier ones are still being written."""
+    """Saves, finds and loads checkpoints.
+
+    busy      what a save does while `buffers` earlier ones are still being written: "wait" or "skip"
+    patience  seconds for the slowest rank to write its share
+    """
 
     def __init__(
         self,
@@ -63,9 +67,7 @@ class Checkpoints:
         say: Callable[[str], None] | None = None,
     ) -> None:
         if busy not in ("wait", "skip"):
-            raise OptionError(
-                f'busy="{busy}": a save that finds others under way can "wait" or "skip"', fix='busy="wait"'
-            )
+            raise OptionError(f'busy="{busy}": expected "wait" or "skip"', fix='busy="wait"')
         if buffers < 1:
             raise OptionError(f"buffers={buffers}: at least one is needed", fix="buffers=2")
         self._folder = Folder(os.fspath(folder))
@@ -73,29 +75,30 @@ class Checkpoints:
         self._keeping = Retention(keep_last, keep_best, best, mode)
         self._busy = busy
         self._patience = patience
-        self._generators = generators  # of this rank, beside those that torch, Python and NumPy have
+        self._generators = generators  # of this rank, beside the global ones of torch, Python and NumPy
         self._say = say if say is not None else _say
         self._free = [Buffer() for _ in range(buffers)]
         self._saves: deque[Save] = deque()
-        # A thread that is there already: to start one takes longer than to copy a small state. It is joined at the
-        # exit of Python, so a script that ends without a word still leaves what it had begun to save.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=step_back)
+        # A permanent thread: starting one takes longer than copying a small state. Python joins it at exit, so a
+        # script that ends without closing still completes its saves.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         self._pid = os.getpid()
         self._token = ""
         self._number = 0
         self._failure: CheckpointError | None = None  # of the newest save that has ended
-        self._unranked = False  # it was said that there is no metric to find the best by
-        self.bad: dict[str, list[str]] = {}  # checkpoints that a load found not to be what was written, and why
+        self._unranked = False  # the message that the metric for `keep_best` is missing was printed
+        self.bad: dict[str, list[str]] = {}  # checkpoints that a load found to be corrupted, and why
 
     @property
     def folder(self) -> str:
+        """The path of the folder."""
         return self._folder.path
 
     def open(self) -> None:
-        """Rank 0 takes the folder, and all see that it is the same one. Not called: the first save does it."""
+        """Lock the folder on rank 0, and check that all ranks see the same one. The first save calls it too."""
         if os.getpid() != self._pid:
             raise CheckpointError(
-                "these checkpoints are of the process that this one was forked from", fix="make a Checkpoints here"
+                "these checkpoints belong to the parent of this process", fix="make a new Checkpoints here"
             )
         if self._token:
             return
@@ -105,9 +108,9 @@ class Checkpoints:
             self._folder.close()
             blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
             raise CheckpointError(
-                f"the folder for checkpoints is not the same for all ranks: {self._folder.path}",
-                details=[f"what rank 0 writes there is not seen by rank {', '.join(blind[:8])}"],
-                fix="choose a folder on a disk that all nodes share",
+                f"not all ranks see the same folder for checkpoints: {self._folder.path}",
+                details=[f"what rank 0 writes is not visible to rank {', '.join(blind[:8])}"],
+                fix="choose a folder on a file system that all nodes share",
             )
         self._token = token
 
@@ -120,10 +123,10 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Copy the state and let it be written. False if it was skipped.
+        """Copy the state, and write it in the background. Return False if it was skipped.
 
-        A save that fails is told, and does not end the training: the next one is tried again. If it is the newest, and
-        nothing made up for it, `wait` and `close` raise why.
+        A save that fails is reported and does not end the training. If the newest one has failed, `wait` and `close`
+        raise its error.
         """
         self.open()
         self._settle()
@@ -163,25 +166,26 @@ class Checkpoints:
 
     @property
     def under_way(self) -> int:
-        """How many saves this rank still writes. Asks no other."""
+        """How many saves this rank is still writing."""
         return sum(save.under_way for save in self._saves)
 
     def wait(self) -> None:
-        """Until everything that was saved is on the disk. Raises why the newest is not."""
+        """Wait until all saves are on the disk. Raises if the newest one has failed."""
         while self._saves:
             self._finish(tell=len(self._saves) > 1)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def close(self, *, broken: bool = False, patience: float = _LAST_WORDS, needless: bool = False) -> None:
-        """Wait, and give everything back. `broken`: after an error on this rank, when others may not answer.
+    def close(self, *, broken: bool = False, patience: float = _CLOSE_PATIENCE, needless: bool = False) -> None:
+        """Wait for all saves, and release the folder and the memory.
 
-        `patience` is for what they have yet to write: none, where one of them is known to be dead. `needless`: nor is
-        what this rank has yet to write worth a wait.
+        broken    after an error on this rank: other ranks may not answer
+        patience  seconds for other ranks to write; 0 if one of them is known to be dead
+        needless  what this rank has not written yet need not be written
         """
         if os.getpid() != self._pid:
-            return  # in a fork there is no writer
+            return  # a fork has no writing thread
         try:
             if not broken:
                 self.wait()
@@ -208,19 +212,19 @@ class Checkpoints:
         self.close(broken=kind is not None)
 
     def _settle(self) -> None:
-        """Finish the saves that are done everywhere: one small exchange, for all ranks must see the same."""
+        """Conclude the saves that are complete on all ranks, with one small exchange."""
         if not self._saves:
             return
         done = [[save.failure, save.outcome] for save in takewhile(lambda save: not save.under_way, self._saves)]
         told = self._peers.gather(done, all=True)
         for place, save in enumerate(self._saves):
             if any(one[place][0] for one in told if len(one) > place):
-                save.give_up.set()  # where the disk is full, not even that may have been written there
-        for ended in zip(*told, strict=False):  # as many as are done everywhere
+                save.give_up.set()  # on a full disk the rank may not even have been able to write why
+        for ended in zip(*told, strict=False):  # those that are complete everywhere
             self._conclude([failure for failure, _ in ended], ended[0][1])
 
     def _finish(self, *, tell: bool = True) -> None:
-        """Wait for the oldest. It stays in line until all ranks have answered, for one of them may be dead."""
+        """Wait for the oldest save. It stays in the queue until all ranks have answered, as one of them may be dead."""
         save = self._saves[0]
         save.written.wait()
         failures = self._peers.gather(save.failure, all=True)
@@ -236,13 +240,13 @@ class Checkpoints:
         if not outcome:
             return
         if self._peers.rank == 0:
-            # Nobody writes there any more.
+            # No rank writes there any more.
             shutil.rmtree(save.order.staging, ignore_errors=True)
         told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
         self._failure = CheckpointError(
             f"the checkpoint of step {save.order.values.step} was not written",
             details=[f"in {self._folder.path}", *(told[:8] or [outcome])],
-            fix="see to the disk; what was saved before it is untouched",
+            fix="check the disk; earlier checkpoints are not affected",
         )
         if tell and self._peers.rank == 0:
             self._say(f"phalanx: {self._failure}")
@@ -260,21 +264,21 @@ class Checkpoints:
     # -- finding and loading
 
     def latest(self) -> Info | None:
-        """The newest whose files are all there, with all their bytes. Whether each byte is right, `load` checks."""
+        """Return the newest checkpoint whose files all exist with the right size. `load` also verifies checksums."""
         for name in self._folder.names():
             with contextlib.suppress(CheckpointError):
                 return self._folder.info(name)
         return None
 
     def latest_step(self) -> int:
-        """-1: there is none."""
+        """Return the step of the newest checkpoint; -1: there is none."""
         info = self.latest()
         return -1 if info is None else info.step
 
     def load(self, kept: Mapping[str, object], info: Info | None = None, *, random: bool = True) -> Info | None:
-        """Restore in place from the newest good one, or from this one. None if there is none to restore from.
+        """Restore in place from the newest intact checkpoint, or from `info`. Return None if there is none.
 
-        One that is not what was written is named and passed over; the one that was asked for by `info` is refused.
+        A corrupted checkpoint is reported and skipped; if it was asked for with `info`, CheckpointError is raised.
         """
         while self._saves:
             self._finish()
@@ -287,25 +291,23 @@ class Checkpoints:
                     extra = unpacked(contents.values.extra, {})
                     return dataclasses.replace(contents.info, extra=extra)
             if info is None and self._by_main(partial(self._is_gone, name)):
-                # Removed while it was read, by a run that goes on saving: there is a newer one.
+                # A run that is still saving has removed it in the meantime: there is a newer one.
                 return self.load(kept, random=random)
             self.bad[name] = problems
             if info is not None:
-                raise CheckpointError(f"the checkpoint {info.path} is not what was written", details=problems)
+                raise CheckpointError(f"the checkpoint {info.path} is corrupted", details=problems)
             if self._peers.rank == 0:
-                self._say(
-                    f"phalanx: checkpoint {name} is not used, it is not what was written: {'; '.join(problems[:4])}"
-                )
+                self._say(f"phalanx: checkpoint {name} is corrupted, and not used: {'; '.join(problems[:4])}")
         if names:
             raise CheckpointError(
-                f"none of the {len(names)} checkpoints in {self._folder.path} is what was written",
+                f"no intact checkpoint in {self._folder.path}: {len(names)} corrupted",
                 details=[f"{name}: {problems[0]}" for name, problems in self.bad.items()],
                 fix="start in an empty folder",
             )
         return None
 
     def _checked(self, name: str) -> tuple[loading.Contents | None, list[str]]:
-        """Every rank reads its share of the files; all come to the same answer."""
+        """Check a checkpoint; every rank reads its share of the files, and all get the same answer."""
         contents = None
         problems: list[str] = []
         try:
@@ -319,7 +321,7 @@ class Checkpoints:
         return contents, self._all_problems(problems)
 
     def _restore(self, kept: Mapping[str, object], contents: loading.Contents, random: bool) -> list[str]:
-        """In place. What does not fit is raised, what cannot be read is returned: the same on all ranks."""
+        """Restore in place. Raises if something does not fit; returns what cannot be read, the same on all ranks."""
         plain = contents.values.plain
         targets = state.targets(kept, plain, contents.shapes)
         problems: list[str] = []
@@ -343,7 +345,7 @@ class Checkpoints:
         return not os.path.isdir(os.path.join(self._folder.path, name))
 
     def _by_main(self, call: Callable[[], T]) -> T:
-        """What rank 0 gets, or why it does not, on every rank."""
+        """Call on rank 0; return the result, or raise its error, on every rank."""
         told: dict[str, Any] = {}
         if self._peers.rank == 0:
             try:
@@ -360,8 +362,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def step_back() -> None:
-    """The writer's thread alone: on Linux each has a priority of its own, and anybody may lower it."""
+def lower_priority() -> None:
+    """Lower the priority of this thread only: on Linux each thread has its own."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

@@ -1,4 +1,4 @@
-"""A model as one file, whole, with the names of the unwrapped model: `export(model, "model.safetensors")`, or `.pt`."""
+"""A whole model as one file, with the names of the unwrapped model: `export(model, "model.safetensors")`, or `.pt`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None = None) -> None:
-    """Called by every rank, for a sharded model is put together by all; written by rank 0. All there or not there.
+    """Write the model to one file, atomically. Every rank must call it; rank 0 writes.
 
-    Tensors are made whole one at a time. A .safetensors file takes each at once, so that no rank ever has the whole of
-    a sharded model; for a .pt file rank 0 has to.
+    Sharded tensors are gathered one at a time. A .safetensors file is written tensor by tensor, so that no rank holds
+    the whole model; for a .pt file rank 0 does.
     """
     peers = peers if peers is not None else SingleRank()
     path = os.path.abspath(os.fspath(path))
     kind = os.path.splitext(path)[1]
     if kind not in (".safetensors", ".pt"):
-        raise OptionError(
-            f'"{path}" ends neither in .safetensors nor in .pt', fix=f"{os.path.splitext(path)[0]}.safetensors"
-        )
+        raise OptionError(f'"{path}" must end in .safetensors or .pt', fix=f"{os.path.splitext(path)[0]}.safetensors")
     found = {plain_name(key): value for key, value in unwrapped(model).state_dict().items()}
     tensors = {key: value.detach() for key, value in found.items() if isinstance(value, torch.Tensor)}
     if kind == ".safetensors":
@@ -55,7 +53,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None =
             with contextlib.suppress(OSError):
                 os.unlink(part)
     for _ in wholes:
-        pass  # every rank takes part in each, also when rank 0 could not write it
+        pass  # gathering needs all ranks, also if rank 0 could not write
     failure = peers.broadcast(failure)
     if failure:
         raise CheckpointError(f"the model could not be written to {path}: {failure}", fix="export it to another place")
@@ -67,13 +65,13 @@ def _wholes(tensors: Mapping[str, torch.Tensor]) -> Named:
 
 
 def _laid_out(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In the order in which they lie in the file."""
+    """Return the tensors in the order of the file."""
     for name, tensor in tensors.items():
         if tensor.dtype not in tensorfile.NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in tensorfile.NAMES)
             raise CheckpointError(
-                f"{name} is of {tensor.dtype}, which has no place in a safetensors file",
-                details=[f"those that have: {known}"],
+                f"{name} is of {tensor.dtype}, which safetensors does not support",
+                details=[f"supported: {known}"],
                 fix="export it to a .pt file",
             )
     names = [*tensors]
@@ -106,5 +104,5 @@ def _write_pt(wholes: Named, path: str) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A view would take all of the memory that it is a part of into the file."""
+    """Return a tensor with its own storage: a view would write all of the storage that it is part of."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

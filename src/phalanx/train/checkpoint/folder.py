@@ -1,12 +1,12 @@
-"""The folder in which checkpoints are: their names, which are complete, who may write, what is left of the dead.
+"""The folder of checkpoints: their names, which are complete, who may write, and what killed writers have left.
 
 checkpoints/
   step-000000001200/               one checkpoint; sorted by name is sorted by step
     manifest.json                  the list of its files; written last
-    state.json                     whatever is no tensor
+    state.json                     all that is not a tensor
     rank-00000.safetensors         what rank 0 wrote
-    rank-00000.json                where in that file which part of which tensor is
-  .writing-step-000000001300-4f2a  one that is being written, or whose writer was killed
+    rank-00000.json                where in that file each part of a tensor is
+  .writing-step-000000001300-4f2a  being written, or its writer was killed
   .lock                            held by rank 0 of the run that saves here
 """
 
@@ -28,7 +28,7 @@ from phalanx.train.checkpoint.manifest import FORMAT, MANIFEST, Entry, Manifest
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\Z")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
-_held: set[tuple[int, str]] = set()  # folders whose locks processes have: this one, and those it was forked from
+_held: set[tuple[int, str]] = set()  # (pid, folder) of locks that this process holds, or its parents
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class Info:
 
     @property
     def name(self) -> str:
+        """The name of its folder."""
         return os.path.basename(self.path)
 
 
 class Folder:
-    """Names and renames. Whoever writes has to `lock` it first."""
+    """The folder of a run's checkpoints. Call `lock` before writing."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
@@ -58,7 +59,7 @@ class Folder:
     # -- reading
 
     def names(self) -> list[str]:
-        """Of the checkpoints, newest first; not looked into yet."""
+        """Return the names of the checkpoints, newest first, without checking them."""
         try:
             found = [name for name in os.listdir(self.path) if _NAME.match(name)]
         except FileNotFoundError:
@@ -70,7 +71,7 @@ class Folder:
         return sorted(found, key=order, reverse=True)
 
     def manifest(self, name: str) -> Manifest:
-        """Of the checkpoint, whose files are all there and as long as they were. CheckpointError says what is wrong."""
+        """Return the manifest of a checkpoint. Raises CheckpointError if a file is missing or has the wrong size."""
         file = os.path.join(self.path, name, MANIFEST)
         try:
             with open(file, "rb") as opened:
@@ -85,6 +86,7 @@ class Folder:
         return manifest
 
     def info(self, name: str) -> Info:
+        """Return the description of a complete checkpoint; raise CheckpointError otherwise."""
         manifest = self.manifest(name)
         path = os.path.join(self.path, name)
         return Info(manifest.step, path, manifest.metrics, manifest.world_size, manifest.time)
@@ -102,19 +104,19 @@ class Folder:
     # -- writing
 
     def lock(self) -> str:
-        """Take the folder for this process until it ends, and return a token that others can read there.
+        """Lock the folder for this process, and return a token that other ranks can read there.
 
-        The lock is the kernel's: it goes with the process, whatever ended that, and is not inherited by a fork.
+        The kernel releases the lock when the process ends, however it ends. A fork does not inherit it.
         """
         try:
             os.makedirs(self.path, exist_ok=True)
             self._take()
-            # What the dead left goes first: it may be what fills the disk.
+            # First remove what killed writers have left: it may be what fills the disk.
             self.sweep()
             token = secrets.token_hex(8)
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, token.encode(), 0)
-            os.fsync(self._lock)  # a network disk shows it to others only then
+            os.fsync(self._lock)  # a network file system shows it to others only then
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -123,7 +125,7 @@ class Folder:
         return token
 
     def _take(self) -> None:
-        # The kernel does not keep a process from taking a lock twice, and gives it up with the first that is closed.
+        # A process can lock a file twice, and releases it with the first descriptor that it closes.
         self._mine = (os.getpid(), os.path.realpath(self.path))
         if self._mine in _held:
             raise CheckpointError(
@@ -133,20 +135,20 @@ class Folder:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # A file system without locks is one on which nobody is kept out.
+            # On a file system without locks there is no protection.
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(fd)
                 raise CheckpointError(
                     f"another run is writing its checkpoints to {self.path}",
-                    fix="give each run a folder of its own, or end the other",
+                    fix="use a different folder per run, or end the other run",
                 ) from None
         self._lock = fd
         _held.add(self._mine)
 
     def token(self) -> str:
-        """Of whoever writes here."""
+        """Return the token of the process that writes here."""
         try:
-            # Read through a descriptor of ours: to close any other of this file would give the lock up.
+            # Read with the descriptor of the lock: closing any other one of this file would release it.
             if self._lock >= 0:
                 return os.pread(self._lock, 64, 0).decode()
             with open(os.path.join(self.path, ".lock")) as file:
@@ -155,32 +157,34 @@ class Folder:
             return ""
 
     def staging(self, step: int, token: str, number: int) -> str:
+        """Return the path in which a checkpoint is written before it is committed."""
         return os.path.join(self.path, f"{_WRITING}step-{step:012d}-{token}-{number}")
 
     def commit(self, staging: str, step: int) -> str:
-        """One rename makes it a checkpoint. Returns its name."""
+        """Rename a staged checkpoint to its name, and return that."""
         name = f"step-{step:012d}"
         taken = [order(other)[1] for other in self.names() if order(other)[0] == step]
         if taken:
-            # Another of this step is there, good or bad: it is not touched.
+            # There is one of this step, good or bad: do not touch it.
             name = f"{name}.{max(taken) + 1}"
         os.rename(staging, os.path.join(self.path, name))
         integrity.sync_folder(self.path)
         return name
 
     def remove(self, name: str) -> None:
-        """Out of sight first: a half removed checkpoint is none."""
+        """Remove a checkpoint. It is renamed first: one that is partly removed must not look like a checkpoint."""
         hidden = os.path.join(self.path, f"{_REMOVING}{name}-{secrets.token_hex(4)}")
         os.rename(os.path.join(self.path, name), hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what dead writers left. Whoever has the lock and has not begun to write knows that all are."""
+        """Remove what killed writers have left. Only with the lock held, before the first write."""
         for name in os.listdir(self.path):
             if name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
     def close(self) -> None:
+        """Release the lock."""
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._lock)
@@ -192,6 +196,6 @@ class Folder:
 
 
 def order(name: str) -> tuple[int, int]:
-    """Of names by age."""
+    """Return the sort key of a name, by age."""
     found = _NAME.match(name)
     return (int(found[1]), int(found[2] or 1)) if found else (-1, 0)

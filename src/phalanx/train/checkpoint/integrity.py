@@ -1,4 +1,4 @@
-"""Checksums, JSON that carries its own, and what it takes for bytes to be on the disk."""
+"""Checksums, JSON with a checksum, and durable writes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import msgspec
 from phalanx.errors import CheckpointError
 
 T = TypeVar("T")
-PIECE = 8 << 20  # bytes a call: long enough to be fast, short enough to let others have the interpreter
+PIECE = 8 << 20  # bytes per call: long enough to be fast, short enough to release the GIL often
 
-# crc32 is there to find what disks and cables do, not what people do, and is the fastest that comes with Python.
-# What a checkpoint holds is data whoever wrote it: nothing in it is ever run.
+# crc32 detects errors of disks and networks, not manipulation, and is the fastest checksum in the standard library.
+# Nothing in a checkpoint is ever executed.
 
 
 def checksum(data: memoryview | bytes, start: int = 0) -> int:
+    """Return the crc32 of the data."""
     view = memoryview(data)
     for begin in range(0, len(view), PIECE):
         start = zlib.crc32(view[begin : begin + PIECE], start)
@@ -31,28 +32,28 @@ class _Sealed(msgspec.Struct):
 
 
 def sealed(body: Any) -> bytes:
-    """JSON of the body with a checksum of it: what was changed since cannot be opened."""
+    """Return the body as JSON with its checksum."""
     raw = msgspec.json.encode(body)
     return msgspec.json.encode(_Sealed(checksum(raw), msgspec.Raw(raw))) + b"\n"
 
 
 def opened(data: bytes, kind: type[T], name: str) -> T:
-    """The body, or a CheckpointError that says what is wrong with the file of this name."""
+    """Return the body; raise CheckpointError, with the name of the file, if the checksum is wrong."""
     try:
         envelope = msgspec.json.decode(data, type=_Sealed)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{name}: {len(data)} bytes, which are no sealed JSON: {error}") from None
+        raise CheckpointError(f"{name}: {len(data)} bytes, not JSON with a checksum: {error}") from None
     raw = bytes(envelope.body)
     if checksum(raw) != envelope.checksum:
         raise CheckpointError(f"{name}: checksum is {checksum(raw):08x}, {envelope.checksum:08x} was written")
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{name}: is of another format: {error}") from None
+        raise CheckpointError(f"{name}: unknown format: {error}") from None
 
 
 def write_durably(path: str, data: bytes) -> None:
-    """All there or not there under this name, also after a power cut."""
+    """Write a file atomically, also with regard to a power cut."""
     part = f"{path}.part"
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -65,16 +66,18 @@ def write_durably(path: str, data: bytes) -> None:
 
 
 def write_all(fd: int, data: memoryview) -> None:
+    """Write all of the data."""
     while len(data):
         data = data[os.write(fd, data[:PIECE]) :]
 
 
 def sync_folder(path: str) -> None:
+    """Make renames in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems write names through at once and know no such call for a folder.
+        # Some file systems do not support fsync of a folder.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""From files back into memory: first whether they are what was written, then the parts that this rank needs."""
+"""Checks the files of a checkpoint, and reads the parts that this rank needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.train.checkpoint.state import Shape
 
 @dataclass(frozen=True)
 class Contents:
-    """All of a checkpoint but its tensors."""
+    """A checkpoint without its tensors."""
 
     info: Info
     values: Values
@@ -35,14 +35,17 @@ class Contents:
 
     @property
     def path(self) -> str:
+        """The folder of the checkpoint."""
         return self.info.path
 
     @property
     def shapes(self) -> dict[str, Shape]:
+        """The shapes of its tensors, by name."""
         return shapes(self.tables)
 
 
 def shapes(tables: Sequence[Table]) -> dict[str, Shape]:
+    """Return the shapes of all tensors in these tables, by name."""
     return {
         piece.name: Shape(tensorfile.dtype_of(piece.dtype), tuple(piece.shape))
         for table in tables
@@ -51,7 +54,7 @@ def shapes(tables: Sequence[Table]) -> dict[str, Shape]:
 
 
 def contents(info: Info, manifest: Manifest) -> Contents:
-    """Read and compared with what the manifest says of each file."""
+    """Read the contents, and compare each file with the manifest."""
     name = info.name
     read = {}
     for entry in manifest.files:
@@ -74,14 +77,14 @@ def contents(info: Info, manifest: Manifest) -> Contents:
 
 
 def differences(path: str, tables: Sequence[Table]) -> list[str]:
-    """What in these files of tensors is not what was written. Reads all of them."""
+    """Return what was changed in these files of tensors since they were written. Reads all of them."""
     found = []
     for table in tables:
         where = f"{os.path.basename(path)}/{table.file}"
         try:
             with _File(path, table) as file:
                 if file.checksum(0, table.header) != table.header_checksum:
-                    found.append(f"{where}: the header is not what was written")
+                    found.append(f"{where}: the header was changed")
                 found += [
                     f"{where}: {piece.name}: checksum is {seen:08x}, {piece.checksum:08x} was written"
                     for piece in table.pieces
@@ -95,7 +98,7 @@ def differences(path: str, tables: Sequence[Table]) -> list[str]:
 
 
 def read(contents: Contents, targets: Tensors) -> None:
-    """Fill the targets, whole tensors or shards of any layout, with what the checkpoint has under their names."""
+    """Read the tensors of these names into the targets, which may be whole or sharded in any way."""
     planner, planned = _planned(contents.tables, targets)
     with torch.no_grad():
         for table, items in planned:
@@ -107,14 +110,14 @@ def read(contents: Contents, targets: Tensors) -> None:
 
 
 def needed(tables: Sequence[Table], targets: Tensors) -> list[int]:
-    """The ranks that wrote what these targets are filled with."""
+    """Return the ranks that have written what these targets need."""
     return [table.rank for table, _ in _planned(tables, targets)[1]]
 
 
 def _planned(
     tables: Sequence[Table], targets: Tensors
 ) -> tuple[DefaultLoadPlanner, list[tuple[Table, list[tuple[Piece, ReadItem]]]]]:
-    """What to read from each file."""
+    """Return what to read from each file."""
     files = {(piece.name, tuple(piece.offsets)): (table, piece) for table in tables for piece in table.pieces}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), _metadata(tables), False)
@@ -126,7 +129,7 @@ def _planned(
 
 
 def _metadata(tables: Sequence[Table]) -> Metadata:
-    """As DCP's planner wants it."""
+    """Return the metadata for the planner of DCP."""
     found: dict[str, TensorStorageMetadata] = {}
     places = {}
     for table in tables:
@@ -143,7 +146,7 @@ def _metadata(tables: Sequence[Table]) -> Metadata:
 
 
 class _File:
-    """A file of tensors. Read, not mapped: a page that the disk cannot give is then an error, and not a SIGBUS."""
+    """A file of tensors. It is read, not mapped: an I/O error of a mapped file would be a SIGBUS."""
 
     def __init__(self, path: str, table: Table) -> None:
         self._name = f"{os.path.basename(path)}/{table.file}"
@@ -169,7 +172,7 @@ class _File:
         return found
 
     def box(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A box out of a piece. Its rows are read and no others: of a sharded tensor a rank needs some."""
+        """Return a box of a piece. Only its rows are read: a rank needs few rows of a sharded tensor."""
         dtype = tensorfile.dtype_of(piece.dtype)
         sizes, begin, end = list(piece.sizes), piece.begin, piece.end
         if sizes and sizes[0]:
@@ -191,5 +194,5 @@ class _File:
         while len(memory):
             got = self._file.readinto(memory[: integrity.PIECE])
             if not got:
-                raise CheckpointError(f"{self._name}: ends before its time")
+                raise CheckpointError(f"{self._name}: is truncated")
             memory = memory[got:]

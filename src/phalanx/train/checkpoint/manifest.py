@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: a table for each rank's file, and the manifest that makes it one."""
+"""What a checkpoint contains beside tensors: a table per rank, and the manifest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """What one rank wrote: what is in its file of tensors, and its random numbers."""
+    """What one rank has written: the contents of its file of tensors, and its random state."""
 
     rank: int
     file: str
@@ -37,7 +37,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A file that belongs to a checkpoint. Tensors have their checksums in the table of the rank that wrote them."""
+    """A file of a checkpoint. The checksums of tensors are in the table of the rank that wrote them."""
 
     name: str
     size: int
@@ -45,7 +45,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Written last: a folder without one is no checkpoint."""
+    """The list of files. It is written last: a folder without it is not a checkpoint."""
 
     format: int
     step: int
@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Values(msgspec.Struct, frozen=True):
-    """Everything that is no tensor, and the same for all ranks."""
+    """All that is not a tensor, and is the same for all ranks."""
 
     step: int
     plain: dict[str, Any]
@@ -66,12 +66,15 @@ class Values(msgspec.Struct, frozen=True):
 
 
 def tensor_file(rank: int) -> str:
+    """Return the name of a rank's file of tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def table_file(rank: int) -> str:
+    """Return the name of a rank's table."""
     return f"rank-{rank:05d}.json"
 
 
 def failure_file(rank: int) -> str:
+    """Return the name of the file that says why a rank could not write."""
     return f"rank-{rank:05d}.failed"

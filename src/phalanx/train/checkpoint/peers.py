@@ -1,4 +1,4 @@
-"""The other ranks, as far as checkpoints need them. A `Group` is one."""
+"""The other ranks, as far as checkpoints need them. A `WorkerProcessGroup` is one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from typing import Any, Protocol
 
 
 class Peers(Protocol):
-    """The whole surface: values are JSON-like. Called by the training loop's thread alone."""
+    """All ranks that save together. Values are JSON-like; only the training thread calls it."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
+
     @property
-    def world_size(self) -> int: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def gather(self, obj: Any, *, all: bool = False) -> Any: ...  # noqa: A002  (a list of all ranks' values)
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`."""
+        ...
+
+    def gather(self, obj: Any, *, all: bool = False) -> Any:  # noqa: A002
+        """Return the objects of all ranks."""
+        ...
 
 
 class SingleRank:
@@ -23,7 +34,9 @@ class SingleRank:
     world_size = 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:  # noqa: ARG002
+        """Return the object."""
         return obj
 
     def gather(self, obj: Any, *, all: bool = False) -> Any:  # noqa: A002, ARG002
+        """Return the object in a list."""
         return [obj]

@@ -1,4 +1,4 @@
-"""Plain values to JSON and back: what JSON has no word for is tagged, tensors are put aside, all else is refused."""
+"""Plain values to JSON and back: types that JSON lacks are tagged, tensors are put aside, all else is refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def packed(value: Any, path: str, tensors: Tensors) -> Any:
-    """The value as JSON. Tensors in it go into `tensors`, under their path."""
+    """Return the value as JSON. Tensors in it are added to `tensors`, under their path."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             kind = "on the meta device" if value.is_meta else f"{value.layout}, {value.dtype}"
             raise CheckpointError(
-                f"{path} is a tensor that cannot be kept: {kind}",
-                details=["kept are dense tensors that have values"],
+                f"{path} is a tensor that cannot be saved: {kind}",
+                details=["expected a dense tensor that has values"],
                 fix="leave it out of state_dict(), or make it dense: tensor.to_dense()",
             )
         while path in tensors:  # {1: …, "1": …}
@@ -30,11 +30,11 @@ def packed(value: Any, path: str, tensors: Tensors) -> Any:
         tensors[path] = value
         return {"$tensor": path}
     if hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        value = value.item()  # a number of numpy's
+        value = value.item()  # a NumPy scalar
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        # Beyond 64 bits most readers of JSON are lost.
+        # Most readers of JSON support 64 bits.
         return int(value) if -(2**63) <= value < 2**63 else {"$int": str(int(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
@@ -54,13 +54,14 @@ def packed(value: Any, path: str, tensors: Tensors) -> Any:
         return {"$tuple": items} if isinstance(value, tuple) else {"$set": items}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise CheckpointError(
-        f"{path} is a {kind}, which cannot be kept",
-        details=["kept are numbers, strings, bytes, lists, tuples, sets, dicts of them, and tensors"],
+        f"{path} is a {kind}, which cannot be saved",
+        details=["expected numbers, strings, bytes, lists, tuples, sets, dicts of them, or tensors"],
         fix="leave it out of state_dict(), or turn it into one of those",
     )
 
 
 def unpacked(value: Any, tensors: Tensors) -> Any:
+    """Return the value that `packed` has made JSON of."""
     if isinstance(value, list):
         return [unpacked(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -77,7 +78,7 @@ def unpacked(value: Any, tensors: Tensors) -> Any:
 
 
 def tensor_names(value: Any) -> set[str]:
-    """Of the tensors that were put aside."""
+    """Return the names of the tensors that were put aside."""
     if isinstance(value, list):
         return {name for item in value for name in tensor_names(item)}
     if isinstance(value, dict):

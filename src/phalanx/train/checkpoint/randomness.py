@@ -1,4 +1,4 @@
-"""The state of every random number generator of a rank, as plain values."""
+"""The random state of a rank: all generators, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.worker.process_group import seeds
 
 
 def taken(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """As it is now; cheap, for training waits. `packed` makes JSON of it."""
+    """Return the current state. It is cheap, because the training waits; `packed` makes JSON of it."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -27,6 +27,7 @@ def taken(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as JSON."""
     version, words, gauss = state["python"]
     found = {"torch": _text(state["torch"]), "python": [version, list(words), gauss]}
     if "cuda" in state:
@@ -39,7 +40,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(saved: Sequence[dict[str, Any]], rank: int, generators: Sequence[torch.Generator] = ()) -> None:
-    """Every rank its own. One that was not there then begins with numbers that no other has, and had before."""
+    """Restore the state of this rank. A rank that did not exist then gets a state that no other rank has or had."""
     if rank >= len(saved):
         seed = seeds.derive(0, rank, *(state["torch"] for state in saved))
         seeds.seed_all(seed)

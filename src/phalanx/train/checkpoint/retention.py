@@ -1,4 +1,4 @@
-"""Which checkpoints are no longer needed? A pure answer."""
+"""Which checkpoints are no longer needed: a pure function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.train.checkpoint.folder import Info, order
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the last so many, and the best so many by a metric."""
+    """Keep the last N checkpoints, and the best N by a metric."""
 
     last: int = 2
     best: int = 0
@@ -22,14 +22,14 @@ class Retention:
     def __post_init__(self) -> None:
         if self.last < 1 or self.best < 0:
             seen = f"keep_last={self.last}, keep_best={self.best}"
-            raise OptionError(f"{seen}: at least the last one has to be kept", fix="keep_last=2, keep_best=0")
+            raise OptionError(f"{seen}: at least the last checkpoint must be kept", fix="keep_last=2, keep_best=0")
         if self.mode not in ("min", "max"):
-            raise OptionError(f'mode="{self.mode}": better is less ("min") or more ("max")', fix='mode="min"')
+            raise OptionError(f'mode="{self.mode}": expected "min" or "max"', fix='mode="min"')
 
     def surplus(self, good: Sequence[Info], bad: Collection[str] = ()) -> list[str]:
-        """Names to remove. A bad one does not count, and goes when it is older than all that are kept as the last."""
+        """Return the names to remove. A bad one is removed when it is older than the last ones that are kept."""
         newest = sorted(good, key=lambda info: order(info.name), reverse=True)
-        # Of a step that was saved twice the newer counts.
+        # If a step was saved twice, the newer one counts.
         last = [info for place, info in enumerate(newest) if place == 0 or newest[place - 1].step != info.step]
         last = last[: self.last]
         kept = {info.name for info in last} | {info.name for info in self._ranked(newest)[: self.best]}
@@ -39,7 +39,7 @@ class Retention:
         return gone
 
     def _ranked(self, newest: Sequence[Info]) -> list[Info]:
-        """Best first; of equals the newer; those without a number are not among them."""
+        """Return the best first, the newer of equal ones first, without those that have no number."""
         sign = 1 if self.mode == "min" else -1
         scored = [(info.metrics.get(self.metric), info) for info in newest]
         numbers = [(sign * value, info) for value, info in scored if value is not None and math.isfinite(value)]

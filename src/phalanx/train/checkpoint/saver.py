@@ -1,11 +1,12 @@
-"""One save, behind the training loop's back: each rank writes its share, rank 0 waits for all of them and commits.
+"""One save in the background: each rank writes its share, rank 0 waits for all of them and commits.
 
-Ranks meet in the folder alone, for threads of different ranks must not use the collectives that training uses.
+The ranks communicate through the folder only: a thread must not use the collectives of the training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -40,10 +41,12 @@ from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.version import __version__
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Everything about a save that is not the bytes."""
+    """A save without its bytes."""
 
     folder: Folder
     staging: str
@@ -53,32 +56,35 @@ class SaveRequest:
     metrics: dict[str, float | None]
     random: dict[str, Any]  # of this rank, not packed yet
     keeping: Retention
-    bad: frozenset[str]  # checkpoints that are known not to be good
-    patience: float  # seconds for the slowest rank, from when rank 0 has written
+    bad: frozenset[str]  # checkpoints that are known to be corrupted
+    patience: float  # seconds for the slowest rank, after rank 0 has written
 
 
 class Save:
-    """Under way from `start` on. `written` when this rank has its share on the disk; rank 0 goes on from there."""
+    """A save. `written` is set when this rank has its share on the disk; rank 0 then waits for the others."""
 
     def __init__(self, order: SaveRequest, buffer: Buffer, placed: Sequence[Placed]) -> None:
         self.order = order
         self.buffer = buffer
         self.written = threading.Event()
         self.give_up = threading.Event()
-        self.needless = threading.Event()  # what is not on the disk by now need not get there
+        self.needless = threading.Event()  # what is not on the disk yet need not be written
         self.failure = ""  # this rank's own
         self.outcome = ""  # rank 0's: why there is no checkpoint
         self._placed = placed
         self._ended = threading.Event()
 
     def start(self, writer: Executor) -> None:
+        """Write in a thread of `writer`."""
         writer.submit(self._run)
 
     def join(self, timeout: float | None = None) -> bool:
+        """Wait until the save has ended; return whether it has."""
         return self._ended.wait(timeout)
 
     @property
     def under_way(self) -> bool:
+        """Whether the save has not ended."""
         return not self._ended.is_set()
 
     def _run(self) -> None:
@@ -92,8 +98,9 @@ class Save:
         try:
             _write_share(order, self.buffer, self._placed, self.needless)
         except Exception as error:
+            logger.debug("writing the share of rank %d", order.rank, exc_info=True)
             self.failure = _reason(error)
-            # Its own bytes go first, to make room for the word that it failed.
+            # Remove the share first, to make room for the file that says why.
             for name in (tensor_file(order.rank), f"{table_file(order.rank)}.part"):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(order.staging, name))
@@ -107,6 +114,7 @@ class Save:
                 tables = _gathered(order, self.give_up)
                 _commit(order, tables)
             except Exception as error:
+                logger.debug("committing a checkpoint", exc_info=True)
                 self.outcome = self.failure or _reason(error)
                 shutil.rmtree(order.staging, ignore_errors=True)
 
@@ -120,7 +128,7 @@ def _reason(error: Exception) -> str:
 def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], needless: threading.Event) -> None:
     def look() -> None:
         if needless.is_set():
-            raise CheckpointError("it was given up: the group forms anew, and has the state in memory")
+            raise CheckpointError("it was given up: the state is in memory, and the group forms again")
 
     buffer.ready()
     os.makedirs(order.staging, exist_ok=True)
@@ -153,6 +161,7 @@ def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], n
 
 
 def piece_of(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
+    """Return the entry of a chunk in a table."""
     return Piece(
         chunk.name,
         tensorfile.dtype_name(chunk.part.dtype),
@@ -166,7 +175,7 @@ def piece_of(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """A rank may have several boxes of one tensor; in a file each needs a name."""
+    """Return unique names: a rank may have several boxes of one tensor."""
     seen: dict[str, int] = {}
     found = []
     for name in names:
@@ -179,13 +188,13 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _gathered(order: SaveRequest, give_up: threading.Event) -> dict[str, bytes]:
-    """The table of every rank, as it is on the disk."""
+    """Wait for the tables of all ranks, and return them as they are on the disk."""
     wanted = {table_file(rank) for rank in range(order.world_size)}
     failures = {failure_file(rank): rank for rank in range(order.world_size)}
     limit = time.monotonic() + order.patience
     pause = 0.001
     while True:
-        # Listed, not looked up: a network disk may remember for long that a name was not there.
+        # List the folder: a network file system may cache for long that a name does not exist.
         there = set(os.listdir(order.staging))
         for name in sorted(there & set(failures)):
             with open(f"{order.staging}/{name}") as file:
@@ -219,13 +228,13 @@ def _commit(order: SaveRequest, tables: dict[str, bytes]) -> None:
     manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
     integrity.write_durably(f"{order.staging}/{MANIFEST}", integrity.sealed(manifest))
     order.folder.commit(order.staging, step)
-    # One that cannot be removed is not worth a training run.
+    # An old checkpoint that cannot be removed is no reason to fail.
     with contextlib.suppress(OSError, CheckpointError):
         _prune(order)
 
 
 def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
-    """Ranks that did not agree on who writes what would leave a hole that only a load would find."""
+    """Raise if the shares of all ranks are not the whole state, which only a load would notice otherwise."""
     written: dict[str, int] = {}
     whole: dict[str, int] = {}
     for table in tables:
@@ -237,9 +246,9 @@ def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
     missing = sorted(wanted - set(whole))
     if holes or missing:
         raise CheckpointError(
-            "the ranks' shares are not the whole state",
+            "the shares of all ranks are not the whole state",
             details=[f"{name}: {written[name]:,} of {whole[name]:,} elements" for name in holes[:5]]
-            + [f"{name}: written by nobody" for name in missing[:5]],
+            + [f"{name}: not written by any rank" for name in missing[:5]],
             fix="keep the same objects on every rank",
         )
 

@@ -1,10 +1,10 @@
-"""What a script keeps, taken apart into tensors and plain values, and put together again.
+"""The kept objects as tensors and plain values, and back.
 
-Names are those of the unwrapped model: the same under DDP, FSDP and none, compiled or not. An optimizer's state goes by
-the names of its parameters, so that it fits whatever order or sharding they have next time.
+Names are those of the unwrapped model: the same with DDP, with FSDP and without, compiled or not. The state of an
+optimizer uses the names of its parameters, so that it fits any order and sharding.
 
-torch's own `get_optimizer_state_dict` does the like, but takes a step of the optimizer to find out what its state will
-be, which counts as one afterwards, and knows one model an optimizer.
+torch's `get_optimizer_state_dict` is similar, but makes a step of the optimizer to initialize its state, which counts
+afterwards, and supports one model per optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
 
 @dataclass
 class State:
-    """Tensors by name, all else as JSON by the name it is kept under; `own` are tensors that rank 0 has to write."""
+    """Tensors by name, and all else as JSON by the name of the object. Rank 0 writes the tensors in `own`."""
 
     tensors: Tensors = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class State:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Without DDP, DataParallel and torch.compile around it."""
+    """Return the model without DDP, DataParallel and torch.compile."""
     while True:
         inner = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else None
         inner = inner if inner is not None else getattr(model, "_orig_mod", None)
@@ -45,22 +45,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
+    """Return the name of a parameter in the unwrapped model."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def taken(kept: Mapping[str, object]) -> State:
+    """Return the state of the kept objects. Tensors are not copied."""
     state = State()
     for name, thing in kept.items():
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
-            # A shard is looked at through `to_local` alone, and to detach it takes longer than all the rest.
+            # Shards are only used through `to_local`, and detaching them takes longer than all the rest.
             own = inner.state_dict(keep_vars=True).items()
             values = {plain_name(key): value if isinstance(value, DTensor) else _detached(value) for key, value in own}
             before = set(state.tensors)
             state.plain[name] = packed(values, name, state.tensors)
-            # Buffers, as the running means of batches, are not the same on all ranks: rank 0's are the ones that count.
+            # Buffers, such as running means, differ between ranks: those of rank 0 count.
             learnt = {f"{name}.{plain_name(key)}" for key, _ in inner.named_parameters(remove_duplicate=False)}
             state.own |= set(state.tensors) - before - learnt
         elif isinstance(thing, torch.optim.Optimizer):
@@ -76,17 +78,18 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-# -- and back
+# -- restoring
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a tensor in a checkpoint."""
+    """Type and shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def empty(self) -> torch.Tensor:
+        """Return memory for the tensor."""
         return torch.empty(self.shape, dtype=self.dtype)
 
 
@@ -97,7 +100,7 @@ def targets(
     *,
     only: Container[str] | None = None,
 ) -> Tensors:
-    """Memory for every tensor that is needed: a model's own, new memory for the rest. Refuses what does not fit."""
+    """Return memory for every tensor: a model's own, new memory for the rest. Raises if something does not fit."""
     found: Tensors = {}
     for name, thing in kept.items():
         if only is not None and name not in only:
@@ -106,7 +109,7 @@ def targets(
             raise CheckpointError(
                 f'the checkpoint has no "{name}"',
                 details=[f"it has: {', '.join(plain)}"],
-                fix="keep it under the name it was saved by, or load without it",
+                fix="use the name with which it was saved, or load without it",
             )
         if isinstance(thing, nn.Module):
             found.update(_model_targets(name, thing, plain[name], saved))
@@ -123,7 +126,7 @@ def targets(
 def restore(
     kept: Mapping[str, object], plain: Mapping[str, Any], tensors: Tensors, *, only: Container[str] | None = None
 ) -> None:
-    """Hand everything that has been read to those it belongs to: models first, for schedulers look at optimizers."""
+    """Load the state into the objects: models first, then optimizers, which schedulers read."""
 
     def turn(item: tuple[str, object]) -> int:
         return 0 if isinstance(item[1], nn.Module) else 1 if isinstance(item[1], torch.optim.Optimizer) else 2
@@ -143,7 +146,7 @@ def restore(
 
 
 def _in_place(own: Any, value: Any) -> Any:
-    """The model's own tensor where it has been read into its memory: torch sees that there is nothing to copy."""
+    """Return the model's own tensor if the value was read into its memory: torch then copies nothing."""
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not isinstance(own, DTensor):
         same = own.data_ptr() == value.data_ptr() and own.shape == value.shape and own.stride() == value.stride()
         return own if same and own.dtype == value.dtype else value
@@ -158,7 +161,7 @@ def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved:
     for key in (key for key in have if key in plain):
         value, full = have[key], f"{name}.{key}"
         if not isinstance(value, torch.Tensor) or key.endswith(_EXTRA_STATE):
-            # Whatever the module wants to be told, of whatever shape.
+            # Extra state of the module, of any shape.
             found.update({one: saved[one].empty() for one in tensor_names(plain[key])})
         elif full not in saved:
             details.append(f"{full} is a tensor in the model, and none in the checkpoint")
@@ -192,7 +195,7 @@ def _optimizer_targets(
 
 
 def _beginnings(key: str) -> Iterator[str]:
-    """Up to each dot, the longest first: names of parameters have dots, and their state may be a list of tensors."""
+    """Yield the key up to each dot, the longest first: names have dots, and their state may be a list of tensors."""
     end = key.rfind(".")
     while end > 0:
         yield key[: end + 1]
@@ -210,7 +213,7 @@ def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, kept: Mapping[
 def _by_place(
     name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object], value: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state as the optimizer wants it: parameters by place, as they are in its groups now."""
+    """Return the state with indices of parameters, as they are in the optimizer's groups now."""
     names = _names(name, optimizer, kept)
     saved = [set(group["params"]) for group in value["param_groups"]]
     now = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -233,18 +236,18 @@ def _by_place(
 
 
 def _names(name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object]) -> dict[torch.nn.Parameter, str]:
-    """The name of each of its parameters, with that of the kept model it is in."""
+    """Return the name of each of its parameters, with that of its kept model."""
     known: dict[torch.nn.Parameter, str] = {}
     for given, thing in kept.items():
         if isinstance(thing, nn.Module):
             for key, parameter in unwrapped(thing).named_parameters():
                 known.setdefault(parameter, f"{given}.{plain_name(key)}")
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = [parameter for parameter in mine if parameter not in known]
-    if strangers:
+    unknown = [parameter for parameter in mine if parameter not in known]
+    if unknown:
         raise CheckpointError(
-            f'"{name}" optimizes {len(strangers)} of its {len(mine)} parameters for a model that is not kept',
-            details=[f"the first has the shape {tuple(strangers[0].shape)}"],
+            f'"{name}" optimizes {len(unknown)} of its {len(mine)} parameters for a model that is not kept',
+            details=[f"the first has the shape {tuple(unknown[0].shape)}"],
             fix=f"keep the model as well: keep(model=model, {name}={name}); and make the optimizer after FSDP",
         )
     return {parameter: known[parameter] for parameter in mine}
@@ -254,6 +257,6 @@ def _stateful(name: str, thing: object) -> Any:
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise CheckpointError(
             f'"{name}" is a {type(thing).__name__}, which has no state_dict() and load_state_dict()',
-            fix="give it both, or keep its values in `extra`",
+            fix="give it both, or leave it out",
         )
     return thing

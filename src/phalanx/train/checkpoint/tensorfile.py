@@ -1,6 +1,6 @@
-"""A safetensors file: a header of JSON, then raw tensors end to end. Any reader of that format opens ours.
+"""Safetensors files: a JSON header, then raw tensors. Any reader of that format can open them.
 
-Written here, not by the library, because the bytes are in one buffer already and are checksummed as they go.
+They are not written by the safetensors library: the bytes are in one buffer already, and are checksummed on the way.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ Entry = tuple[str, Sequence[int], int, int]  # dtype's name, shape, where in the
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors calls it, or as torch does, where the format has no such thing."""
+    """Return the name of a dtype in safetensors, or in torch if the format does not have it."""
     return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of this name."""
     found = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{name} is no dtype of torch {torch.__version__}")
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name}")
     return found
 
 
 def entries(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Entry]:
-    """Of tensors that lie in this order. What the format has no word for (complex128) is bytes to it."""
+    """Return the entries of tensors in this order. A dtype that the format lacks (complex128) is written as bytes."""
     found: dict[str, Entry] = {}
     end = 0
     for name, tensor in tensors:
@@ -64,14 +65,15 @@ def entries(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Entry]:
 
 
 def order(sizes: Sequence[int]) -> list[int]:
-    """In which order items of these element sizes lie, so that each is aligned although there is no gap."""
+    """Return the order of items of these element sizes in which each is aligned without gaps."""
     return sorted(range(len(sizes)), key=lambda place: -sizes[place])
 
 
 def header(entries: Mapping[str, Entry], notes: Mapping[str, str]) -> bytes:
+    """Return the header of a file."""
     table: dict[str, object] = {"__metadata__": dict(notes)}
     for name, (dtype, shape, begin, end) in entries.items():
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # the data of a mapped file are then aligned
+    text += b" " * (-(8 + len(text)) % 64)  # aligns the data of a mapped file
     return len(text).to_bytes(8, "little") + text

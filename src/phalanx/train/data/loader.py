@@ -1,13 +1,13 @@
-"""Batches for this rank: every sample once an epoch, from wherever the last committed step was, at any number of ranks.
+"""Batches for this rank: every sample once per epoch, resumed after the last committed step with any number of ranks.
 
 loader = Loader(dataset, group, batch_size=64, shuffle=True)
-for batch in loader:                       # the rest of the epoch; the next time round, the next epoch
+for batch in loader:                       # the rest of the epoch; the next loop reads the next epoch
     loss = loss_fn(model(batch)) * loader.scale
     ...
-    loader.commit()                        # these samples are done with: what state_dict() tells, and nothing else
+    loader.commit()                        # these samples are done: only they are in state_dict()
 
-`run.step` commits and `run.wrap` knows the scale; a loop of one's own does both itself. Batches that were taken but
-never committed come again: what a DataLoader has prefetched is nobody's business.
+`run.step` commits and `run.backward` applies the scale; without them, do both yourself. Batches that were read but not
+committed are read again, also those that a DataLoader has prefetched.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from phalanx.errors import UsageError
 from phalanx.train.data import rng
 from phalanx.train.data.order import Last, Order, Position, Step, check_last, count_steps, deal, steps
 from phalanx.train.data.shards import (
-    AssignedShard,
+    AssignedBatch,
+    BatchAssignment,
     Parted,
-    ShardAssignment,
     Shards,
     ShardStream,
     can_shard,
@@ -35,41 +35,51 @@ from phalanx.train.data.shards import (
 )
 
 VERSION = 1
-_AHEAD = 4096  # places that are looked up at once: one by one, they would cost more than a small step allows
+_AHEAD = 4096  # places that are looked up at once: one by one would be too slow for small steps
 
 
 class Ranks(Protocol):
-    """What a loader has to know about the group. `seed` and `device` are used where they are there."""
+    """A process group, as far as a loader needs it. `seed` and `device` are used if present."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
 
 
 class Loader:
-    """`batch_size` is that of one rank; `global_batch` that of all ranks together, the same when their number changes.
+    """`run.loader(dataset, batch_size=64, shuffle=True)`: this rank's part of every batch.
 
-    weights  one number a rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays.
-    last     what becomes of the samples at the end that fill no global batch. All ranks take the same number of steps.
-             "drop"    nobody gets them.
-             "pad"     batches keep their size, filled up with samples that must not count: take
-                       `(losses * loader.sample_weights).sum()` for the mean loss.
-             "uneven"  smaller batches; a rank that would have nothing gets one sample at a scale of 0.
-    total    adds up an int over all ranks; asked only for a data set with `shard(index, count)`. Without it, a
-             group of all ranks is made for that, at the first batch.
-    All other options are those of torch's DataLoader.
+    batch_size    samples per rank
+    global_batch  samples of all ranks together, which stays the same when their number changes; give one of the two
+    shuffle       shuffle every epoch. Default: False
+    weights       one number per rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays
+    last          what happens to the last samples, which do not fill a global batch. Default: "drop"
+                  "drop"    they are dropped
+                  "pad"     batches keep their size, padded with samples that must not count: the mean loss is
+                            `(losses * loader.sample_weights).sum()`
+                  "uneven"  smaller batches; a rank without samples gets one with a scale of 0
+    seed          Default: that of the run
+    total         a function that sums an int over all ranks, for a data set with `shard(index, count)`. Default: a
+                  process group is made for it at the first batch
 
-    So that the mean of all ranks' gradients is the mean over samples, multiply each batch's mean loss by `scale`, which
-    is 1 where all ranks have as many; `run.backward` does.
+    All other options are those of torch's DataLoader. All ranks take the same number of steps.
 
-    An iterable data set is read as `train/data/shards.py` describes. One that has `state_dict` and `load_state_dict` is
-    resumed by them where torchdata is installed (`pip install phalanx[data]`); else, and for other ranks or workers
-    than before, what was consumed is read again and passed over.
+    The mean of all ranks' gradients is the mean over samples if the mean loss of each batch is multiplied by `scale`,
+    which is 1 if all ranks have equally many; `run.backward` does that.
 
-    Random numbers (Python's, NumPy's, torch's) that a data set draws depend on seed, epoch and place, not on how often
-    the run was resumed. One with an index and num_workers=0 draws from the training's, which checkpoints keep.
+    An iterable data set is read as `train/data/shards.py` describes. One with `state_dict` and `load_state_dict` is
+    resumed with them if torchdata is installed (`pip install phalanx[data]`). Otherwise, and with another number of
+    ranks or workers than before, what was consumed is read again and skipped.
+
+    Random numbers (Python's, NumPy's, torch's) that a data set draws depend on seed, epoch and position, not on how
+    often the run was resumed. A data set with an index and num_workers=0 draws from the generators of the training,
+    which checkpoints contain.
     """
 
     def __init__(
@@ -121,16 +131,16 @@ class Loader:
         self._parted: Parted | None = None
         self._reading: _Indexed | ShardStream | Shards = self._feed
         self._times = 0
-        self._dealt: AssignedShard | None = None
+        self._dealt: AssignedBatch | None = None
 
     def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> _Indexed | ShardStream | Shards:
-        part = ShardAssignment(self.batches, self.rank, self.last)
+        part = BatchAssignment(self.batches, self.rank, self.last)
         if not _is_iterable(self.dataset):
             self._refuse_nothing(len(self.dataset))
             dataset = self.dataset
             if type(dataset) is TensorDataset and options["collate_fn"] is None:
                 dataset, options = _Tensors(dataset), {**options, "collate_fn": _as_it_is}
-            # Whoever seeds the workers in a way of their own knows why.
+            # A script that seeds its workers itself is left alone.
             seeded = self._workers > 0 and self._own_generator and options.get("worker_init_fn") is None
             indices = _Indices(len(self.dataset), self.seed, self.shuffle, part, seeded)
             return _Indexed(_Seeded(dataset) if seeded else dataset, indices, options)
@@ -142,13 +152,13 @@ class Loader:
         if options["persistent_workers"]:
             raise UsageError(
                 f"persistent_workers=True with {_name(self.dataset)}, which is iterable",
-                details=["its workers are told where to go on when they start, so each epoch has new ones"],
+                details=["workers learn where to continue when they start, so each epoch needs new ones"],
                 fix="leave out persistent_workers",
             )
         if is_stateful(self.dataset) and find_stateful_loader() is None:
             warnings.warn(
-                f"{_name(self.dataset)} could tell where it is, but torchdata is not installed: "
-                "a resumed run will read again what it has consumed, and pass it over (pip install phalanx[data])",
+                f"{_name(self.dataset)} has state_dict(), but torchdata is not installed: "
+                "in a resumed run what was consumed is read again and skipped (pip install phalanx[data])",
                 stacklevel=4,
             )
         return (
@@ -160,7 +170,7 @@ class Loader:
     def _refuse_nothing(self, length: int) -> None:
         if not count_steps(length, self.batches, self.last):
             raise UsageError(
-                f"an epoch has no step: {length} samples, {self.global_batch} in a step, and last={self.last!r}",
+                f"an epoch has no step: {length} samples, {self.global_batch} per step, and last={self.last!r}",
                 fix=f"global_batch={length} or less, or last='uneven'"
                 if length
                 else "give a data set that has samples",
@@ -170,41 +180,43 @@ class Loader:
 
     @property
     def position(self) -> Position:
-        """As of the last committed step."""
+        """The position after the last committed step."""
         return self._committed[0]
 
     @property
     def taken(self) -> Position:
-        """After the batch in hand, committed or not."""
+        """The position after the current batch, committed or not."""
         return self._taken[0]
 
     @property
     def epoch(self) -> int:
+        """The epoch of the last committed step."""
         return self.position.epoch
 
     @property
     def batch_size(self) -> int:
-        """Of this rank, in a full step."""
+        """Samples of this rank in a full step."""
         return self.batches[self.rank]
 
     @property
     def global_batch(self) -> int:
+        """Samples of all ranks in a full step."""
         return sum(self.batches)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. A data set without a length has none, as with torch's DataLoader."""
+        """Return the steps of a whole epoch. Raises TypeError for a data set without a length."""
         if isinstance(self._feed, Shards):
-            raise TypeError(f"{_name(self.dataset)} is read in parts, and how long those are nobody knows beforehand")
+            raise TypeError(f"{_name(self.dataset)} is read in shards, whose length is not known in advance")
         return count_steps(len(self.dataset), self.batches, self.last)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches after the last committed step, to the end of the epoch."""
+        """Iterate over the batches after the last committed step, to the end of the epoch."""
         if self._finished:
             self._begin(Position(self.epoch + 1))
         self._taken = self._committed
         position, done = self._committed
         if self._own_generator:
-            # Not torch's own generator: a DataLoader draws from it whenever it starts, and a resumed one starts again.
+            # Not torch's global generator: a DataLoader draws from it at every start, and a resumed run starts again.
             self._generator.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
         resume, self._resume = self._resume, None
         self._reading = self._feed
@@ -213,11 +225,11 @@ class Loader:
         self._times += 1
         return self._hand_out(self._reading.open(position, done, resume), self._times)
 
-    def _hand_out(self, batches: Iterator[AssignedShard], time: int) -> Iterator[Any]:
+    def _hand_out(self, batches: Iterator[AssignedBatch], time: int) -> Iterator[Any]:
         for dealt in batches:
             if time != self._times:
                 raise UsageError(
-                    "this loader is read twice at a time: both would get the same samples, or one the other's",
+                    "two loops read this loader at the same time: samples would be mixed up",
                     fix="end one loop over it before the next begins, or make a second loader",
                 )
             self._dealt = dealt
@@ -226,11 +238,11 @@ class Loader:
         self._finished = True
 
     def commit(self) -> None:
-        """All batches handed out so far are done with: the step that used them counts."""
+        """Commit all batches that were read so far: they are not read again."""
         self._committed = self._taken
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of this epoch; in the middle of that very epoch, stay. An epoch gone through begins again."""
+        """Go to the start of an epoch; in the middle of that epoch, stay. A finished epoch starts again."""
         if epoch != self.epoch or self._finished:
             self._begin(Position(epoch))
 
@@ -239,25 +251,26 @@ class Loader:
         self._finished = False
         self._resume = self._parted = None
 
-    # The batch in hand
+    # The current batch
 
     @property
     def last_count(self) -> int:
-        """Samples of this rank's batch that count."""
+        """Samples of this rank's current batch, without padding."""
         return self._dealt.count if self._dealt else 0
 
     @property
     def last_total(self) -> int:
-        """The same of all ranks together."""
+        """Samples of all ranks in the current step, without padding."""
         return self._dealt.total if self._dealt else 0
 
     @property
     def scale(self) -> float:
+        """The weight of this rank's mean loss, with which the mean over ranks is the mean over samples."""
         return self.world_size * self._dealt.count / self._dealt.total if self._dealt else 1.0
 
     @property
     def sample_weights(self) -> Any:
-        """A weight for every sample of the batch: `(losses * sample_weights).sum()` is the mean of those that count."""
+        """A weight per sample of the current batch: `(losses * sample_weights).sum()` is the mean without padding."""
         if self._dealt is None:
             return torch.zeros(0, device=self._device)
         weights = torch.zeros(self._dealt.size, device=self._device)
@@ -268,7 +281,7 @@ class Loader:
     # State: plain values
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last committed step left off. The same on every rank but for `workers`, which may be left out."""
+        """Return the position after the last committed step. It is the same on every rank, except for `workers`."""
         position, done = self._committed
         return {
             "version": VERSION,
@@ -293,24 +306,24 @@ class Loader:
         if self._resume is not None:
             return {"rank": self.rank, "state": self._resume}
         if self._taken != self._committed or not self._committed[1] or self._finished:
-            return None  # the workers are further than what counts
+            return None  # the workers are ahead of the last commit
         state = self._reading.snapshot()
         return state and {"rank": self.rank, "state": copy.deepcopy(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last committed step of `state`, at this loader's number of ranks and batch sizes."""
+        """Continue after the last committed step of `state`, with this loader's number of ranks and batch sizes."""
         if state.get("version") != VERSION:
             raise UsageError(
-                f"this is not the state of a loader, or of another version of phalanx: {sorted(state)}",
-                fix="give what state_dict() of a loader returned, or leave the loader out of what is resumed",
+                f"this is not the state of a loader, or it is from another version of phalanx: {sorted(state)}",
+                fix="pass what state_dict() of a loader returned, or do not resume the loader",
             )
         now = {"kind": self._feed.kind, "length": self._length(), "shuffle": self.shuffle, "seed": self.seed}
         wrong = [f"{name}: {state[name]} then, {now[name]} now" for name in now if state[name] != now[name]]
         if wrong:
             raise UsageError(
-                "the data is not what it was when this state was saved, so what has been consumed cannot be told",
+                "the data has changed since this state was saved, so it is not known what was consumed",
                 details=wrong,
-                fix="give the same data set, seed and shuffle, or leave the loader out of what is resumed",
+                fix="use the same data set, seed and shuffle, or do not resume the loader",
             )
         mine = {"batches": list(self.batches), "num_workers": self._workers, "last": self.last}
         same = all(state[name] == mine[name] for name in mine)
@@ -322,39 +335,39 @@ class Loader:
         if parted is not None:
             self._parted = Parted(**{**parted, "batches": tuple(parted["batches"])})
         workers = state["workers"]
-        # All ranks read a stream alike, and a checkpoint has rank 0's.
+        # All ranks read the same stream, and a checkpoint has the state of rank 0.
         fits = same and workers is not None and (self._feed.kind == "stream" or workers["rank"] == self.rank)
         if fits and find_stateful_loader() is not None:
             self._resume = workers["state"]
 
 
 class _Indexed:
-    """Feeds a rank from a data set with an index: torch's DataLoader over our order."""
+    """Reads a data set with an index: torch's DataLoader in our order."""
 
     kind = "indexed"
 
     def __init__(self, dataset: Any, indices: _Indices, options: dict[str, Any]) -> None:
         self._indices = indices
-        # One for all epochs, so that its workers can persist. It asks for indices anew each time.
+        # One for all epochs, so that its workers can persist. It iterates over the indices again each time.
         self._loader = DataLoader(dataset, batch_sampler=indices, **options)
 
-    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedShard]:
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedBatch]:
         del steps, state
         self._indices.position = position
         return self._read(self._indices.steps(), self._indices.part.rank)
 
-    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedShard]:
+    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedBatch]:
         for step, batch in zip(steps, self._loader, strict=True):
-            yield AssignedShard(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
+            yield AssignedBatch(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
 
     def snapshot(self) -> None:
         return None
 
 
 class _Indices:
-    """The indices of this rank's batches from `position` on: a batch sampler."""
+    """A batch sampler: the indices of this rank's batches from `position` on."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool, part: ShardAssignment, seeded: bool) -> None:
+    def __init__(self, length: int, seed: int, shuffle: bool, part: BatchAssignment, seeded: bool) -> None:
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
@@ -387,7 +400,7 @@ class _Indices:
 
 
 class _Tensors:
-    """A TensorDataset, of which a batch is taken at once: sample by sample it takes ten times as long."""
+    """A TensorDataset that is read batch by batch: sample by sample takes ten times as long."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
@@ -402,7 +415,7 @@ def _as_it_is(batch: list[Any]) -> list[Any]:
 
 
 class _Seeded:
-    """The data set as a worker sees it: what it draws for a batch does not depend on the batches before."""
+    """The data set as a worker sees it, seeded for every batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -417,7 +430,7 @@ class _Seeded:
 
 
 def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
-    """`order[place]` for each of them, computed for all at once."""
+    """Return `order[place]` for all places at once."""
     if not order.shuffle:
         return places
     found = order.permute(places)
@@ -428,7 +441,7 @@ def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
 
 
 class _Total:
-    """Adds up a number over all ranks, on the CPU, in a group of its own: it never waits for a device."""
+    """Sums a number over all ranks, on the CPU, in a separate group, so that it never waits for a device."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -452,7 +465,7 @@ def _global_batch(batch_size: int | None, global_batch: int | None, world_size: 
     if len(given) != 1 or not all(isinstance(value, int) and value > 0 for value in given.values()):
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
-            f"how much is a batch? {said or 'neither batch_size nor global_batch'} was given",
+            f"the batch size is missing or wrong: {said or 'neither batch_size nor global_batch'} was given",
             fix="batch_size=… (samples of one rank) or global_batch=… (of all ranks together)",
         )
     return global_batch or (batch_size or 0) * world_size
@@ -462,12 +475,12 @@ def _refuse_foreign(options: dict[str, Any]) -> None:
     ours = {"sampler", "batch_sampler", "drop_last"} & set(options)
     if ours:
         raise UsageError(
-            f"{', '.join(sorted(ours))}: this loader decides itself who gets which samples",
+            f"{', '.join(sorted(ours))}: this loader chooses the samples of each rank itself",
             fix='shuffle=…, weights=… and last="drop", "pad" or "uneven"',
         )
     if options.get("in_order") is False:
         raise UsageError(
-            "in_order=False: batches out of their order could not be told apart, nor which samples are consumed",
+            "in_order=False: without the order it is not known which samples are consumed",
             fix="leave in_order out",
         )
 
@@ -476,12 +489,12 @@ def _is_iterable(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if not hasattr(dataset, "__iter__"):
             raise UsageError(
-                f"{_name(dataset)} is no data set", fix="give one with __getitem__ and __len__, or with __iter__"
+                f"{_name(dataset)} is not a data set", fix="pass one with __getitem__ and __len__, or with __iter__"
             )
         if hasattr(dataset, "__next__"):
             raise UsageError(
-                f"{_name(dataset)} can be read only once, and an epoch needs it anew",
-                fix="give an object whose __iter__ begins again, such as a torch.utils.data.IterableDataset",
+                f"{_name(dataset)} can be read only once, but every epoch reads it",
+                fix="pass an object whose __iter__ starts again, such as a torch.utils.data.IterableDataset",
             )
         return True
     if not hasattr(dataset, "__len__"):

@@ -1,12 +1,12 @@
-"""In which order samples are taken, and by whom: pure, and the same on every machine.
+"""The order in which samples are read, and by which rank: pure functions, the same on every host.
 
 order = Order(length=50_000, seed=0, epoch=3, shuffle=True)
 step = share(Position(3, 640), 50_000, batches=(32, 32), last="drop")
 mine = step.portion(rank)
 [order[place] for place in mine.places]    # indices into the data set
 
-The order depends on (seed, epoch, length, shuffle) and on nothing else. A step of all ranks together takes the next run
-of it, so a `Position` (epoch, consumed) says all about what is done and what is left, whatever number of ranks is next.
+The order depends only on (seed, epoch, length, shuffle). A step of all ranks together takes the next samples of it, so
+a `Position` (epoch, consumed) says what is done and what is left, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.errors import UsageError
 Places = TypeVar("Places", int, Any)
 Last = Literal["drop", "pad", "uneven"]
 
-# Even numbers. A small rectangle mixes less in a round, and costs little: there every permutation is about as likely.
+# Even numbers. A small rectangle mixes less per round and is cheap, so it gets more rounds.
 _ROUNDS, _ROUNDS_OF_FEW, _FEW = 6, 16, 1024
 _WORD = 0xFFFFFFFF
 
@@ -31,9 +31,9 @@ class Order:
     """The order of one epoch: `order[place]` is an index into the data set.
 
     A keyed bijection (a Feistel network over rows and columns of a rectangle that just holds `length`, walked until it
-    hits a place inside), computed place by place: nothing is stored, so a thousand million samples cost as little as
-    ten, and a resumed rank starts anywhere at once. It is integer arithmetic and BLAKE2b alone. `torch.randperm` is not
-    used: torch does not promise the same numbers in its next release, and every rank would hold the whole of it.
+    hits a place inside), computed place by place. Nothing is stored, so a billion samples cost as little as ten, and a
+    resumed rank can start anywhere. It uses only integer arithmetic and BLAKE2b. `torch.randperm` is not used: torch
+    does not guarantee the same numbers in its next release, and every rank would hold the whole permutation.
     """
 
     def __init__(self, length: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> None:
@@ -59,19 +59,19 @@ class Order:
         return map(self.__getitem__, range(self.length))
 
     def inside(self, place: int) -> int:
-        """Walk on, if the walk has led out of the order."""
+        """Permute again until the place is inside the order."""
         while place >= self.length:
             place = self.permute(place)
         return place
 
     def permute(self, place: Places) -> Places:
-        """One walk over the rectangle, for a place or for many: a tensor of 64-bit integers computes as one does."""
-        # Each round adds to one half what a hash of the other says: undone by subtracting, so no two places collide.
+        """Permute a place of the rectangle, or a tensor of places."""
+        # Each round adds a hash of one half to the other. Subtracting undoes it, so no two places collide.
         rows, columns = self._rows, self._columns
         left, right = place // columns, place % columns
         for key in self._keys:
             mixed = right ^ key
-            # In place, which for a tensor of many places is what saves the time.
+            # In place, which is much faster for a tensor of many places.
             mixed ^= mixed >> 16
             mixed *= 0x7FEB352D
             mixed &= _WORD
@@ -87,7 +87,7 @@ class Order:
 
 
 class Position(NamedTuple):
-    """How far the training has come: `consumed` places of the epoch's order are done with; at its end, all of them."""
+    """How far the training is: `consumed` places of the epoch's order are done; at its end, all of them."""
 
     epoch: int = 0
     consumed: int = 0
@@ -95,14 +95,14 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Portion:
-    """One rank's batch in one step: places in the order. The last ones are padding, which must not count."""
+    """One rank's batch in one step: places in the order. The last ones may be padding."""
 
     places: tuple[int, ...] | range
-    count: int  # how many of them count
+    count: int  # without padding
 
 
 class Step(NamedTuple):
-    """What all ranks take together: `counts` samples each, filled up to `sizes` by padding."""
+    """The batches of all ranks in one step: `counts` samples each, padded to `sizes`."""
 
     position: Position
     next: Position
@@ -112,6 +112,7 @@ class Step(NamedTuple):
     total: int
 
     def portion(self, rank: int) -> Portion:
+        """Return the batch of a rank."""
         count, size = self.counts[rank], self.sizes[rank]
         start = self.position.consumed + sum(self.counts[:rank])
         if count == size:
@@ -121,27 +122,27 @@ class Step(NamedTuple):
         return Portion((*range(start, start + count), *padding), count)
 
     def scale(self, rank: int) -> float:
-        """What a rank's mean loss is multiplied by, so that the mean over ranks is the mean over samples."""
+        """Return the weight of a rank's mean loss, with which the mean over ranks is the mean over samples."""
         return len(self.counts) * self.counts[rank] / self.total
 
 
 def share(position: Position, length: int, batches: tuple[int, ...], last: Last) -> Step | None:
-    """The next step, or None at the end of the epoch. `batches`: how many samples each rank takes in a full step.
+    """Return the next step, or None at the end of the epoch. `batches`: samples per rank in a full step.
 
-    What is left at the end and is less than a full step:
+    What happens to the last samples, which do not fill a step:
 
-    - drop: nobody takes it, and the epoch ends with the last full step;
-    - pad: every rank has its full batch, filled up with samples from the start of the order, which do not count;
-    - uneven: it is dealt in proportion to `batches`; a rank left with nothing gets one sample that does not count.
+    - drop: they are dropped, and the epoch ends with the last full step;
+    - pad: every rank has a full batch, padded with samples from the start of the order, which do not count;
+    - uneven: they are divided in proportion to `batches`; a rank without any gets one sample that does not count.
 
-    So every rank takes part in every step, with at least one sample, and no collective waits for anybody.
+    So every rank takes part in every step, with at least one sample, and no collective hangs.
     """
     whole = sum(batches)
     left = length - position.consumed
     if left >= whole:
         consumed = position.consumed + whole
         if last == "drop" and length - consumed < whole:
-            consumed = length  # the tail is passed over with the last step: the epoch is over at any later batch size
+            consumed = length  # skip the tail with the last step: the epoch is over for any later batch size
         return Step(position, Position(position.epoch, consumed), length, batches, batches, whole)
     if left <= 0 or last == "drop":
         return None
@@ -154,20 +155,20 @@ def share(position: Position, length: int, batches: tuple[int, ...], last: Last)
 
 
 def steps(position: Position, length: int, batches: tuple[int, ...], last: Last) -> Iterator[Step]:
-    """All steps from here to the end of the epoch."""
+    """Yield all steps from here to the end of the epoch."""
     while step := share(position, length, batches, last):
         yield step
         position = step.next
 
 
 def count_steps(length: int, batches: tuple[int, ...], last: Last) -> int:
-    """How many steps an epoch has."""
+    """Return the number of steps of an epoch."""
     whole = sum(batches)
     return length // whole if last == "drop" else -(-length // whole)
 
 
 def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:
-    """The global batch as a whole number of samples for each rank, in proportion to `weights`, at least one each."""
+    """Divide the global batch among the ranks in proportion to `weights`, with at least one sample each."""
     if weights is None:
         weights = [1.0] * world_size
     if len(weights) != world_size:
@@ -178,8 +179,8 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
         )
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UsageError(
-            f"a rank's weight has to be a number above 0: {list(weights)}",
-            fix="leave a rank out of the run if it is to have no data",
+            f"weights must be greater than 0: {list(weights)}",
+            fix="use fewer ranks",
         )
     if global_batch < world_size:
         raise UsageError(
@@ -187,7 +188,7 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
             fix=f"global_batch={world_size} or more, or fewer ranks",
         )
     sizes = list(apportion(global_batch, weights))
-    # Whoever got nothing takes from whoever has most.
+    # A rank with nothing takes one from the rank with most.
     for rank in range(world_size):
         if not sizes[rank]:
             sizes[sizes.index(max(sizes))] -= 1
@@ -196,7 +197,7 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`total` in whole parts in proportion to `weights`: the largest remainders are rounded up, low ranks first."""
+    """Divide `total` in proportion to `weights`: the largest remainders are rounded up, low ranks first."""
     whole = math.fsum(weights)
     quotas = [total * weight / whole for weight in weights]
     parts = [int(quota) for quota in quotas]
@@ -207,8 +208,9 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_last(last: str) -> Last:
+    """Return `last` if it is known; raise UsageError otherwise."""
     if last not in get_args(Last):
-        raise UsageError(f"last={last!r} is none of the ways to end an epoch", fix='last="drop", "pad" or "uneven"')
+        raise UsageError(f"last={last!r} is not known", fix='last="drop", "pad" or "uneven"')
     return last  # type: ignore[return-value]
 
 

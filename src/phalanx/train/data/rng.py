@@ -1,10 +1,10 @@
-"""Random numbers for reading data: those of the training are left alone, so that a resumed run draws the same.
+"""Random numbers for reading data, apart from those of the training, so that a resumed run draws the same numbers.
 
-numbers = Numbers(seed)
-with numbers.drawn():          # here, and wherever else this seed is read with, the same ones come
-    sample = next(samples)
+    numbers = RngState(seed)
+    with numbers.drawn():          # the same numbers everywhere for this seed
+        sample = next(samples)
 
-Python's, NumPy's (where it is in use) and torch's on the CPU: what a data set draws from.
+These are the global generators that a data set draws from: Python's, NumPy's (if imported) and torch's on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 
 
 def number(*parts: int) -> int:
-    """A seed for this and nothing else."""
+    """Return a seed that is unique to these parts."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
 def seed(value: int) -> None:
-    """For this process, from here on. Not torch.manual_seed, which takes its time to reach devices."""
+    """Seed the generators of this process. torch.manual_seed is slower: it also seeds devices."""
     random.seed(value)
     torch.default_generator.manual_seed(value)
     if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -34,12 +34,13 @@ def seed(value: int) -> None:
 
 
 def state(device: Any) -> Any:
-    """Of all generators that a script draws from, on the CPU and on its device."""
+    """Return the state of all generators that a script draws from, on the CPU and on its device."""
     far = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
     return (*_state(), far)
 
 
 def set_state(state: Any, device: Any) -> None:
+    """Restore what `state` returned."""
     *near, far = state
     _restore((near[0], near[1], near[2]))
     if far is not None:
@@ -48,7 +49,7 @@ def set_state(state: Any, device: Any) -> None:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """What is drawn in here was never drawn."""
+    """Restore the state of the generators at the end."""
     before = _state()
     try:
         yield
@@ -57,15 +58,16 @@ def untouched() -> Iterator[None]:
 
 
 class FreshRng:
-    """The numbers of the training, begun anew with every batch: torch's, and of Python's and NumPy's those that the
-    first batch and its step have drawn from. To seed them all would take longer than a small step allows."""
+    """Seeds the generators of the training for every batch: torch's, and those of Python and NumPy that the first batch
+    and its step have used. Seeding all of them would take too long for a small step."""
 
     def __init__(self) -> None:
-        self.drawn: list[str] | None = None  # beside torch's; None: no step was committed yet
+        self.drawn: list[str] | None = None  # generators in use, beside torch's; None: no step was committed yet
         self._before: tuple[Any, Any] | None = None  # at the first batch
         self._others: list[str] | None = None
 
     def begin(self, value: int, device: Any) -> None:
+        """Seed for a batch."""
         torch.default_generator.manual_seed(value)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(value)
@@ -82,7 +84,7 @@ class FreshRng:
                 numpy.seed(value % (1 << 32))
 
     def settle(self) -> None:
-        """The first step is committed: whoever goes on from it draws as this does from now on."""
+        """Fix which generators are seeded, after the first committed step. Checkpoints contain it."""
         if self.drawn is None and self._before is not None:
             self.drawn = self._others if self._others is not None else self._look()
 
@@ -97,7 +99,7 @@ def _others() -> tuple[Any, Any]:
 
 
 class RngState:
-    """A stream of its own, which goes on where it left off."""
+    """A separate random stream, which continues where it was left."""
 
     def __init__(self, value: int) -> None:
         with untouched():
@@ -106,13 +108,14 @@ class RngState:
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
+        """Draw from this stream within the context."""
         with untouched():
             _restore(self._state)
             yield
             self._state = _state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; empty as long as nothing was drawn, as with most data sets, for it is told with every batch."""
+        """Return plain values; empty if nothing was drawn, as usual, because it is sent with every batch."""
         python, torchs, numpys = self._state
         if (
             python == self._first[0]
@@ -123,6 +126,7 @@ class RngState:
         return {"python": python, "torch": bytes(torchs.tolist()), "numpy": _words(numpys)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called."""
         if not state:
             return
         version, words, gauss = state["python"]
@@ -140,7 +144,7 @@ def _state() -> tuple[Any, Any, Any]:
 
 
 def _words(numpys: Any) -> list[Any] | None:
-    """Of NumPy's state, which begins with a name."""
+    """Return NumPy's state without its name."""
     return numpys and [numpys[1].tolist(), *numpys[2:]]
 
 

@@ -1,19 +1,19 @@
-"""Data sets that can only be read from front to back: who takes which part of them, in which worker of which rank.
+"""Iterable data sets: which worker of which rank reads which part.
 
-Two ways, and the data set says which:
+There are two ways, and the data set decides:
 
-- `Stream`: any iterable. Every DataLoader worker of every rank reads all of it and keeps its own part, exactly as with
-  a data set that has an index. It costs reading, not talking: nothing is exchanged between ranks, and it goes on at any
-  number of ranks. Every rank has to be given the same elements in the same order.
-- `Shards`: a data set with a method `shard(index, count)`. Every worker of every rank reads a part of its own. How long
-  the parts are nobody knows, so all ranks agree on every step: one all_reduce of one number on the CPU. When an epoch
-  goes on with other ranks than it began with, what is left of it is read as a stream.
+- `ShardStream`: any iterable. Every DataLoader worker of every rank reads all of it and keeps its own part, as with a
+  data set that has an index. It costs reading but no communication, and it can be resumed with any number of ranks.
+  Every rank must get the same elements in the same order.
+- `Shards`: a data set with a method `shard(index, count)`. Every worker of every rank reads its own shard. The length
+  of shards is not known, so all ranks agree on every step: one all_reduce of one number on the CPU. When an epoch is
+  resumed with another number of ranks, the rest of it is read as a stream.
 
-Where a data set can tell where it is, torchdata's StatefulDataLoader asks it. A checkpoint has the answer of rank 0:
-all ranks go on from it in a stream, rank 0 in its part; the others read theirs again and pass over what was consumed.
+If a data set has a state, torchdata's StatefulDataLoader saves it. A checkpoint has the state of rank 0: in a stream
+all ranks resume from it, with shards only rank 0 does; the others read their shards again and skip what was consumed.
 
-A data set draws random numbers of its own while it is read (`chance.Numbers`): one that shuffles without a seed comes
-in the same order to everybody.
+A data set draws from separate random numbers while it is read (`rng.RngState`): one that shuffles without a seed comes
+in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from phalanx.train.data.order import Last, Position, share
 
 
 @dataclass(slots=True)
-class AssignedShard:
-    """One rank's batch: `size` samples, of which the first `count` count; `total` count on all ranks together."""
+class AssignedBatch:
+    """One rank's batch: `size` samples, of which the first `count` are not padding; `total` of all ranks."""
 
     batch: Any
     count: int
@@ -46,8 +46,8 @@ class AssignedShard:
 
 
 @dataclass(frozen=True)
-class ShardAssignment:
-    """How a step is dealt: the batch size of every rank, which of them is ours, and what becomes of the rest."""
+class BatchAssignment:
+    """How a step is divided: the batch size of every rank, this rank, and what happens to the last samples."""
 
     batches: tuple[int, ...]
     rank: int
@@ -55,12 +55,13 @@ class ShardAssignment:
 
     @property
     def batch(self) -> int:
+        """The batch size of this rank."""
         return self.batches[self.rank]
 
 
 @dataclass(frozen=True)
 class Parted:
-    """How an epoch was dealt by parts, up to where other ranks went on with it."""
+    """How an epoch was divided into shards, up to where another number of ranks resumed it."""
 
     batches: tuple[int, ...]
     workers: int  # of each rank
@@ -70,21 +71,22 @@ class Parted:
 
 
 def is_stateful(dataset: Any) -> bool:
+    """Return whether it has state_dict and load_state_dict."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def can_shard(dataset: Any) -> bool:
-    """By the names of its parameters, for there are other methods of this name: `shard(num_shards, index)`."""
+    """Return whether it has `shard(index, count)`. Other libraries have `shard(num_shards, index)`."""
     method = getattr(dataset, "shard", None)
     return callable(method) and {"index", "count"} <= set(inspect.signature(method).parameters)
 
 
 class _Feed:
-    """What is common to both ways: a DataLoader for each time the data set is read."""
+    """What both ways have in common: a DataLoader for each time the data set is read."""
 
     kind = ""
 
-    def __init__(self, dataset: Any, deal: ShardAssignment, options: dict[str, Any], seed: int) -> None:
+    def __init__(self, dataset: Any, deal: BatchAssignment, options: dict[str, Any], seed: int) -> None:
         self._dataset = dataset
         self._deal = deal
         self._options = options
@@ -93,22 +95,22 @@ class _Feed:
         self._exhausted = False
         self._start: Any = None
 
-    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedShard]:
-        """From `position` on, which is `steps` into the epoch; at once, if `state` is a snapshot of just there."""
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedBatch]:
+        """Read from `position` on, `steps` into the epoch; directly, if `state` is a snapshot of that position."""
         self._rewind(position.epoch)
         self._exhausted = False
         self._loader = _loader(self._source(position), self._options, state)
         return self._read_out(self._read(position, 0 if state else steps), self._loader)
 
-    def _read_out(self, batches: Iterator[AssignedShard], loader: Any) -> Iterator[AssignedShard]:
+    def _read_out(self, batches: Iterator[AssignedBatch], loader: Any) -> Iterator[AssignedBatch]:
         try:
             yield from batches
         finally:
             if self._loader is loader:
-                self._loader = None  # torchdata's would keep its workers when a loop is left
+                self._loader = None  # torchdata's keeps its workers when a loop is left
 
     def _rewind(self, epoch: int) -> None:
-        """A data set that can tell where it is goes on from there when it is read again: here that is too far."""
+        """Reset a stateful data set to its start: it would continue where it was read to."""
         if self._start is not None and not self._exhausted:
             self._dataset.load_state_dict(self._start)
         if hasattr(self._dataset, "set_epoch"):
@@ -117,18 +119,18 @@ class _Feed:
             self._start = copy.deepcopy(self._dataset.state_dict())
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Where the workers are in the data set, if it can tell and torchdata is there to ask it."""
+        """Return the state of the workers, if the data set has one and torchdata is installed."""
         return self._loader.state_dict() if is_stateful(self._loader) and not self._exhausted else None
 
     def _source(self, position: Position) -> _Source:
         raise NotImplementedError
 
-    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
         raise NotImplementedError
 
 
 class ShardStream(_Feed):
-    """Feeds a rank from an iterable that every rank reads. `start`: the place of its first element in the epoch."""
+    """Reads an iterable that every rank reads. `start`: the position of its first element in the epoch."""
 
     kind = "stream"
     start = 0
@@ -136,27 +138,27 @@ class ShardStream(_Feed):
     def _source(self, position: Position) -> _Source:
         return _Source(_Blocks, self._dataset, self._deal, position, self.start, self._seed)
 
-    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
-        del replay  # the workers pass over what was consumed
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
+        del replay  # the workers skip what was consumed
         for batch, count, size, total in self._loader:
             position = Position(position.epoch, position.consumed + total)
-            yield AssignedShard(batch, count, size, total, position)
+            yield AssignedBatch(batch, count, size, total, position)
         self._exhausted = True
 
 
 class Shards(_Feed):
-    """Feeds a rank from a part of the data set that is its own. `total` adds up a number over all ranks."""
+    """Reads a shard per rank. `total` sums a number over all ranks."""
 
     kind = "shards"
 
     def __init__(
-        self, dataset: Any, deal: ShardAssignment, options: dict[str, Any], seed: int, total: Callable[[int], int]
+        self, dataset: Any, deal: BatchAssignment, options: dict[str, Any], seed: int, total: Callable[[int], int]
     ) -> None:
         super().__init__(dataset, deal, options, seed)
         self._total = total
 
     def rest(self, parted: Parted) -> ShardStream:
-        """Feeds a rank from what other ranks have left."""
+        """Return a stream of what other ranks have left of the epoch."""
         stream = ShardStream(_Rest(self._dataset, parted, self._seed), self._deal, self._options, self._seed)
         stream.start = parted.consumed
         return stream
@@ -164,7 +166,7 @@ class Shards(_Feed):
     def _source(self, position: Position) -> _Source:
         return _Source(_Shard, self._dataset, self._deal, position, 0, self._seed)
 
-    def _read(self, position: Position, replay: int) -> Iterator[AssignedShard]:
+    def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
         batches = self._batches()
         with rng.untouched() if replay else contextlib.nullcontext():
             for _ in range(replay):
@@ -176,13 +178,13 @@ class Shards(_Feed):
             if not total or (self._deal.last == "drop" and total < sum(self._deal.batches)):
                 return
             if not count:
-                # Others still have samples. This rank steps along with what does not count: nobody waits for it.
+                # Other ranks still have samples: take part in their steps with padding.
                 batch, size = spare = spare or self._padding(position.epoch)
             position = Position(position.epoch, position.consumed + total)
-            yield AssignedShard(batch, count, size, total, position)
+            yield AssignedBatch(batch, count, size, total, position)
 
     def _batches(self) -> Iterator[tuple[Any, int, int]]:
-        """Those of this rank's part, and then nothing, for ever."""
+        """Yield the batches of this rank's shard, and then empty ones forever."""
         for batch, count, size, _ in self._loader:
             yield batch, count, size
         self._exhausted = True
@@ -190,7 +192,7 @@ class Shards(_Feed):
             yield None, 0, 0
 
     def _padding(self, epoch: int) -> tuple[Any, int]:
-        """The first sample of the whole data set. Not this rank's last batch, which a resumed run may not have."""
+        """Return the first sample of the whole data set. A resumed run may not have this rank's last batch."""
         size = self._deal.batch if self._deal.last == "pad" else 1
         collate = self._options.get("collate_fn") or default_collate
         first = _Elements(self._dataset.shard(index=0, count=1), rng.number(self._seed, epoch)).take(1)
@@ -209,7 +211,7 @@ class _Elements:
             self._iterator: Any = iter(dataset)
 
     def take(self, number: int) -> list[Any]:
-        """So many, or what is left."""
+        """Return this many elements, or what is left."""
         if self.ended:
             return []
         with self._reading():
@@ -219,7 +221,7 @@ class _Elements:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        # It does not see which worker it is in: one that deals by that, as in torch's manual, would deal again.
+        # Hide the worker: a data set that divides itself by it, as in torch's documentation, would divide twice.
         info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
             with self._numbers.drawn():
@@ -232,7 +234,7 @@ class _Elements:
         return {"ended": self.ended, "numbers": self._numbers.state_dict(), "data": teller.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # At its end a data set may well be at the start again: nothing but the end is to be seen of it.
+        # At its end a data set may be at its start again, so the end is saved separately.
         self.ended = state["ended"]
         self._numbers.load_state_dict(state["numbers"])
         if is_stateful(self._iterator):
@@ -244,7 +246,7 @@ class _Elements:
 
 
 class _Rest:
-    """What is left of an epoch that was dealt by parts: all of the parts again, less what has been taken of each."""
+    """The rest of an epoch that was divided into shards: all shards, without what was read of each."""
 
     def __init__(self, dataset: Any, parted: Parted, seed: int) -> None:
         self.dataset = dataset
@@ -264,7 +266,7 @@ class _Rest:
                 _part(self.dataset, rank * workers + worker, len(batches) * workers, self.seed, self.epoch)
                 for worker in range(workers)
             )
-            # As a DataLoader does: a batch of each worker in turn, passing by those that have come to their end.
+            # As a DataLoader does: one batch per worker in turn, without those that have ended.
             done = 0
             while parts and done < self.parted.steps:
                 taken = len(parts[0].take(batch))
@@ -284,11 +286,11 @@ def _part(dataset: Any, index: int, count: int, seed: int, epoch: int) -> _Eleme
 
 @dataclass(eq=False)
 class _Source(IterableDataset):  # type: ignore[misc]
-    """What a DataLoader reads: whole batches, each with its counts."""
+    """The data set of the DataLoader: whole batches with their counts."""
 
     reader: type[_Reader]
     dataset: Any
-    deal: ShardAssignment
+    deal: BatchAssignment
     position: Position
     start: int
     seed: int
@@ -298,7 +300,7 @@ class _Source(IterableDataset):  # type: ignore[misc]
 
 
 class _Reader:
-    """Reads the data set in one worker; knows where it is."""
+    """Reads the data set in one worker."""
 
     def __init__(self, source: _Source, worker: Any) -> None:
         self.deal = source.deal
@@ -326,11 +328,11 @@ class _Reader:
         return taken
 
     def seed_batch(self, reader: int) -> None:
-        """For what is drawn to put a batch together: in the training's process that is the training's matter."""
+        """Seed for collating a batch. In the process of the training, its own generators are used."""
         if self.apart:
             rng.seed(rng.number(self.seed, self.position.epoch, reader, self.read))
 
-    # torchdata's StatefulDataLoader asks for these, in the worker.
+    # torchdata's StatefulDataLoader calls these, in the worker.
     def state_dict(self) -> dict[str, Any]:
         return {"read": self.read, "place": self.place, **self.elements.state_dict()}
 
@@ -340,7 +342,7 @@ class _Reader:
 
 
 class _Blocks(_Reader):
-    """All ranks' batches of a step are one run of the stream; the workers of a rank take the steps in turn."""
+    """Takes the batches of all ranks for a step from the stream; the workers of a rank take the steps in turn."""
 
     def open(self, dataset: Any) -> _Elements:
         return _Elements(dataset, rng.number(self.seed, self.position.epoch))
@@ -363,7 +365,7 @@ class _Blocks(_Reader):
 
 
 class _Shard(_Reader):
-    """A part that nobody else reads, one batch after the other."""
+    """Reads a shard, one batch after the other."""
 
     def open(self, dataset: Any) -> _Elements:
         self.index = self.deal.rank * self.workers + self.worker
@@ -382,13 +384,13 @@ class _Shard(_Reader):
 
 
 class _Collate:
-    """Collates the samples, and lets the counts pass."""
+    """Collates the samples, and passes the counts through."""
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self.collate = collate or default_collate
 
-    def __call__(self, dealt: tuple[list[Any], int, int, int]) -> tuple[Any, int, int, int]:
-        samples, *counts = dealt
+    def __call__(self, divided: tuple[list[Any], int, int, int]) -> tuple[Any, int, int, int]:
+        samples, *counts = divided
         return (self.collate(samples), *counts)
 
 
@@ -404,7 +406,7 @@ def _loader(source: _Source, options: dict[str, Any], state: dict[str, Any] | No
 
 
 def find_stateful_loader() -> Any:
-    """torchdata's, if it is installed (`pip install phalanx[data]`)."""
+    """Return torchdata's StatefulDataLoader, if it is installed (`pip install phalanx[data]`)."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:

@@ -1,267 +1,314 @@
-"""A training over the generations of its group: when a rank dies, `train` is entered again, with what it keeps.
+"""The loop of `phalanx.main`: when a rank dies, `train` is called again in a new process group, with its state.
 
-The agent knows of a death first, and says where everybody stands now. What the old group was held together by is
-cut, so that whoever waits in a collective of it stops waiting; whatever exception that raises in the script is not the
-script's fault, and ends its turn.
+The agent learns of a death first, and sends every worker its new assignment. The connections of the old group are cut,
+so that no rank waits in one of its collectives any longer. The exception that this raises in the script is not the
+script's fault, and ends this call of `train`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages as messages
 from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
 from phalanx.train.elastic.halting import Halted, Halting
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.made_once import Once
+from phalanx.train.elastic.recovery_state import AgentHooks, Generation, RecoveryState, trainings
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.model import shard_placement
-from phalanx.train.run import Run, trainings
+from phalanx.train.run import Run
 from phalanx.worker.agent_channel import AgentChannel
 from phalanx.worker.ignored_signals import IgnoredSignals
 from phalanx.worker.process_group.aborter import GroupAborter
 from phalanx.worker.rendezvous.device import cuda_device, warm_up
-from phalanx.worker.rendezvous.membership import Membership
+from phalanx.worker.rendezvous.membership import Membership, form
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_OF_PEERS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
-_OF_OTHERS = 1.0  # seconds
+_PEER_WORDS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
+_OTHER_PATIENCE = 1.0  # seconds, for errors that do not mention peers
+
+
+@dataclass(frozen=True)
+class LastGroup:
+    """What this process has left of the last group that it was in."""
+
+    offer: StateOffer | None = None  # the state that it holds
+    waited: float = 0.0  # seconds since a checkpoint was due
+    has_snapshots: bool = False  # there are snapshots in memory
 
 
 class ElasticLoop:
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
+    """Calls `train` for one generation of the process group after the other, as the agent assigns them."""
+
+    def __init__(self, channel: str, options: dict[str, Any]) -> None:
         self._options = options
-        self._excepthook = sys.excepthook
         self._training = next(trainings)
-        self._severing = GroupAborter()
+        self._aborter = GroupAborter()
+        self._unwatch = self._aborter.watch_groups()
         self._run: Run | None = None
-        self._past: StateOffer | None = None
+        self._recovery: RecoveryState | None = None  # of the run; other threads read it
+        self._last = LastGroup()
         self._handover: Handover | None = None  # of the group that is being formed
         self._once = Once()
-        self._waited = 0.0  # since a checkpoint was due
-        self._unwatched = self._severing.watch_groups()
         self._halting = Halting(self._steps)
-        self._stuck = False  # its turn has ended by an exception, and nobody has said yet what comes of that
-        self._forming: words.Assignment | None = None  # or formed: where this process is
-        self._remembers = False  # there were snapshots in memory, in the last group that it has left
-        self._rescuing = threading.Lock()  # one at a time
-        here = words.Hello(cuda_device(options.get("device")), for_cuda(environment()))
-        self._line = AgentChannel(name, self._severing.cut, self._halting.stir, self._pulse, self._heard, here=here)
-        self._ignoring = IgnoredSignals(self._line.preempt)
-        self._line.listen()
+        self._stuck = False  # `train` has raised, and the agent has not said yet what follows
+        self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was
+        self._rescuing = threading.Lock()
+        hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
+        self._channel = AgentChannel(
+            channel, self._aborter.cut, self._halting.stir, self._heartbeat, self._received, hello=hello
+        )
+        self._ignored = IgnoredSignals(self._channel.preempt)
+        self._channel.listen()
+
+    @property
+    def run(self) -> Run | None:
+        """The run of the current generation."""
+        return self._run
 
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
-        """Through as many generations as it takes. The run is still open when it returns or raises."""
-        warm_up(self._options.get("device"), spare=self._line.is_spare)
+        """Call `train` until it returns; return the run, which is still open, and the result."""
+        excepthook = sys.excepthook
+        warm_up(self._options.get("device"), spare=self._channel.is_spare)
         while True:
-            world = self._line.world
-            self._forming = world
+            assignment = self._channel.assignment
+            self._assignment = assignment
             try:
-                run = self._begin(world)
+                run = self._begin(assignment)
                 result = train(run)
                 run.finish()
-                self._line.tell(self._pulse())  # how far it came
-                self._line.tell(words.Done())
+                self._channel.send(self._heartbeat())  # the last step
+                self._channel.send(messages.Done())
                 return run, result
             except Halted as halted:
-                self._line.tell(words.HaltedAt(halted.step))
+                self._channel.send(messages.HaltedAt(halted.step))
                 raise
             except Exception as error:
-                # A rank may feel that another has died before it is told so; what the script itself has done is told
-                # at once.
-                self._stuck = True
-                moved = self._line.has_moved(world)
-                if self._halting.asked and not moved:
-                    self._stand(world.generation)
-                patience = world.patience if moved or self._halting.asked else _patience(error, world.patience)
-                if not patience or self._line.newer(world, patience) is None or _is_broken(self._run):
+                logger.debug("train raised in generation %d", assignment.generation, exc_info=True)
+                if not self._is_regroup(error, assignment):
                     raise
-                self._stuck = False
             self._leave()
-            sys.excepthook = self._excepthook  # torch puts one of its own around it for every group
+            sys.excepthook = excepthook  # torch puts another one around it for every group
 
-    def _begin(self, world: words.Assignment) -> Run:
-        self._line.tell(words.Entering(world.generation, self._holds()))
-        with self._severing.watching():
-            word = self._past.word if self._past is not None else ""
-            run = Run.join(**self._options, world=world, word=word, met=self._met if world.generation else None)
+    def _is_regroup(self, error: Exception, assignment: messages.Assignment) -> bool:
+        """Return whether `error` is the consequence of a lost rank: the agent then has a newer assignment.
+
+        A rank may notice that another one has died before the agent does. Errors of the script are raised at once.
+        """
+        self._stuck = True
+        moved = self._channel.has_moved(assignment)
+        if self._halting.asked and not moved:
+            self._acknowledge_halt(assignment.generation)
+        patience = assignment.patience if moved or self._halting.asked else _patience(error, assignment.patience)
+        if not patience or self._channel.newer(assignment, patience) is None or _is_broken(self._run):
+            return False
+        self._stuck = False
+        return True
+
+    def _begin(self, assignment: messages.Assignment) -> Run:
+        self._channel.send(messages.Entering(assignment.generation, self._holds()))
+        options = {**self._options}
+        seed = options.pop("seed", 0)
+        with self._aborter.watching():
+            membership = form(
+                **options,
+                assignment=assignment,
+                offer=self._last.offer.encoded if self._last.offer is not None else "",
+                met=self._met if assignment.generation else None,
+            )
+            recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
+            run = Run(membership, seed=seed, recovery=recovery)
+        self._recovery = recovery
         self._run = run
+        self._handover = None
+        self._last = replace(self._last, offer=None)
         run.seed_everything()
         self._once.enter()
-        run.made = self._once
-        run.generation = world.generation
-        run.halts = world.halt
-        run.keeping = lambda folder: self._line.tell(words.Keeping(folder))
-        run.halting = self._reached
-        run.measured = self._line.mention
-        run.training, run.regroups = self._training, True
-        run.waited = self._waited
-        run.committed = lambda step: self._line.tell(words.FirstStep(world.generation, step))
-        if self._line.has_moved(world):  # it was cut before there was anything to cut
-            self._severing.cut()
-        run.guard(lambda: self._vouch(run, world))
-        if world.generation:
-            self._inherit(run, world)
+        if self._channel.has_moved(assignment):  # it was cut before there was a group to cut
+            self._aborter.cut()
         return run
 
-    def _vouch(self, run: Run, world: words.Assignment) -> None:
-        """Before gradients are used, that they are what the others have sent: of an operation of NCCL that was aborted
-        nobody hears, and what follows it on the device would take whatever it has left for numbers."""
+    def _generation(self, assignment: messages.Assignment, membership: Membership) -> Generation:
+        number, handover = assignment.generation, self._handover
+
+        def first_step(step: int, before: int) -> None:
+            self._channel.send(messages.FirstStep(number, step, before if number else 0))
+            if handover is not None:
+                handover.conclude()
+
+        hooks = AgentHooks(
+            first_step=first_step,
+            checkpoint_folder=lambda folder: self._channel.send(messages.Keeping(folder)),
+            should_halt=self._should_halt,
+            measured=self._channel.send_nowait,
+            check_group=lambda: self._check_group(membership, assignment),
+        )
+        return Generation(
+            number=number,
+            training=self._training,
+            once=self._once,
+            handover=handover,
+            waited=self._last.waited,
+            halt=assignment.halt,
+            hooks=hooks,
+        )
+
+    def _check_group(self, membership: Membership, assignment: messages.Assignment) -> None:
+        """Raise before gradients are used that an aborted NCCL operation has left incomplete: NCCL raises nothing."""
         import torch
 
-        if run.device.type == "cuda":
-            torch.cuda.current_stream(run.device).synchronize()
-        if self._line.has_moved(world):
-            raise JoinError("the group was left in the middle of a step, which will be done again")
+        if membership.device.type == "cuda":
+            torch.cuda.current_stream(membership.device).synchronize()
+        if self._channel.has_moved(assignment):
+            raise JoinError("the group was lost in the middle of a step, which will be repeated")
 
     def _met(self, membership: Membership) -> None:
-        """While those that are new still make themselves ready, those that have the state lay it out for them."""
-        self._handover = Handover(membership, self._past)
-        self._past = self._handover.past
+        """Prepare the handover while the group forms: ranks that have the state copy it for new ranks of their node."""
+        self._handover = Handover(membership, self._last.offer)
+        self._last = replace(self._last, offer=self._handover.offer)
         self._handover.prepare()
-
-    def _inherit(self, run: Run, world: words.Assignment) -> None:
-        run.past, self._past = self._past, None
-        handover, self._handover = self._handover, None
-        assert handover is not None  # noqa: S101
-        run.handover = handover
-
-        def committed(step: int) -> None:
-            self._line.tell(words.FirstStep(world.generation, step, run.before))
-            handover.conclude()
-
-        run.committed = committed
 
     def _leave(self) -> None:
         run, self._run = self._run, None
-        if run is None:  # it never came to be
+        recovery, self._recovery = self._recovery, None
+        if run is None or recovery is None:  # the group was not formed
             if self._handover is not None:
                 self._handover.close()
                 self._handover = None
             self._destroy()
             return
-        self._waited, self._remembers = run.waiting, run.remembers
-        self._past = None if run.torn else run.standing()
-        if self._past is None:
+        offer = None if recovery.torn else recovery.current_offer()
+        self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots)
+        if offer is None:
             self._once.forget()
-        self._severing.cut()
-        run.abandon(self._left, held=self._past is not None and not self._past.sharded)
-        self._severing.forget()
+        self._aborter.cut()
+        run.abandon(self._left, held=offer is not None and not offer.sharded)
+        self._aborter.forget()
 
     def _holds(self) -> bool:
-        """Of sharded replicas a rank has one shard, and others may be with ranks that still have to come: these must
-        not be given up early. Where there are no replicas, a lost shard comes from a snapshot anyway."""
-        past = self._past
-        return past is not None and not (past.sharded and shard_placement.is_replicated(past.kept))
+        """Return whether this rank has the whole state, so that a rank that cannot leave its group can be replaced.
+
+        With sharded replicas it has one shard, and ranks that have others must not be given up early. Without
+        replicas, a lost shard comes from a snapshot in any case.
+        """
+        offer = self._last.offer
+        return offer is not None and not (offer.sharded and shard_placement.is_replicated(offer.kept))
 
     def _left(self) -> None:
-        """Out of the old group: what may take longer from here on, as a disk does, is no reason to be replaced."""
-        self._line.tell(words.Entering(self._line.generation, self._holds()))
+        """Report that the old group is left: what takes longer from here on, such as a disk, is no reason to replace
+        this rank."""
+        self._channel.send(messages.Entering(self._channel.generation, self._holds()))
 
     def _destroy(self) -> None:
-        """A group that was half formed."""
+        """Destroy a group that was half formed."""
         import torch.distributed as dist
 
-        with contextlib.suppress(Exception):
+        try:
             if dist.is_initialized():
                 dist.destroy_process_group()
-        # torch has counted it, though it never came to be: the next one would not be called as a new rank calls it.
+        except Exception:
+            logger.debug("destroying a process group that was half formed", exc_info=True)
+        # torch has counted this group, and would give the next one another name than a new rank does.
         dist.distributed_c10d._world.group_count = 0
-        self._severing.forget()
+        self._aborter.forget()
 
-    # -- what the agent says
+    # -- messages of the agent
 
-    def _heard(self, message: words.Halt | words.Rescue | words.EndWorker) -> None:
-        if isinstance(message, words.EndWorker):
-            self._ignoring.die(message.signal)
-        elif isinstance(message, words.Rescue):  # which may take long, and there is more to hear
+    def _received(self, message: messages.Halt | messages.Rescue | messages.EndWorker) -> None:
+        if isinstance(message, messages.EndWorker):
+            self._ignored.die(message.signal)
+        elif isinstance(message, messages.Rescue):  # may take long, and more messages may come
             threading.Thread(target=self._rescue, name="phalanx-rescue", daemon=True).start()
         elif message.step is not None:
             self._halting.settle(message.step)
         else:
-            self._stand(self._line.generation)
+            self._acknowledge_halt(self._channel.generation)
 
-    def _stand(self, generation: int) -> None:
-        self._line.tell(words.HaltAck(self._halting.ask(), generation, self._stuck))
+    def _acknowledge_halt(self, generation: int) -> None:
+        self._channel.send(messages.HaltAck(self._halting.ask(), generation, self._stuck))
 
     def _rescue(self) -> None:
         if self._rescuing.acquire(blocking=False):
             try:
-                self._line.tell(self._rescued())
-            except Exception as error:  # whatever it is: the agent goes on as if it had not asked
-                self._line.tell(words.Rescued(why=f"{type(error).__name__}: {error}"[:1000]))
+                self._channel.send(self._rescued())
+            except Exception as error:  # the agent continues as if it had not asked
+                logger.debug("rescuing the state of a rank that cannot leave its group", exc_info=True)
+                self._channel.send(messages.Rescued(why=f"{type(error).__name__}: {error}"[:1000]))
             finally:
                 self._rescuing.release()
 
-    def _rescued(self) -> words.Rescued:
-        """The main thread sleeps in an operation of a group that is lost. Should it wake, it commits nothing: a step
-        that begins now is refused (`_reached`)."""
+    def _rescued(self) -> messages.Rescued:
+        """Copy the state to memory while the main thread sleeps in an operation of a lost group.
+
+        If it wakes up, it commits nothing: `_should_halt` refuses the next step.
+        """
         from phalanx.train.snapshot.rescue import rescue, stillness
         from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
-        still, run, memory = stillness(), self._run, environment().get(MEMORY)
+        still, recovery, memory = stillness(), self._recovery, environment().get(MEMORY)
         if still is None:
-            return words.Rescued(why="its main thread is at work")
-        if self._forming is None or not self._line.has_moved(self._forming):
-            return words.Rescued(why="it is where it should be")
-        if not memory or not (self._remembers or (run is not None and run.remembers)):
-            return words.Rescued(why="there are no snapshots in memory")
-        if run is not None and run.torn:
-            return words.Rescued(why="an update has begun, and its step is not committed")
-        past = self._past if run is None else run.standing(asleep=True)
-        if past is None:
-            return words.Rescued(why="it has nothing that could be gone on from")
-        vault = SnapshotMemoryClient(memory, str(self._training))
+            return messages.Rescued(why="its main thread is running")
+        if self._assignment is None or not self._channel.has_moved(self._assignment):
+            return messages.Rescued(why="its group is not lost")
+        if not memory or not (self._last.has_snapshots or (recovery is not None and recovery.has_snapshots)):
+            return messages.Rescued(why="there are no snapshots in memory")
+        if recovery is not None and recovery.torn:
+            return messages.Rescued(why="an update has begun, and its step is not committed")
+        offer = self._last.offer if recovery is None else recovery.current_offer(asleep=True)
+        if offer is None:
+            return messages.Rescued(why="it has no state of a committed step")
+        client = SnapshotMemoryClient(memory, str(self._training))
         try:
-            why = rescue(past, vault, still)
+            why = rescue(offer, client, still)
         finally:
-            vault.close()
-        return words.Rescued(why=why) if why else words.Rescued(past.step)
+            client.close()
+        return messages.Rescued(why=why) if why else messages.Rescued(offer.step)
 
-    def _elsewhere(self) -> bool:
-        """The group forms anew, and this rank has not left it yet."""
-        return self._run is not None and self._line.generation > self._run.generation
+    def _is_elsewhere(self) -> bool:
+        """Return whether there is a newer generation than that of the run."""
+        recovery = self._recovery
+        return recovery is not None and self._channel.generation > recovery.generation.number
 
-    def _reached(self, step: int) -> bool:
-        if self._halting.reached(step, self._elsewhere):
-            self._line.tell(words.HaltAck(step, self._line.generation))
+    def _should_halt(self, step: int) -> bool:
+        if self._halting.reached(step, self._is_elsewhere):
+            self._channel.send(messages.HaltAck(step, self._channel.generation))
             return True
-        if self._elsewhere():
-            raise RuntimeError("the group forms anew")
+        if self._is_elsewhere():
+            raise RuntimeError("the group is being formed again")
         return False
 
     def _steps(self) -> int:
-        run = self._run
-        return 0 if run is None else run.steps
+        recovery = self._recovery
+        return 0 if recovery is None else recovery.counter.steps
 
-    def _pulse(self) -> words.Heartbeat:
-        """Called by the line's thread now and then: how far it is."""
-        run = self._run
-        if run is not None:
-            return words.Heartbeat(run.steps, run.samples)
-        if self._forming is not None and self._line.has_moved(self._forming):
-            self._severing.cut()  # again: what it waits for now may not have been there the first time
-        return words.Heartbeat(0)
-
-    @property
-    def run(self) -> Run | None:
-        return self._run
+    def _heartbeat(self) -> messages.Heartbeat:
+        """Return how far the training is. Called by the thread of the channel."""
+        recovery = self._recovery
+        if recovery is not None:
+            return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples)
+        if self._assignment is not None and self._channel.has_moved(self._assignment):
+            self._aborter.cut()  # again: what the main thread waits for now may not have existed the first time
+        return messages.Heartbeat(0)
 
     def close(self) -> None:
-        self._unwatched()
-        self._line.close()
-        self._ignoring.end()
+        """Close the channel to the agent."""
+        self._unwatch()
+        self._channel.close()
+        self._ignored.end()
 
 
 def _is_broken(run: Run | None) -> bool:
-    """Whether its CUDA context is: after an illegal address, a device assert or a memory error, every call fails. Only
-    another process can go on from there."""
+    """Return whether the CUDA context is broken: after an illegal address, a device assert or a memory error every call
+    fails, and only another process can continue."""
     if run is None or run.device.type != "cuda":
         return False
     import torch
@@ -274,8 +321,11 @@ def _is_broken(run: Run | None) -> bool:
 
 
 def _patience(error: Exception, whole: float) -> float:
-    """Seconds to wait for word of a death that may be behind it. torch tells of a lost peer in many words, but always
-    by these kinds; most other errors of these kinds are the script's own, and are not held back for long."""
+    """Return how many seconds to wait for the agent's news of a death that may have caused `error`.
+
+    torch reports a lost peer with many different texts, but always with these types. Most other errors of these types
+    are the script's own, and are not delayed for long.
+    """
     import torch
     import torch.distributed as dist
 
@@ -283,7 +333,7 @@ def _patience(error: Exception, whole: float) -> float:
 
     if not isinstance(error, RuntimeError | OSError | JoinError) or isinstance(error, torch.OutOfMemoryError):
         return 0.0
-    told = str(error).lower()
-    lost = isinstance(error, OSError | JoinError | dist.DistError) or any(word in told for word in _OF_PEERS)
+    text = str(error).lower()
+    lost = isinstance(error, OSError | JoinError | dist.DistError) or any(word in text for word in _PEER_WORDS)
     lost = lost and not isinstance(error, CollectiveMismatch | CallRefused)
-    return whole if lost else min(_OF_OTHERS, whole)
+    return whole if lost else min(_OTHER_PATIENCE, whole)

@@ -1,7 +1,7 @@
-"""Halting at a step that all ranks agree on, while they go on: none waits in a collective for one that has halted.
+"""Halt at a step that all ranks agree on while they train: no rank waits in a collective for one that has halted.
 
-The agent asks. Each rank says at once, from a thread, which step it has committed, and then goes no further than
-one step. The newest of all those steps and one more is what every rank can reach, and none has passed: there they halt.
+The agent asks. Each rank answers at once, from a thread, which step it has committed, and then does at most one more.
+All halt one step after the newest of these: every rank can reach it, and none has passed it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 
 class Halted(BaseException):
-    """The training ends here, as it was asked to; what is kept is in a checkpoint. No error: `except Exception` is not
-    meant."""
+    """The training ends at this step because it was asked to, with a checkpoint. `except Exception` does not catch it:
+    it is not an error."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"halted at step {step}")
@@ -20,32 +20,32 @@ class Halted(BaseException):
 
 
 class Halting:
-    """`steps` are those that are committed by now."""
+    """The halt of one training. `steps` returns how many steps are committed."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self.asked = False
         self._steps = steps
         self._changed = threading.Condition()
-        self._allowed: int | None = None  # this step may be committed before it is known where to halt
+        self._allowed: int | None = None  # the last step that may be committed before the goal is known
         self._goal: int | None = None
 
     def ask(self) -> int:
-        """Where this rank stands, for good: from here on it waits after its next step."""
+        """Return the committed step. From now on this rank waits after its next step."""
         with self._changed:
-            self.asked = True  # first: whoever commits after it was read looks at this
+            self.asked = True  # first: a step that is committed after the count was read checks this
             committed = self._steps()
             self._allowed = committed + 1
             self._changed.notify_all()
             return committed
 
     def settle(self, goal: int) -> None:
+        """Set the step to halt at."""
         with self._changed:
             self._goal = goal
             self._changed.notify_all()
 
     def reached(self, step: int, moved: Callable[[], bool]) -> bool:
-        """Between two steps: whether the one that is committed is the one to halt at. Waits until that is known, or
-        `moved`."""
+        """Return whether to halt after this committed step. Waits until the goal is known, or `moved` returns true."""
         if not self.asked:
             return False
         with self._changed:
@@ -56,6 +56,6 @@ class Halting:
             return self._goal is not None and step >= self._goal
 
     def stir(self) -> None:
-        """`moved` may be true by now."""
+        """Check `moved` again."""
         with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a process makes once, however often its group forms anew: models, optimizers, compiled code."""
+"""Objects that a process makes once, however often its group forms: models, optimizers, compiled code."""
 
 from __future__ import annotations
 
@@ -21,45 +21,48 @@ T = TypeVar("T")
 class _Made:
     name: str
     thing: Any
-    numbers: Any  # the random numbers' state after it was made
+    rng: Any  # the random state after it was made
 
 
 class Once:
-    """By the order in which `train` asks for them: the n-th call is for the n-th thing."""
+    """The objects of `run.once`, found by the order of the calls: the n-th call returns the n-th object."""
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
         self._asked = 0
 
     def enter(self) -> None:
-        """`train` is entered again. What FSDP has sharded is tied to a group that is gone, and is made anew."""
+        """Start again with the first object, when `train` is called.
+
+        If one of them was sharded by FSDP, all are made again: it is tied to a group that is gone.
+        """
         self._asked = 0
         if any(_is_sharded(part) for made in self._made for part in _parts(made.thing)):
             self._made.clear()
 
     def forget(self) -> None:
-        """What was made belongs to no step: who begins again begins with new ones, as all others do."""
+        """Forget all objects: they belong to no committed step."""
         self._made.clear()
 
     def get(self, make: Callable[[], T], device: Any) -> T:
+        """Return the next object; call `make` for it if it does not exist yet."""
         name, place = _name(make), self._asked
         if place < len(self._made):
             made = self._made[place]
             if made.name != name:
                 raise UsageError(
-                    f"once({name}) is call {place + 1} of once here, and was once({made.name}) when train was entered "
-                    "before",
-                    details=["what was made is found again by the order of the calls"],
+                    f"call {place + 1} of once() is once({name}), but was once({made.name}) in the last call of train",
+                    details=["objects are found again by the order of the calls"],
                     fix="call run.once for the same things in the same order each time, outside of any condition",
                 )
-            rng.set_state(made.numbers, device)
+            rng.set_state(made.rng, device)
         else:
             thing = make()
             for part in _parts(thing):
                 if isinstance(part, Loader | Wrapped):
                     raise UsageError(
-                        f"once({name}) made a {type(part).__name__}, which belongs to one formation of the group",
-                        fix="make models and optimizers in it; run.loader and run.wrap each time train is entered",
+                        f"once({name}) made a {type(part).__name__}, which belongs to one process group",
+                        fix="make models and optimizers in it; call run.loader and run.wrap each time train is called",
                     )
             made = _Made(name, thing, rng.state(device))
             self._made.append(made)
@@ -72,7 +75,7 @@ def _name(make: Any) -> str:
 
 
 def _parts(thing: Any) -> list[Any]:
-    """A thing, or those in a tuple, list or dict."""
+    """Return the object, or those in a tuple, list or dict."""
     if isinstance(thing, dict):
         return [*thing.values()]
     return [*thing] if isinstance(thing, (tuple, list)) else [thing]

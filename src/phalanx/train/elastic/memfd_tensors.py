@@ -1,6 +1,6 @@
-"""Tensors in a file that is in memory alone: one process fills it, others of the same user and machine read it.
+"""Tensors in a memfd: one process fills it, others of the same user and host read it.
 
-It has no name, so that nothing is left of it when the process that made it is gone, however that ends.
+A memfd has no name, so nothing is left of it when the process that made it has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phalanx.errors import JoinError
 from phalanx.worker.process_group import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page by page, to get memory takes longer than to fill it
-_LINK = "/memfd:phalanx (deleted)"  # what the kernel calls a parcel
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page faults one by one take longer than the copy
+_LINK = "/memfd:phalanx (deleted)"  # the kernel's name for it
 
 
 class MemfdTensors:
-    """`address` is all that a reader has to know."""
+    """Tensors that were copied to a memfd. `address` is all that a reader needs."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
         self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
@@ -39,16 +39,17 @@ class MemfdTensors:
         self.address = f"{os.getpid()} {self._fd} {end} {len(text)}"
 
     def close(self) -> None:
+        """Close the memfd; readers that have opened it keep it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class PackingThread:
-    """A parcel that is filled in a thread.
+    """A thread that fills a memfd.
 
-    packing = Packing(lambda: Parcel(tensors, label))
-    packing.result()     wait until it is filled; raises what the thread raised
+    packing = PackingThread(lambda: MemfdTensors(tensors, label))
+    packing.result()
     packing.close()
     """
 
@@ -60,14 +61,15 @@ class PackingThread:
     def _run(self, fill: Callable[[], MemfdTensors]) -> None:
         try:
             self._future.set_result(fill())
-        except BaseException as error:
+        except BaseException as error:  # `result` raises it
             self._future.set_exception(error)
 
     def result(self) -> None:
+        """Wait until the memfd is filled; raise what the thread raised."""
         self._future.result()
 
     def close(self) -> None:
-        """Also before it is filled: then it is closed as soon as it is."""
+        """Close the memfd, as soon as it is filled."""
         self._future.add_done_callback(_closed)
 
 
@@ -77,9 +79,13 @@ def _closed(filled: Future[MemfdTensors]) -> None:
 
 
 class OpenedMemfd:
-    """with Opened(address) as parcel: parcel.label; parcel.read(targets)
+    """The memfd of another process.
 
-    Whoever is the only one to open it may have its very memory: `parcel.tensor(name, …)` copies nothing.
+        with OpenedMemfd(address) as memfd:
+            memfd.label
+            memfd.read(targets)
+
+    If no other process reads it, `memfd.tensor(name, …)` returns its memory without a copy.
     """
 
     def __init__(self, address: str) -> None:
@@ -88,20 +94,24 @@ class OpenedMemfd:
             self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise JoinError(
-                f"the state that process {pid} holds ready cannot be read: {error.strerror}",
-                details=["it has ended, or /proc does not show it to other processes of its user"],
+                f"the state that process {pid} hands over cannot be read: {error.strerror}",
+                details=["it has ended, or /proc hides it from other processes of its user"],
             ) from None
-        if os.readlink(f"/proc/self/fd/{self._fd}") != _LINK:  # whoever writes to the store might name any file of ours
+        if (
+            os.readlink(f"/proc/self/fd/{self._fd}") != _LINK
+        ):  # the address comes from the store, and might name any file of this user
             os.close(self._fd)
-            raise JoinError(f"what process {pid} was said to hold ready is no state of a training")
+            raise JoinError(f"what process {pid} hands over is not the state of a training")
         self.label = objects.decode(os.pread(self._fd, length, start))
         self._size = start
         self._memory: mmap.mmap | None = None
 
     def names(self) -> Iterable[str]:
+        """Return the names of the tensors."""
         return self.label["places"]  # type: ignore[no-any-return]
 
     def tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor in the memory of the memfd."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -110,7 +120,7 @@ class OpenedMemfd:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self.label["places"][name]).view(shape)
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Into the memory of those that it has, or as good as that."""
+        """Copy the tensors to targets of the same names. Targets that are in the memfd already are left alone."""
         for name in self.names():
             place = self.label["places"][name]
             target = targets[name].detach()
@@ -124,7 +134,7 @@ class OpenedMemfd:
             while view:
                 count = os.preadv(self._fd, [view], place)
                 if not count:
-                    raise JoinError(f"the state that was held ready ends in the middle of {name}")
+                    raise JoinError(f"the state that was handed over ends in the middle of {name}")
                 view, place = view[count:], place + count
             if near is not target:
                 target.copy_(near)
@@ -143,7 +153,7 @@ class OpenedMemfd:
 
 
 def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Where each of them is in the file, and where the last one ends."""
+    """Write the tensors; return where each one is in the file, and where the last one ends."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
@@ -154,13 +164,13 @@ def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, in
 
 
 def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """The same, for tensors on a GPU: straight into the memory of the file."""
+    """Do the same for tensors on a GPU: copy them directly to the memory of the file."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
         end += tensor.nbytes + -tensor.nbytes % ALIGNED
     if end:
-        os.posix_fallocate(fd, 0, end)  # mmap would get the memory, too, but hold the interpreter's lock meanwhile
+        os.posix_fallocate(fd, 0, end)  # mmap would allocate it as well, but with the GIL held
         memory = mmap.mmap(fd, end, flags=mmap.MAP_SHARED | _POPULATE)
         for name, tensor in tensors.items():
             if count := tensor.numel():
@@ -178,6 +188,6 @@ def _write(fd: int, view: memoryview) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Its bytes, of whatever type. The tensor has to live as long."""
+    """Return the bytes of a tensor of any type. The tensor must outlive them."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

@@ -1,4 +1,4 @@
-"""What a rank holds when its group is lost, and what it tells the others of that when they meet again."""
+"""The state that a rank holds when its group is lost, and how it offers that to the other ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class StateOffer:
     pending: Callable[[], None] | None = field(default=None, repr=False)  # commits the next step, which is prepared
 
     @property
-    def word(self) -> str:
-        """For all to know when they meet again."""
-        whose = None
+    def encoded(self) -> str:
+        """The offer as text, for the roll call."""
+        shard = None
         if self.sharded:
             held = shard_placement.held(self.kept)
-            whose = [held.index, held.count] if held is not None else [-1, 0]
+            shard = [held.index, held.count] if held is not None else [-1, 0]
         laid_out = zlib.crc32(msgspec.json.encode(self.layouts))
-        return msgspec.json.encode([self.step, self._epoch(), whose, laid_out, self.pending is not None]).decode()
+        return msgspec.json.encode([self.step, self._epoch(), shard, laid_out, self.pending is not None]).decode()
 
     def roll_forward(self) -> StateOffer:
         """Commit the prepared step, which other ranks have committed; return what this rank holds then."""
@@ -54,20 +54,21 @@ class StateOffer:
         return replace(self, pending=None)
 
     def _epoch(self) -> int:
-        """After the last step of an epoch, some ranks may be in the next one already."""
+        """Return the epoch that the loaders are in: after the last step of an epoch some ranks may be in the next."""
         return max([self.epoch, *(thing.epoch for thing in self.kept.values() if isinstance(thing, Loader))])
 
     def put_back(self) -> None:
-        """What a script that is entered again has set in objects which it did not make again."""
+        """Restore the optimizer settings: the script may have changed them in objects that it did not make again."""
         if self.settings is not None:
             self.settings.put_back()
 
     @property
     def sharded(self) -> bool:
+        """Whether this rank has a shard, not the whole state."""
         return shard_placement.is_sharded(self.kept)
 
 
-# The step, the epoch, which shard of how many, how DDP was laid out, whether the next step is prepared.
+# Step, epoch, [shard, number of shards], checksum of DDP's buckets, whether the next step is prepared.
 Offer = tuple[int, int, list[int] | None, int, bool]
 NOTHING: Offer = (-1, 0, None, 0, False)
 _offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
@@ -75,31 +76,36 @@ _offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 @dataclass(frozen=True)
 class ReceivedState:
+    """Where a state that was handed over is from."""
+
     step: int
     epoch: int
     layouts: list[Layout]
 
 
-def offers(words: Sequence[str]) -> list[Offer]:
-    """What each rank has, by its word; an empty word: nothing."""
-    return [_offer.decode(word) if word else NOTHING for word in words]
+def offers(encoded: Sequence[str]) -> list[Offer]:
+    """Decode the offers of all ranks; an empty text: the rank has no state."""
+    return [_offer.decode(text) if text else NOTHING for text in encoded]
 
 
-def label(held: State, past: StateOffer) -> dict[str, Any]:
-    """All that a rank has to know which will hold the same: of tensors, name, type, shape, whether a GPU has them, and
-    along which dimension they are sharded."""
+def label(held: State, offer: StateOffer) -> dict[str, Any]:
+    """Return all that the receiver needs beside the bytes.
+
+    For each tensor: name, dtype, shape, whether it is on a GPU, and along which dimension it is sharded.
+    """
     tensors = [
         [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.is_cuda, shard_placement.dimension(one)]
         for name, one in held.tensors.items()
     ]
     return {
-        "step": past.step,
-        "epoch": past.epoch,
-        "layouts": past.layouts,
+        "step": offer.step,
+        "epoch": offer.epoch,
+        "layouts": offer.layouts,
         "plain": held.plain,
         "tensors": tensors,
     }
 
 
-def shapes(told: Mapping[str, Any]) -> dict[str, Shape]:
-    return {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _, _ in told["tensors"]}
+def shapes(label: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of the tensors in a label."""
+    return {name: Shape(getattr(torch, dtype), tuple(shape)) for name, dtype, shape, _, _ in label["tensors"]}

@@ -1,4 +1,4 @@
-"""Tensors from one rank to another by the backend of their group: a few large pieces, not a message for each."""
+"""Tensors sent from one rank to another by the backend: in a few large pieces, not one message per tensor."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 def wire(membership: Membership, far: bool) -> torch.device:
-    """By which device they go. `far`: those that the sender has on a GPU, wherever the receiver wants them."""
+    """Return the device that tensors are sent from. `far`: the sender has them on a GPU."""
     backend = membership.backend
     return membership.device if "nccl" in backend and (far or "gloo" not in backend) else CPU
 
 
 def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device = CPU) -> None:
-    """`wire`: the device that they are sent from, and received on, wherever they are on either side."""
+    """Send tensors to a rank. `wire`: the device that they are sent from and received on."""
     with torch.no_grad():
         for names in together({name: _size(tensor) for name, tensor in tensors.items()}):
             parts = [_bytes(tensors[name].detach(), wire) for name in names]
@@ -32,6 +32,7 @@ def send(tensors: Mapping[str, torch.Tensor], to: int, wire: torch.device = CPU)
 
 
 def receive(targets: Mapping[str, torch.Tensor], source: int, wire: torch.device = CPU) -> None:
+    """Receive tensors from a rank, into `targets`."""
     with torch.no_grad():
         for names in together({name: _size(target) for name, target in targets.items()}):
             first = targets[names[0]].detach()
@@ -45,12 +46,12 @@ def receive(targets: Mapping[str, torch.Tensor], source: int, wire: torch.device
             if whole.data_ptr() != first.data_ptr():
                 for name, part in zip(names, whole.split([_size(targets[name]) for name in names]), strict=True):
                     target = targets[name].detach()
-                    # A part may begin where no number of its type can.
+                    # A part may begin at an address that is not aligned for its type.
                     target.copy_(part.clone().view(target.dtype).view(target.shape))
 
 
 def together(sizes: Mapping[str, int]) -> Iterator[Sequence[str]]:
-    """Names whose tensors go as one, in the order that sender and receiver both have. Empty ones stay at home."""
+    """Yield names of tensors that are sent as one, in an order that both ranks share. Empty tensors are not sent."""
     heap: list[str] = []
     weight = 0
     for name, size in sizes.items():

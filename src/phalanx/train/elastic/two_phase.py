@@ -12,32 +12,59 @@ that have not committed do so when the survivors meet (`StateOffer.roll_forward`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from phalanx.train.data.loader import Loader
+from phalanx.train.kept import TrainingProgress
+from phalanx.train.stepping import Stepper
+
 
 class TwoPhaseCommit:
     """The prepared update of one rank.
 
-    two_phase = TwoPhaseCommit(device, check)    # check() raises if the group was lost
-    two_phase.prepare(commit)                    # returns when all ranks are prepared
-    two_phase.pending                            # after an exception: `commit`, if this rank was prepared
+    check    raises if the group was lost: gradients may then be incomplete
+    loaders  returns the loaders whose batches the step at hand has used
     """
 
-    def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
-        self.pending: Callable[[], None] | None = None
+    def __init__(
+        self,
+        device: torch.device,
+        check: Callable[[], None],
+        *,
+        stepper: Stepper,
+        counter: TrainingProgress,
+        loaders: Callable[[], Sequence[Loader]],
+    ) -> None:
+        self.pending: Callable[[], None] | None = None  # commits a step that was prepared when the group was lost
         self._check = check
         self._token: Any = torch.zeros(1, device=device)
+        self._stepper = stepper
+        self._counter = counter
+        self._loaders = loaders
+        stepper.before_commit = self._prepare
 
-    def prepare(self, commit: Callable[[], None]) -> None:
-        """Return when all ranks have complete gradients; `commit` makes the update of this rank later, if they do not
-        get that far together."""
+    def close(self) -> None:
+        """Prepare no further steps; what is pending remains."""
+        self._stepper.before_commit = None
+
+    def _prepare(self, opt: Any, scheduler: Any) -> None:
+        """Return when all ranks have complete gradients."""
         self.pending = None
         self._check()
-        self.pending = commit
+        self.pending = functools.partial(self._commit_late, opt, scheduler, self._loaders())
         dist.all_reduce(self._token)
         self._check()
         self.pending = None
+
+    def _commit_late(self, opt: Any, scheduler: Any, loaders: Sequence[Loader]) -> None:
+        """Commit the prepared step after its group was lost: other ranks have committed it."""
+        self._stepper.apply(opt, scheduler)
+        for loader in loaders:
+            loader.commit()
+        self._counter.steps += 1
+        self._stepper.torn = False

@@ -1,4 +1,4 @@
-"""What ranks send each other of a gradient, by name: half the bytes, or a matrix of low rank (PowerSGD)."""
+"""Gradient compression by name: half precision, or matrices of low rank (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NAMES = ("fp16", "bf16", "powersgd")
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """`compress=PowerSGD(rank=4)`: matrices of that rank, after `start` steps in full, errors fed back.
+    """`compress=PowerSGD(rank=4)`: send matrices of that rank, after `start` uncompressed steps, with error feedback.
 
-    What is to be fed back is in no checkpoint: a resumed training begins with `start` steps in full again.
+    Checkpoints do not contain the errors: a resumed training starts with `start` uncompressed steps again.
     """
 
     rank: int = 2
@@ -33,6 +33,7 @@ Compress = str | PowerSGD | None
 
 
 def check(compress: Compress) -> None:
+    """Raise OptionError if the name is not known."""
     if isinstance(compress, str) and compress not in NAMES:
         raise OptionError(
             f'compress="{compress}" is not known',
@@ -42,6 +43,7 @@ def check(compress: Compress) -> None:
 
 
 def register(ddp: Any, compress: Compress) -> None:
+    """Register the communication hook at DDP."""
     if compress is None:
         return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -60,8 +62,8 @@ def register(ddp: Any, compress: Compress) -> None:
         ddp.register_comm_hook(None, hook)
 
 
-# DDP knows the hook of torch by its name, and wants NCCL for it; gloo and shm can sum bf16 as well. It also looks at
-# annotations, which must be the classes themselves or none.
+# DDP recognises torch's hook by its name and requires NCCL for it, but gloo and shm can sum bf16 too. It also checks
+# annotations, which must be the classes themselves or absent.
 def _bf16_on_cpu(group, bucket):  # type: ignore[no-untyped-def]
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 

@@ -1,7 +1,8 @@
-"""DDP's buckets in memory that the ranks of a machine share: their gradients are summed where they lie.
+"""DDP's gradient buckets in memory that the ranks of a host share: gradients are summed in place.
 
-DDP makes its buckets itself, in C++, when its second forward begins and it knows in which order gradients come. What it
-allocates then is replaced by a region (collectives/engines/regions.py), which it cannot tell from any other memory.
+DDP allocates its buckets in C++, at the start of its second forward, when it knows in which order gradients are ready.
+This module replaces the memory with a region (collectives/engines/regions.py), which DDP cannot distinguish from any
+other memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from phalanx.collectives.engines.regions import Region
 
 
 class _Allocating(TorchDispatchMode):  # type: ignore[misc]
-    """Large flat tensors come to lie in regions of their own."""
+    """Allocates large flat tensors in regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +43,16 @@ class _Allocating(TorchDispatchMode):  # type: ignore[misc]
 
 
 def share(ddp: Any) -> None:
-    """Its buckets, once it lays them out anew; nothing where its group has no memory in common, or they are small."""
+    """Put the buckets of a DDP into shared regions when it rebuilds them.
+
+    Does nothing if its group shares no memory, or if they are small.
+    """
     if ddp.find_unused_parameters and not ddp.static_graph:
-        return  # it never does
+        return  # it never rebuilds them
     size = sum(one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad)
     if regions.region_engine(ddp.process_group) is None or size < regions.MIN_BYTES:
         return
-    # A method of that name is pickled and copied as the class's own; it goes when it has done its work.
+    # A method of that name is pickled and copied as the class's own; it is removed when the buckets are rebuilt.
     ddp._pre_forward = MethodType(_pre_forward, ddp)
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision by name: the autocast around a forward, the scaler of fp16, what FSDP is told instead."""
+"""Mixed precision by name: autocast around the forward, the scaler for fp16, and the policy for FSDP."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ _LOW = frozenset(_DTYPES.values())
 
 @dataclass(frozen=True)
 class Precision:
-    """What the matrix products compute in. Parameters, gradients and optimizer stay in the model's own type."""
+    """The type that matrix products compute in. Parameters, gradients and optimizer keep the model's own type."""
 
     name: str | None
     device: Any  # torch.device
 
     @property
     def dtype(self) -> Any:
+        """The torch dtype; None for full precision."""
         return None if self.name is None else _DTYPES[self.name]
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context for a forward."""
         if self.name is None:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[object] = torch.autocast(self.device.type, dtype=self.dtype)
         return context
 
     def scaler(self) -> Any:
-        """fp16 has so small a range that gradients vanish unless the loss is scaled up; bf16 has that of fp32."""
+        """Return a gradient scaler for fp16, in which small gradients would vanish; bf16 has the range of fp32."""
         return torch.amp.GradScaler(self.device.type) if self.name == "fp16" else None
 
     def policy(self, *, root: bool = False) -> Any:
-        """For FSDP, which casts parameters before it gathers them: half the traffic, where autocast would save none."""
+        """Return the policy for FSDP, which casts parameters before it gathers them: that halves the traffic."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if self.name is None:
@@ -47,6 +49,7 @@ class Precision:
 
 
 def precision(name: str | None, device: Any) -> Precision:
+    """Return the precision of this name; raise if the device does not support it."""
     if name is not None and name not in NAMES:
         raise OptionError(
             f'precision="{name}" is not known',
@@ -62,7 +65,7 @@ def precision(name: str | None, device: Any) -> Precision:
 
 
 def widened(output: Any) -> Any:
-    """What a forward returned, in fp32 where it was in half: losses lose digits in bf16 and overflow in fp16."""
+    """Return the output of a forward in fp32: losses lose digits in bf16 and overflow in fp16."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in _LOW else output
     from torch.utils._pytree import tree_map_only

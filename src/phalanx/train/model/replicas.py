@@ -1,6 +1,6 @@
-"""How "hsdp" arranges the ranks: each row of them shards one replica of the model.
+"""How "hsdp" arranges the ranks: each row of ranks shards one replica of the model.
 
-As a rule a row is a node: shards are gathered within it, and only gradients go between nodes.
+A row is usually a node: shards are gathered within it, and only gradients cross the network.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def rows(nodes: Sequence[Sequence[int]], shards: int | None = None, *, elastic: bool = False) -> Rows:
-    """The ranks of each replica. `shards`: ranks per replica; None: those of a node, or half of those of the only node.
+    """Return the ranks of each replica.
 
-    `elastic`: the number of ranks is what is left of a larger group, or has grown. Where it does not fit, the smallest
-    number of shards that does and needs no more memory per rank is used, in place of an error.
+    shards   ranks per replica. Default: those of a node; with one node, half of its ranks
+    elastic  the number of ranks has changed since the start. If `shards` does not divide it, use the next larger
+             number that does, which needs no more memory per rank, instead of raising
     """
     flat = [rank for ranks in nodes for rank in ranks]
     count = shards if shards is not None else _default(nodes)
@@ -38,7 +39,7 @@ def _default(nodes: Sequence[Sequence[int]]) -> int:
 
 
 def _even(nodes: Sequence[Sequence[int]]) -> bool:
-    """A default exists: nodes of the same size, or an only one that can be halved."""
+    """Return whether there is a default: nodes of the same size, or one node with an even number of ranks."""
     return len({*map(len, nodes)}) == 1 and (len(nodes) > 1 or len(nodes[0]) == 1 or len(nodes[0]) % 2 == 0)
 
 

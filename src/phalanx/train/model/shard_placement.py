@@ -20,15 +20,14 @@ class HeldShard:
 
 
 def held(kept: Mapping[str, object]) -> HeldShard | None:
-    """What the models among them have in common. None: they are not sharded, not alike, or along two dimensions."""
+    """Return the shard of the kept models. None: not sharded, in different ways, or along two dimensions."""
     tensors = [tensor for tensor in parameters(kept) if isinstance(tensor, DTensor)]
     found = {_held(tensor) for tensor in tensors}
     return found.pop() if len(found) == 1 and all(dimension(tensor) is not None for tensor in tensors) else None
 
 
 def indices(kept: Mapping[str, object]) -> tuple[int, ...] | None:
-    """The shard that each rank of the world holds of the models among them. None: they are not sharded (yet), or not as
-    `held` wants it."""
+    """Return the shard index of every rank for the kept models. None: not sharded (yet), or `held` returns None."""
     tensor = next((tensor for tensor in parameters(kept) if isinstance(tensor, DTensor)), None)
     if tensor is None or held(kept) is None:
         return None
@@ -41,7 +40,7 @@ def indices(kept: Mapping[str, object]) -> tuple[int, ...] | None:
 
 
 def replicas(kept: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica of the models among them. None at all: they are not sharded, or not alike."""
+    """Return the ranks of each replica of the kept models. Empty: not sharded, or in different ways."""
     tensor = next((tensor for tensor in parameters(kept) if isinstance(tensor, DTensor)), None)
     if tensor is None or held(kept) is None:
         return ()
@@ -50,7 +49,7 @@ def replicas(kept: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
 
 
 def dimension(tensor: torch.Tensor) -> int | None:
-    """Along which it is sharded. None: it is not, or in a way of its own."""
+    """Return the dimension along which a tensor is sharded. None: it is not, or in another way."""
     along = _along(tensor) if isinstance(tensor, DTensor) else []
     if len(along) != 1 or type(tensor.placements[along[0]]) is not Shard:
         return None
@@ -58,20 +57,22 @@ def dimension(tensor: torch.Tensor) -> int | None:
 
 
 def _along(tensor: DTensor) -> list[int]:
-    """The dimensions of the mesh by which it is divided."""
+    """Return the dimensions of the mesh along which a tensor is sharded."""
     return [place for place, kind in enumerate(tensor.placements) if not kind.is_replicate()]
 
 
 def is_sharded(kept: Mapping[str, object]) -> bool:
+    """Return whether a kept model is sharded."""
     return any(isinstance(tensor, DTensor) for tensor in parameters(kept))
 
 
 def is_replicated(kept: Mapping[str, object]) -> bool:
-    """Every shard is held by more than one rank."""
+    """Return whether every shard is held by more than one rank."""
     return all(_held(tensor).replicas > 1 for tensor in parameters(kept) if isinstance(tensor, DTensor))
 
 
 def parameters(kept: Mapping[str, object]) -> Iterable[torch.Tensor]:
+    """Yield the parameters of the kept models."""
     for thing in kept.values():
         if isinstance(thing, torch.nn.Module):
             yield from thing.parameters()

@@ -1,4 +1,4 @@
-"""Which parts of a model FSDP gathers as one, and the sharding itself."""
+"""FSDP: which parts of a model are gathered together, and the sharding itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch.distributed as dist
 from phalanx.errors import OptionError
 from phalanx.train.model.replicas import Rows
 
-# A class of module, several, or a question asked of every module.
+# A class of module, several, or a function that is asked for every module.
 Policy = type | tuple[type, ...] | Callable[[Any], bool] | None
 
 
 def units(model: Any, policy: Policy) -> list[Any]:
-    """Inner ones first. A part that shares a parameter with another is left to the root, or the tie would be cut."""
+    """Return the parts that are gathered together, inner ones first.
+
+    A part that shares a parameter with another one is left to the root: sharding it would untie the parameter.
+    """
     if policy is None:
         found = _blocks(model)
     elif isinstance(policy, type | tuple):
@@ -34,7 +37,7 @@ def units(model: Any, policy: Policy) -> list[Any]:
 
 
 def _blocks(model: Any) -> list[Any]:
-    """Children with parameters; those of a list, which has no forward of its own, one by one."""
+    """Return the children that have parameters; those of a list, which has no forward, one by one."""
     found: list[Any] = []
     for child in model.children():
         if type(child).forward is torch.nn.Module.forward:
@@ -56,15 +59,15 @@ def _apart(model: Any, unit: Any) -> bool:
 def shard(
     model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
 ) -> list[tuple[Any, Any]]:
-    """Shards in place. Returns each parameter and what it has become, for an optimizer that was made before.
+    """Shard the model in place; return each parameter before and after, for optimizers that were made before.
 
-    `rows`: the ranks of each replica; None: all ranks hold one together.
+    `rows`: the ranks of each replica; None: all ranks share one.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     parts = units(model, policy)
-    # As DDP does: what rank 0 holds is the model. Differing seeds would otherwise make a patchwork of it.
+    # As DDP does, start from the model of rank 0: with different seeds the shards would not fit together.
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, 0)

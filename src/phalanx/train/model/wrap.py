@@ -22,7 +22,7 @@ from phalanx.train.stepping import Stepper
 
 WAYS = ("ddp", "dp", "fsdp", "hsdp")
 SHARDED = ("fsdp", "hsdp")
-_FOR = {  # options that not every way has
+_FOR = {  # options that not every kind of wrapping has
     "compress": ("ddp",),
     "static_graph": ("ddp",),
     "find_unused": ("ddp",),
@@ -32,16 +32,20 @@ _FOR = {  # options that not every way has
 
 
 class WrapGroup(Protocol):
-    """All that is asked of a group."""
+    """A process group, as far as wrapping needs it."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
 
     @property
-    def device(self) -> Any: ...
+    def device(self) -> Any:
+        """The device of this rank."""
+        ...
 
     def before_close(self, call: Callable[[], object], /) -> object:
-        """Called before the process group is destroyed."""
+        """Call `call` before the process group is destroyed."""
 
 
 def wrap(
@@ -62,19 +66,20 @@ def wrap(
     equal: Layout | None = None,
     elastic: bool = False,
 ) -> Wrapped:
-    """The module to call in place of `model`, which is moved to the group's device and changed in place.
+    """Return the module to call instead of `model`, which is moved to the group's device and changed in place.
 
-    accumulate     micro-batches to a step, which ranks then agree on once
-    precision      "bf16", or "fp16" with a scaled loss: run.backward(loss)
-    compress       what DDP sends: "fp16", "bf16", "powersgd" or PowerSGD(rank=2, start=1000)
-    static_graph   the same parameters take part in every step: DDP may then plan ahead
-    find_unused    they do not, and DDP has to look which
-    sync_batchnorm statistics over all ranks, not over each one's batch
-    shard          which parts FSDP gathers as one: a class, or a question; the model's children by default
-    shards         "hsdp": ranks that hold a replica of the model together. Default: the ranks of a node; with one node,
-                   half of them
-    equal          the state of the model is the same on all ranks already; how an earlier DDP of it was laid out
-    elastic        the group has formed anew: where `shards` does not divide the ranks, another number is used
+    how             "ddp", "fsdp", "hsdp" or "dp": see `Run.wrap`
+    accumulate      micro-batches per step; gradients are averaged once per step. Default: 1
+    precision       "bf16", or "fp16" with a scaled loss: run.backward(loss). Default: that of the model
+    compile         compile the model with torch.compile
+    compress        compress gradients of DDP: "fp16", "bf16", "powersgd" or PowerSGD(rank=2, start=1000)
+    static_graph    every step uses the same parameters, so that DDP can plan ahead
+    find_unused     not every step uses all parameters: DDP finds out which
+    sync_batchnorm  batch statistics over all ranks, not per rank
+    shard           which parts FSDP gathers together: a class, or a function of a module. Default: the model's children
+    shards          "hsdp": ranks per replica. Default: the ranks of a node; with one node, half of them
+    equal           the model is already the same on all ranks; the bucket layout of an earlier DDP of it
+    elastic         the group was formed again: if `shards` does not divide the ranks, another number is used
     """
     device, size = group.device, group.world_size
     given = {
@@ -121,7 +126,7 @@ def wrap(
         became=became,
     )
     if static_graph:
-        wrapped.synchronise(True)  # DDP learns the graph in its first backward, and only in one of this kind
+        wrapped.synchronise(True)  # DDP learns the graph in its first backward, if that one synchronises
     if engine is not model:
         held = weakref.ref(wrapped)
         group.before_close(lambda: _close(held()))
@@ -136,8 +141,8 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
         )
     ddp.given_layout = equal or []
     flat.share(ddp)
-    # Buffers that are no part of the state are constants (masks, tables): the same everywhere since the first
-    # broadcast, and not worth one before every forward.
+    # Buffers that are not part of the state are constants (masks, tables). They are the same everywhere after the first
+    # broadcast, and need none before every forward.
     kept = set(model.state_dict())
     ddp.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
     if equal is not None:
@@ -148,7 +153,7 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
 
 
 class _Cast(nn.Module):  # type: ignore[misc]
-    """Inside each of DataParallel's threads, which know that there is an autocast but not of which type."""
+    """Sets autocast in each of DataParallel's threads, which inherit that it is on but not its type."""
 
     def __init__(self, module: Any, precision: Precision) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The module that a script calls: the user's own, with what it takes to train it on many ranks around it."""
+"""The module that `run.wrap` returns: the user's own module, wrapped for training on many ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]
-    """`run.wrap(model)`. Attributes, parameters and the names of its state are those of the user's module."""
+    """What `run.wrap(model)` returns. Attributes, parameters and names of the state are those of the user's module."""
 
     module: Any
     how: str
@@ -28,8 +28,8 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     precision: Precision
     stepper: Stepper
     accumulate: int
-    synchronised: bool  # the backward at hand
-    wanted: bool  # the next one
+    synchronised: bool  # the current backward averages gradients
+    wanted: bool  # the next one does
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         became: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         super().__init__()
-        # Past nn.Module, which would make them parts of this one and prefix every name.
+        # Not through nn.Module, which would register them as submodules and prefix every name.
         self.__dict__.update(
             module=module,
             how=how,
@@ -58,7 +58,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             synchronised=True,
             wanted=True,
             _engine=engine,
-            # Weak: what was there before is whole, and to hold it would be to save no memory by sharding.
+            # Weak: the parameters before sharding are whole, and holding them would undo what sharding saves.
             _became={id(before): (weakref.ref(before), after) for before, after in became},
             _sharded=sharded,
             _casts=precision.name is not None and not sharded,
@@ -70,19 +70,20 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     # -- in the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model: `ddp(x)`."""
         engine = self._engine
         learns = torch.is_grad_enabled()
         if learns:
             if self.stepper.stepped:
                 self.stepper.begin()
         elif self.how == "ddp":
-            # No gradient, so nothing to agree on: a rank may evaluate alone, and no other waits for it.
+            # Without gradients there is nothing to exchange: a rank can evaluate alone.
             engine = self.module
         if self._moves and engine is self.module:
             args, kwargs = _moved(args, self.device), _moved(kwargs, self.device)
         if self._sharded and not learns:
             output = engine(*args, **kwargs)
-            # FSDP keeps the root whole for a backward, which does not come: parameters() would not be the shards.
+            # FSDP keeps the root unsharded for a backward that does not follow: parameters() would not be the shards.
             engine.reshard()
             return output
         if not self._casts:
@@ -92,31 +93,36 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         return widened(output)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """The precision of the forward, for what is computed beside it."""
+        """Return a context with the precision of the forward, for computations outside of it."""
         return self.precision.autocast()
 
     def backward(self, loss: Any, **options: Any) -> None:
+        """Call `loss.backward()`, scaled for fp16. `run.backward` also weights by samples."""
         self.stepper.backward(loss, **options)
 
     def weigh(self, loss: Any, count: int, total: int) -> Any:
+        """Return the mean loss of `count` samples as this rank's part of the mean over all ranks' `total`."""
         return self.stepper.weigh(loss, count, total)
 
     def finish(self) -> None:
+        """Make the next micro-batch the last one of its window."""
         self.stepper.finish()
 
     def step(
         self, opt: Any, *, accumulate: int | None = None, clip: float | None = None, scheduler: Any = None
     ) -> OptimizerUpdate:
+        """Update, if the window of micro-batches is full. `run.step` also commits."""
         return self.stepper.step(opt, accumulate=accumulate, clip=clip, scheduler=scheduler)
 
     @property
     def scaler(self) -> Any:
+        """The gradient scaler of fp16; None without."""
         return self.stepper.scaler
 
     # -- for the stepper
 
     def synchronise(self, on: bool) -> None:
-        """Whether the next backward averages the gradients of all ranks."""
+        """Set whether the next backward averages the gradients of all ranks."""
         known = self.__dict__
         known["wanted"] = on
         if on is known["synchronised"]:
@@ -128,11 +134,12 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             self._engine.require_backward_grad_sync = on
 
     def holds(self, parameters: list[Any]) -> bool:
+        """Return whether one of these is a parameter of the model."""
         own = {id(parameter) for parameter in self.module.parameters()}
         return any(id(parameter) in own for parameter in parameters)
 
     def adopt(self, opt: Any) -> None:
-        """Make an optimizer that was built before the wrapping hold what its parameters have become since."""
+        """Give an optimizer that was made before the wrapping the parameters that there are now."""
         for group in opt.param_groups:
             group["params"] = [self._now(parameter) for parameter in group["params"]]
         for parameter in list(opt.state):
@@ -141,23 +148,23 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def _now(self, parameter: Any) -> Any:
         known, after = self._became.get(id(parameter), (None, None))
-        # An id may be that of another by now.
+        # The id may be that of another object by now.
         return after if known is not None and known() is parameter else parameter
 
     # -- the end
 
     @property
     def layout(self) -> list[list[int]]:
-        """Of DDP's buckets."""
+        """The layout of DDP's buckets."""
         return buckets.layout(self._engine) if self.how == "ddp" and self._engine is not self.module else []
 
     def close(self) -> None:
-        """Let go of the group. A DDP that is the last to hold it may wait for ever when it is destroyed."""
+        """Release the process group. A DDP that is the last to hold it may wait forever in its destructor."""
         known = self.__dict__
         self.stepper.remove(self)
         engine, known["_engine"] = self._engine, self.module
         if engine is not self.module and self.how == "ddp":
-            # What else holds the wrapper (a loss, a traceback, a cycle) does not hold these.
+            # A loss, a traceback or a cycle may still hold the DDP, but not these.
             engine.reducer = engine.logger = None
 
     # -- as the user's own
@@ -172,12 +179,14 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             return getattr(module, name)
 
     def train(self, mode: bool = True) -> Wrapped:
+        """Set training mode, as `nn.Module.train` does."""
         self._engine.train(mode)
         self.module.train(mode)
         self.__dict__["training"] = mode
         return self
 
     def apply(self, function: Any) -> Wrapped:
+        """Apply a function to every submodule of the user's module."""
         self.module.apply(function)
         return self
 
@@ -186,28 +195,35 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the user's module, as a moving average of the weights wants it: a group cannot be copied."""
+        """Copy the user's module, as averaging of weights needs it: a process group cannot be copied."""
         return copy.deepcopy(self.module, memo)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the user's module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the user's module."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters of the user's module."""
         yield from self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the buffers of the user's module."""
         yield from self.module.named_buffers(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, Any]]:
+        """Yield the children of the user's module."""
         yield from self.module.named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the submodules of the user's module."""
         yield from self.module.named_modules(*args, **kwargs)
 
     def extra_repr(self) -> str:
+        """Return how the model is wrapped, for `repr`."""
         return f"{self.how}, {self.world_size} ranks, {self.device}\n{self.module!r}"
 
 
@@ -220,7 +236,7 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def _alike(value: Any, before: Any, now: Any) -> Any:
-    """State of an optimizer, laid out as its parameter is now. A counter stays where it is."""
+    """Return the state of an optimizer, sharded as its parameter is now. A counter is left as it is."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.to(now.device)

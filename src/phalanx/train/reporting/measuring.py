@@ -1,4 +1,4 @@
-"""Rank 0 tells its agent what was measured, now and then: whoever watches the run sees it."""
+"""Rank 0 sends metrics to its agent a few times a second, for those who watch the run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from phalanx.contract.worker_messages import MeasuredStep
 from phalanx.train.reporting.metrics import read
 
 EVERY = 0.2  # seconds
-READ_EVERY = 2.0  # values of a GPU, where nobody else has just waited for it
-_MOST = 64  # values, and letters of a name: a message is one packet
-_LONGEST = 100
+READ_EVERY = 2.0  # seconds, for values on a GPU that nothing else has just synchronised
+_MOST = 64  # values per message, which is one packet
+_LONGEST = 100  # characters of a name
 
 
 class Measuring:
-    """A step at which nothing is told costs a look at the clock."""
+    """Sends metrics. A step at which nothing is sent costs a look at the clock."""
 
     def __init__(
         self, tell: Callable[[MeasuredStep], None], total: int | None, clock: Callable[[], float] = time.monotonic
@@ -26,12 +26,14 @@ class Measuring:
         self._total = total or 0
         self._clock = clock
         self._due = 0.0
-        self._read = 0.0  # when values of a GPU are due
-        self._last: tuple[int, int, Mapping[str, Any]] | None = None  # that was not told
+        self._read = 0.0  # when values on a GPU are due
+        self._last: tuple[int, int, Mapping[str, Any]] | None = None  # not sent yet
 
     def advance(self, step: int, epoch: int, values: Mapping[str, Any], *, waited: bool = False) -> None:
-        """Of a committed step, as `metrics.held` returned them. `waited`: a GPU has come to the end of its work just
-        now, and reading from it costs next to nothing."""
+        """Send the values of a committed step, as `metrics.held` returned them, if it is time.
+
+        `waited`: the GPU was just synchronised, so reading from it is cheap.
+        """
         self._last = (step, epoch, values)
         now = self._clock()
         if now < self._due:
@@ -42,7 +44,7 @@ class Measuring:
         self.close()
 
     def close(self) -> None:
-        """The newest, if it was not told yet."""
+        """Send the newest values, if they were not sent yet."""
         if self._last is None:
             return
         (step, epoch, values), self._last = self._last, None

@@ -1,8 +1,8 @@
-"""What a training measured: `metrics.jsonl`, a committed step a line, and TensorBoard's files in `tensorboard/`.
+"""The metrics of a training: `metrics.jsonl`, one line per committed step, and TensorBoard's files in `tensorboard/`.
 
 {"step": 120, "epoch": 1, "time": 1731650000.123, "loss": 0.3021, "accuracy": 0.91}
 
-A resumed run cuts off what is after the step that it resumes from, so that every step is there once.
+A resumed run removes the lines after the step that it resumes from, so that every step is there once.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from phalanx.errors import UsageError
 from phalanx.train.reporting.tensorboard import TensorBoardWriter
 
 NAME = "metrics.jsonl"
-PREVIOUS = "metrics.{}.jsonl"  # of trainings that began here before
+PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0
-MOST = 1000  # lines that wait
+MOST = 1000  # lines that wait to be written
 OURS = frozenset(("step", "epoch", "time"))
 _BLOCK = 1 << 16
 
 
 class Metrics:
-    """`metrics = Metrics(folder, resumed_at=run_was_at)` on rank 0, then `write` a step, and `close`.
+    """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
-    Lines wait in memory and are written every second: what is on a GPU is waited for then, once, and not in the
-    training's step. A disk that is full ends the metrics, which is said, and not the training.
+    Lines are collected and written every second. Values on a GPU are read then, all at once, and not in the step of the
+    training. A full disk ends the metrics with a message, but not the training.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Metrics:
                 self._board = TensorBoardWriter(os.path.join(folder, "tensorboard"), resumed_at + 1)
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> bool:
-        """Of a committed step, as `held` returned them. Whether a GPU has just been waited for."""
+        """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised."""
         if self._file is None:
             return False
         self._waiting.append((step, epoch, time.time(), values))
@@ -71,7 +71,7 @@ class Metrics:
         return True
 
     def flush(self) -> None:
-        """What was written so far can be read by others. Not fsynced: a power cut may take the last lines."""
+        """Write all lines so far. Without fsync: a power cut may lose the last ones."""
         waiting, self._waiting = self._waiting, []
         self._due = self._clock() + FLUSH_EVERY
         if self._file is None or not waiting:
@@ -87,6 +87,7 @@ class Metrics:
                 self._board.flush()
 
     def close(self) -> None:
+        """Write all lines and close the files."""
         try:
             self.flush()
         finally:
@@ -104,12 +105,12 @@ class Metrics:
             yield
         except OSError as error:
             self._end()
-            self._say(f"metrics are not written any more: {error}")
+            self._say(f"metrics are no longer written: {error}")
 
     def _end(self) -> None:
         for file in (self._file, self._board):
             if file is not None:
-                with contextlib.suppress(OSError):  # what could not be written is tried once more
+                with contextlib.suppress(OSError):  # closing writes what is still in the buffer
                     file.close()
         self._file = self._board = None
 
@@ -122,9 +123,9 @@ def _say(text: str) -> None:
 
 
 def held(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are now, to be read later: a training may change a tensor in place.
+    """Return the values as they are now, to be read later: a training may change a tensor in place.
 
-    A number of what is on the CPU, and of what is not a copy beside it: nobody waits for a GPU here.
+    A value on the CPU becomes a number, one on a GPU is copied there: nothing waits for the GPU.
     """
     found = {}
     for name, value in values.items():
@@ -134,12 +135,12 @@ def held(values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value if type(value) is float else _number(name, value)
     if not OURS.isdisjoint(found):
         name = min(OURS & found.keys())
-        raise UsageError(f'a metric cannot be named "{name}": every line has one of ours', fix=f"my_{name}=…")
+        raise UsageError(f'a metric cannot be named "{name}": every line has that key already', fix=f"my_{name}=…")
     return found
 
 
 def read(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Of held values numbers. Those on a GPU come with one copy for all of a kind, not one for each."""
+    """Return held values as numbers. Those on a GPU are copied together, not one by one."""
     found: list[dict[str, float]] = [dict(row) for row in rows]
     far: dict[Any, list[tuple[dict[str, float], str, torch.Tensor]]] = {}
     for row in found:
@@ -167,7 +168,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def encode(step: int, epoch: int, when: float, values: Mapping[str, float]) -> str:
-    """One line. JSON has no word for what is not a finite number, so that is text, which float() reads."""
+    """Return one line. JSON has no infinity and NaN: these are strings that float() reads."""
     parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}']
     for name, value in values.items():
         parts.append(f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f'{_quoted(name)}: "{value!r}"')
@@ -180,7 +181,7 @@ def _quoted(name: str) -> str:
 
 
 def _prepare(path: str, resumed_at: int) -> None:
-    """A training that begins anew keeps the file of the one before beside its own."""
+    """Cut the file for a resumed training; for a new one, rename the file of the training before."""
     with contextlib.suppress(FileNotFoundError):
         if resumed_at == 0:
             if os.path.getsize(path):
@@ -191,7 +192,7 @@ def _prepare(path: str, resumed_at: int) -> None:
 
 
 def _free(folder: str) -> str:
-    """A name that no earlier training has."""
+    """Return a name that no earlier training has used."""
     number = 1
     while os.path.exists(path := os.path.join(folder, PREVIOUS.format(number))):
         number += 1
@@ -199,13 +200,13 @@ def _free(folder: str) -> str:
 
 
 def cut(file: BinaryIO, step: int) -> int:
-    """Where the lines end that are not after `step`. Read from the end, because little is to be cut from much.
+    """Return where the lines up to `step` end. Reads from the end, because usually little is cut.
 
-    A line that was half written, or is none of ours, is cut off with what follows it.
+    A line that is incomplete, or is not a line of metrics, is cut with all that follow it.
     """
     file.seek(0, os.SEEK_END)
     place = file.tell()
-    end: int | None = None  # of the line that we look for the beginning of
+    end: int | None = None  # of the line whose beginning is searched
     tail = b""
     while place > 0:
         size = min(_BLOCK, place)

@@ -1,13 +1,13 @@
-"""A bar for rank 0: steps, loss, samples a second, time left. In a log file, a line now and then.
+"""The progress bar of rank 0: steps, loss, samples per second, time left. In a log file: a line every 30 seconds.
 
-    with Progress(total=1000, start=run_was_at) as progress:
+    with ProgressBar(total=1000, start=step) as progress:
         for …:
             progress.advance(samples=64, values={"loss": loss})
             with progress.aside():
                 print("…")
 
-Plain text and no thread: a step at which nothing is drawn costs a look at the clock. Under `phalanx run` rank 0 has a
-terminal of its own if people have one, and the console keeps its unfinished row alive below what others print.
+It is plain text without a thread: a step that draws nothing costs a look at the clock. Under `phalanx run` with a
+terminal rank 0 gets a pseudo-terminal, and the console keeps the bar below the output of other ranks.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from typing import Any, TextIO
 
 DRAW_EVERY = 0.1  # seconds, on a terminal
 LOG_EVERY = 30.0  # without one
-READ_EVERY = 1.0  # values: a GPU has to come to the end of its work for that
-WINDOW = 10.0  # of which the speed is told
+READ_EVERY = 1.0  # values: that synchronises the GPU
+WINDOW = 10.0  # over which the speed is measured
 _FULL, _EMPTY = "━", "─"
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class ProgressView:
-    """What there is to see at one moment."""
+    """What the bar shows at one moment."""
 
     step: int
     total: int | None = None
     title: str = ""  # "epoch 2/10"
     values: Mapping[str, float] = field(default_factory=dict)
-    samples: float | None = None  # a second
+    samples: float | None = None  # per second
     left: float | None = None  # seconds
 
 
-def bar(sight: ProgressView, width: int, *, ascii_only: bool = False) -> str:
-    """One row of at most `width` columns: what matters least is left out first, and the bar takes what is left."""
-    count = str(sight.step) if sight.total is None else f"{sight.step}/{sight.total}"
-    parts = [part for part in (sight.title, count, *_facts(sight)) if part]
-    keep = 2 if sight.title else 1  # these stay, cut if need be
+def bar(view: ProgressView, width: int, *, ascii_only: bool = False) -> str:
+    """Return one row of at most `width` columns. The least important parts are left out first."""
+    count = str(view.step) if view.total is None else f"{view.step}/{view.total}"
+    parts = [part for part in (view.title, count, *_facts(view)) if part]
+    keep = 2 if view.title else 1  # never left out, but cut if needed
     while len(parts) > keep and len("  ".join(parts)) > width:
-        del parts[-2 if len(parts) - keep > 1 else -1]  # the last one, time left, stays as long as it can
+        del parts[-2 if len(parts) - keep > 1 else -1]  # the last one, the time left, is dropped last
     text = "  ".join(parts)
     room = min(width - len(text) - 2, 30)
-    if sight.total and room >= 5:
-        done = min(room * sight.step // sight.total, room)
+    if view.total and room >= 5:
+        done = min(room * view.step // view.total, room)
         full, empty = ("#", "-") if ascii_only else (_FULL, _EMPTY)
         place = keep - 1
         text = "  ".join([*parts[:place], full * done + empty * (room - done), *parts[place:]])
     return text[:width]
 
 
-def line(sight: ProgressView) -> str:
-    """The same for a log file."""
-    count = f"step {sight.step}"
-    if sight.total:
-        count += f"/{sight.total} ({100 * sight.step // sight.total}%)"
-    return "  ".join(part for part in (sight.title, count, *_facts(sight)) if part)
+def line(view: ProgressView) -> str:
+    """Return the same for a log file."""
+    count = f"step {view.step}"
+    if view.total:
+        count += f"/{view.total} ({100 * view.step // view.total}%)"
+    return "  ".join(part for part in (view.title, count, *_facts(view)) if part)
 
 
-def _facts(sight: ProgressView) -> list[str]:
-    facts = [f"{name} {value:.4g}" for name, value in sight.values.items()]
-    if sight.samples is not None:
-        facts.append(f"{_short(sight.samples)} samples/s")
-    if sight.left is not None:
-        facts.append(f"{_clock(sight.left)} left")
+def _facts(view: ProgressView) -> list[str]:
+    facts = [f"{name} {value:.4g}" for name, value in view.values.items()]
+    if view.samples is not None:
+        facts.append(f"{_short(view.samples)} samples/s")
+    if view.left is not None:
+        facts.append(f"{_clock(view.left)} left")
     return facts
 
 
@@ -91,7 +91,7 @@ def _clock(seconds: float) -> str:
 
 
 class ProgressBar:
-    """`total` and `start` count from the very first step of the training, also when this process resumes it."""
+    """A progress bar. `total` and `start` count from the very first step of the training, also in a resumed run."""
 
     def __init__(
         self,
@@ -114,15 +114,15 @@ class ProgressBar:
         self._samples = 0
         self._values: Mapping[str, Any] = {}
         self._numbers: dict[str, float] = {}
-        self._stale = -_NEVER  # when they are to be read again
+        self._stale = -_NEVER  # when the values are read again
         now = clock()
         self._marks = deque([(now, start, 0)])  # (time, step, samples) of the last WINDOW seconds
         self._due = now + self._every if shown else _NEVER
         self._drawn = start  # the step that was shown last
-        self._row = ""  # what is on the screen, with the cursor behind it
+        self._row = ""  # on the screen, with the cursor behind it
 
     def advance(self, samples: int = 0, values: Mapping[str, Any] | None = None, steps: int = 1) -> None:
-        """A committed step. Values are numbers or tensors; a tensor is read only when it is drawn, and seldom."""
+        """Count a committed step. Values are numbers or tensors; a tensor is read only when it is drawn."""
         self._step += steps
         self._samples += samples
         if values is not None:
@@ -132,7 +132,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """While something else is printed: the bar makes room for it, and is there again below."""
+        """Remove the bar while something else is printed, and draw it again below."""
         if self._row:
             self._write("\r\x1b[K")
         try:
@@ -142,7 +142,7 @@ class ProgressBar:
                 self._write(self._row)
 
     def close(self) -> None:
-        """The last state stays. Of a training that has done nothing, there is none."""
+        """Draw the last state, and leave it on the screen."""
         if self._due == _NEVER:
             return
         self._stale = -_NEVER
@@ -158,8 +158,8 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def sight(self) -> ProgressView:
-        """What would be drawn now."""
+    def view(self) -> ProgressView:
+        """Return what would be drawn now."""
         now = self._clock()
         then, step, samples = self._marks[0]
         seconds, steps = now - then, self._step - step
@@ -174,22 +174,22 @@ class ProgressBar:
         return ProgressView(self._step, self.total, self.title, self._numbers, rate, left)
 
     def _draw(self) -> None:
-        sight = self.sight()
+        view = self.view()
         now = self._clock()
         self._due = now + self._every
         if self._live:
-            self._row = f"\r{bar(sight, self._columns() - 1, ascii_only=self._ascii)}\x1b[K"
+            self._row = f"\r{bar(view, self._columns() - 1, ascii_only=self._ascii)}\x1b[K"
             self._write(self._row)
         else:
-            self._write(f"{line(sight)}\n")
+            self._write(f"{line(view)}\n")
         self._drawn = self._step
         self._marks.append((now, self._step, self._samples))
-        # The oldest mark is the one just outside of the window, so that there is always something to compare with.
+        # The oldest mark is just outside of the window, so that there is always one to compare with.
         while len(self._marks) > 2 and now - self._marks[1][0] >= max(WINDOW, self._every):
             self._marks.popleft()
 
     def _write(self, text: str) -> None:
-        """A terminal that was closed, or a log on a full disk, ends the bar and not the training."""
+        """Write; a closed terminal or a full disk ends the bar, not the training."""
         try:
             self._stream.write(text)
             self._stream.flush()

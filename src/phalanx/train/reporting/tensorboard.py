@@ -1,9 +1,9 @@
-"""TensorBoard's event files, written without TensorBoard, which takes ten times as long for every number.
+"""TensorBoard's event files, written without TensorBoard, which takes ten times as long per value.
 
 A file is a sequence of records (length, checksum of that, data, checksum of that), the data a protocol buffer `Event`:
 
     wall_time = 1 double, step = 2, file_version = 3 text, summary = 5 { value = 1 { tag = 1, simple_value = 2 } },
-    session_log = 7 { status = 1: START }, on which a reader forgets what it has seen of this step and later ones
+    session_log = 7 { status = 1: START }: a reader drops what it has read of this step and later ones
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ _POLYNOMIAL = 0x82F63B78  # of CRC-32C, reflected
 
 
 class TensorBoardWriter:
-    """Scalars by step. `first`: what an earlier process wrote for this step and later ones is not shown any more."""
+    """Writes scalars by step. What earlier processes wrote for step `first` and later ones is hidden."""
 
     def __init__(self, folder: str, first: int) -> None:
         os.makedirs(folder, exist_ok=True)
-        # Read in the order of their names: all times have the same number of digits.
+        # Files are read in the order of their names, so all times have the same number of digits.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(os.path.join(folder, name), "wb")  # noqa: SIM115
         self._file.write(_record(_event(time.time(), 0) + _VERSION) + _record(_event(time.time(), first) + _START))
         self._file.flush()
 
     def write(self, step: int, when: float, values: Mapping[str, float]) -> None:
+        """Write the values of one step."""
         summary = b"".join([_head(name) + _float(value) for name, value in values.items()])
         self._file.write(_record(b"".join((_event(when, step), b"\x2a", _varint(len(summary)), summary))))
 
     def flush(self) -> None:
+        """Flush the file."""
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -49,7 +52,7 @@ def _event(when: float, step: int) -> bytes:
 
 @cache
 def _head(name: str) -> bytes:
-    """Of a value: all but the number."""
+    """Return all of a value but the number."""
     tag = name.encode()
     tagged = b"\x0a" + _varint(len(tag)) + tag + b"\x15"
     return b"\x0a" + _varint(len(tagged) + 4) + tagged
@@ -82,7 +85,7 @@ def _length(size: int) -> bytes:
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32C, turned and shifted, as the format has it."""
+    """Return the masked CRC-32C of the format."""
     table, crc = _TABLE, 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

@@ -1,8 +1,7 @@
-"""Every how many steps a sharded state is copied: as often as costs at most a few percent of the training's time.
+"""How often a sharded state is copied: as often as possible at a cost of at most a few percent of the training time.
 
-A lost shard is nowhere but in the newest snapshot, so every step between two snapshots may have to be done again. At
-first there is a snapshot at every step; from what those cost, all ranks choose the interval together, and look again
-from time to time.
+A lost shard exists only in the newest snapshot, so every step since then has to be repeated. At first there is a
+snapshot per step. From what these cost, all ranks choose an interval together, and review it from time to time.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from phalanx.train.snapshot.snapshots import Snapshots
@@ -21,16 +20,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ShardedRun(Protocol):
-    """A training run, as far as the cadence of its snapshots needs it."""
-
-    steps: int
-    training: Any
+class GatheringGroup(Protocol):
+    """A process group, as far as the cadence of snapshots needs it."""
 
     @property
-    def is_main(self) -> bool: ...
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        ...
 
-    def gather(self, obj: T, *, all: bool = False) -> list[T] | None: ...  # noqa: A002
+    def gather(self, obj: T, *, all: bool = False) -> list[T] | None:  # noqa: A002
+        """Return the objects of all ranks."""
+        ...
 
 
 BUDGET = 0.03  # of a step's time
@@ -43,7 +43,7 @@ _told: set[int] = set()  # trainings of this process whose first choice was expl
 
 
 class MeasuredCopy(NamedTuple):
-    """By one rank, in seconds."""
+    """What one rank has measured, in seconds."""
 
     cost: float  # of a snapshot: what it takes from the training
     duration: float  # until it is complete
@@ -51,8 +51,11 @@ class MeasuredCopy(NamedTuple):
 
 
 def interval(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> int:
-    """Steps from one snapshot to the next: none is begun before the last one is complete, and together they cost at
-    most `budget`. `measured`: by each rank; the slowest counts, for all wait for it."""
+    """Return the number of steps from one snapshot to the next.
+
+    None begins before the last one is complete, and together they cost at most `budget` of the time. `measured` has
+    one entry per rank; the slowest rank counts, because all wait for it.
+    """
     step = max(statistics.median(one.step for one in measured), 1e-6)
     cost = max(one.cost for one in measured)
     duration = max(one.duration for one in measured)
@@ -64,7 +67,7 @@ def _steps(seconds: float, step: float) -> int:
 
 
 def reason(measured: Sequence[MeasuredCopy], chosen: int, budget: float = BUDGET) -> str:
-    """One line, for whoever runs the training."""
+    """Return one line that explains the chosen interval to the user."""
     step = max(statistics.median(one.step for one in measured), 1e-6)
     cost = max(one.cost for one in measured)
     often = "every step" if chosen == 1 else f"every {chosen} steps"
@@ -80,14 +83,17 @@ def _time(seconds: float) -> str:
 
 
 class Cadence:
-    """Asked after every committed step, as an `Interval` is; the same answer on every rank."""
+    """An interval that adapts to the cost of snapshots. It is asked after every committed step, as an `Interval` is."""
 
     def __init__(
         self,
         snapshots: Snapshots,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        training: int = 0,
     ) -> None:
+        self._training = training
         self._snapshots = snapshots
         self._say = say
         self._clock = clock
@@ -98,32 +104,33 @@ class Cadence:
         self._held = 0.0  # seconds that snapshots had taken from the training by then
         self._times: deque[float] = deque(maxlen=_RECENT)
 
-    def passed(self, run: ShardedRun) -> bool:
+    def passed(self, step: int, group: GatheringGroup) -> bool:
+        """Return whether a snapshot is due after this step. All ranks get the same answer."""
         now, held = self._clock(), self._snapshots.held
         if self._last is not None:
             self._times.append(max(now - self._last - (held - self._held), 0.0))
         self._last, self._held = now, held
         if self._review is None:
-            self._from, self._review = run.steps, run.steps + _FIRST
-        if run.steps >= self._review:
-            self._choose(run)
-        return (run.steps - self._from) % self.steps == 0
+            self._from, self._review = step, step + _FIRST
+        if step >= self._review:
+            self._choose(step, group)
+        return (step - self._from) % self.steps == 0
 
-    def _choose(self, run: ShardedRun) -> None:
+    def _choose(self, step: int, group: GatheringGroup) -> None:
         costs = self._snapshots.costs
         mine = [len(costs), _median(costs), _median(self._snapshots.durations), _median(self._times)]
-        told = run.gather(mine, all=True) or []
-        self._last = None  # the step after this one is timed from its own commit on
-        if min(count for count, *_ in told) < _LEAST:
-            self._review = run.steps + _FIRST
+        gathered = group.gather(mine, all=True) or []
+        self._last = None  # the time of this exchange does not belong to the next step
+        if min(count for count, *_ in gathered) < _LEAST:
+            self._review = step + _FIRST
             return
-        measured = [MeasuredCopy(*one) for _, *one in told]
+        measured = [MeasuredCopy(*one) for _, *one in gathered]
         before, self.steps = self.steps, interval(measured)
-        self._review = run.steps + max(_REVIEW, _SNAPSHOTS * self.steps)
+        self._review = step + max(_REVIEW, _SNAPSHOTS * self.steps)
         if self.steps != before:
-            self._from = run.steps
-        if run.is_main and run.training not in _told:
-            _told.add(run.training)
+            self._from = step
+        if group.is_main and self._training not in _told:
+            _told.add(self._training)
             self._say(reason(measured, self.steps))
 
 

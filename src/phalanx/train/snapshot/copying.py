@@ -1,7 +1,7 @@
-"""Copies of shards beside the training: they begin with the next forward, and the next update waits for their end.
+"""Copies shards during the training: from the next forward on, and the next update waits for the end of the copy.
 
-Between the two nobody changes a shard. Before them a script may: weights are clipped after a step, or exchanged for
-averaged ones to evaluate. On a GPU a stream of its own copies to pinned memory, and a thread does the rest; on the CPU
+Nothing changes a shard in between. Before the forward a script may: weights are clipped after a step, or exchanged for
+averaged ones to evaluate. On a GPU a separate stream copies to pinned memory and a thread does the rest; on the CPU
 that thread copies too.
 """
 
@@ -25,28 +25,28 @@ class _Waiting(NamedTuple):
     job: Future[None]
 
 
-class Copying:
-    """`shares_cores`: the thread takes its time from the training, as on a CPU that computes."""
+class ShardCopier:
+    """Copies the shards of one snapshot at a time. `shares_cores`: the training computes on the same CPU cores."""
 
     def __init__(self, thread: ThreadPoolExecutor, *, shares_cores: bool) -> None:
         self._thread = thread
         self._shares_cores = shares_cores
         self._waiting: _Waiting | None = None
         self._copied: threading.Event | None = None
-        self._began = 0.0  # `held` when the snapshot at hand was begun
-        self._beside = 0.0  # seconds of a core that its thread took
-        self.held = 0.0  # seconds for which the training's thread was kept from its work, all snapshots together
-        self.costs: deque[float] = deque(maxlen=_RECENT)  # of one snapshot
-        self.durations: deque[float] = deque(maxlen=_RECENT)  # from its first copy until it is complete
+        self._began = 0.0  # `held` when the current snapshot was begun
+        self._beside = 0.0  # CPU seconds of its thread
+        self.held = 0.0  # seconds that the training thread spent on snapshots, all together
+        self.costs: deque[float] = deque(maxlen=_RECENT)  # per snapshot
+        self.durations: deque[float] = deque(maxlen=_RECENT)  # per snapshot, from the first copy until it is complete
 
     def later(self, writer: Writer, finish: Callable[[], None]) -> Future[None]:
-        """`finish` is called in the thread when the shards are copied. Done when it has returned."""
+        """Copy with `writer` at the next forward, then call `finish` in the thread. Done when it has returned."""
         job: Future[None] = Future()
         self._waiting = _Waiting(writer, finish, job)
         return job
 
     def forward(self) -> None:
-        """Before the first forward of a step."""
+        """Start the copy, before the first forward of a step."""
         if self._waiting is None:
             return
         began = time.perf_counter()
@@ -57,7 +57,7 @@ class Copying:
         self.hold(time.perf_counter() - began)
 
     def update(self) -> None:
-        """Before an update: afterwards the shards may change."""
+        """Wait for the copy, before an update changes the shards."""
         self.forward()
         copied, self._copied = self._copied, None
         if copied is not None and not copied.is_set():
@@ -66,7 +66,7 @@ class Copying:
             self.hold(time.perf_counter() - began)
 
     def drop(self) -> None:
-        """What has not begun is not copied any more."""
+        """Drop a copy that has not started."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.job.set_result(None)
@@ -74,15 +74,15 @@ class Copying:
     # -- what it costs
 
     def hold(self, seconds: float) -> None:
-        """For so long the training's thread has worked for a snapshot."""
+        """Add seconds that the training thread has spent on a snapshot."""
         self.held += seconds
 
     def begin(self) -> None:
-        """A snapshot is begun, and what is held from now on is its cost."""
+        """Begin to measure the cost of a snapshot."""
         self._began, self._beside = self.held, 0.0
 
     def end(self) -> None:
-        """The last one is complete."""
+        """Record the cost of a snapshot that is complete."""
         self.costs.append(self.held - self._began + (self._beside if self._shares_cores else 0.0))
 
     def _run(self, waiting: _Waiting, copied: threading.Event) -> None:
@@ -93,7 +93,7 @@ class Copying:
             finally:
                 copied.set()
             waiting.finish()
-        except Exception as error:
+        except Exception as error:  # whoever waits for the job gets it
             waiting.job.set_exception(error)
             return
         self._beside += time.thread_time() - used

@@ -1,4 +1,4 @@
-"""How far a rank had come when it died, and how long ago there was a snapshot: in memory that outlives it."""
+"""The step counter of a rank, and the time of its last snapshot, in memory that outlives the rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import time
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 _STEP = struct.Struct("<q")
-_BOTH = struct.Struct("<qd")  # the second by a clock that all processes of a machine share
+_BOTH = struct.Struct("<qd")  # step, and a time by the monotonic clock that all processes of a host share
 _PREFIX = "steps."
 
 
 class Counter:
-    def __init__(self, vault: SnapshotMemoryClient, rank: int) -> None:
-        fd = vault.lend(counter_name(rank), mmap.PAGESIZE)
+    """The counter of this rank."""
+
+    def __init__(self, client: SnapshotMemoryClient, rank: int) -> None:
+        fd = client.lend(counter_name(rank), mmap.PAGESIZE)
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         os.close(fd)
         step, since = _BOTH.unpack_from(self._memory)
@@ -24,39 +26,43 @@ class Counter:
             _BOTH.pack_into(self._memory, 0, step, time.monotonic())
 
     def set(self, step: int) -> None:
+        """Set the committed step."""
         _STEP.pack_into(self._memory, 0, step)
 
     def begin(self, step: int) -> None:
-        """A snapshot of this step."""
+        """Set the step, and that a snapshot of it begins now."""
         _BOTH.pack_into(self._memory, 0, step, time.monotonic())
 
     def close(self) -> None:
+        """Unmap the memory; the agent keeps it."""
         self._memory.close()
 
 
 def counter_name(rank: int) -> str:
+    """Return the name of a rank's counter."""
     return f"{_PREFIX}{rank}"
 
 
 def is_counter(name: str) -> bool:
+    """Return whether this is the name of a counter."""
     return name.startswith(_PREFIX)
 
 
-def reached(vault: SnapshotMemoryClient) -> int:
-    """The newest step that any rank of this node had committed."""
-    return max((step for step, _ in _told(vault)), default=0)
+def reached(client: SnapshotMemoryClient) -> int:
+    """Return the newest step that any rank of this node has committed."""
+    return max((step for step, _ in _counters(client)), default=0)
 
 
-def waited(vault: SnapshotMemoryClient) -> float:
-    """Seconds since the ranks of this node have last begun a snapshot, or since they came."""
-    return max((time.monotonic() - since for _, since in _told(vault)), default=0.0)
+def waited(client: SnapshotMemoryClient) -> float:
+    """Return the seconds since the ranks of this node began their last snapshot, or since they started."""
+    return max((time.monotonic() - since for _, since in _counters(client)), default=0.0)
 
 
-def _told(vault: SnapshotMemoryClient) -> list[tuple[int, float]]:
+def _counters(client: SnapshotMemoryClient) -> list[tuple[int, float]]:
     found = []
-    for name in filter(is_counter, vault.names()):
-        fd = vault.show(name)
+    for name in filter(is_counter, client.names()):
+        fd = client.show(name)
         step, since = _BOTH.unpack(os.pread(fd, _BOTH.size, 0))
         os.close(fd)
-        found += [(step, since)] if since else []  # one that is just being made has neither
+        found += [(step, since)] if since else []  # one that is just being made has no time yet
     return found

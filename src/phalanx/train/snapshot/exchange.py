@@ -1,6 +1,6 @@
-"""Parts of a snapshot from node to node, memory to memory, over connections of their own.
+"""Sends parts of a snapshot from node to node, over separate connections.
 
-Not over those of the training: a large part would hold up its collectives.
+On the connections of the training a large part would delay its collectives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from phalanx.train.snapshot import part
 from phalanx.train.snapshot.part import Seal
 from phalanx.worker.process_group.aborter import GroupAborter
 
-_CHUNK = 64 << 20  # bytes a message
+_CHUNK = 64 << 20  # bytes per message
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part that one rank has, or has the memory of, and another is to have."""
+    """A part that one rank sends to another."""
 
     name: str
     sender: int
@@ -32,20 +32,21 @@ class Transfer:
 
 
 class Exchange:
-    """Made by all ranks together, as every process group is."""
+    """The connections between nodes. All ranks must make it together, as every process group."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
-        self._severing = GroupAborter()
-        with self._severing.watching():
+        self._aborter = GroupAborter()
+        with self._aborter.watching():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def carry(
         self, transfers: Sequence[Transfer], show: Callable[[str], int], lend: Callable[[str, int], int]
     ) -> list[int]:
-        """All of them at once: every rank gives the same list. Returns what has come here, for the caller to close.
+        """Do all transfers at once; every rank passes the same list. Returns what was received, for the caller to
+        close.
 
-        One for which there is no room here is not sent, and raises LaunchError when the others have come.
+        A part for which there is no memory here is not sent; LaunchError is raised after the others have been received.
         """
         memories: dict[int, int] = {}
         try:
@@ -92,8 +93,8 @@ class Exchange:
             raise refusal
 
     def close(self) -> None:
-        """Whoever waits in it stops waiting."""
-        self._severing.disconnect()
+        """Cut the connections, so that no thread waits for them."""
+        self._aborter.disconnect()
 
     def _coming(self, transfers: Sequence[Transfer]) -> list[int]:
         return [tag for tag, one in enumerate(transfers) if one.receiver == self._rank]
@@ -101,8 +102,8 @@ class Exchange:
     def _pass(
         self, transfers: Sequence[Transfer], tensors: dict[int, Sequence[torch.Tensor]], *, back: bool = False
     ) -> None:
-        """From senders to receivers, or back. Everything is asked for before anything is waited for: no order of ranks
-        can make one wait for another."""
+        """Send from senders to receivers, or back. All operations start before any is waited for, so that no order of
+        ranks can deadlock."""
         works: list[Any] = []
         for tag, parts in tensors.items():
             one = transfers[tag]
@@ -117,7 +118,7 @@ class Exchange:
 
 
 def _numbers(seal: Seal | None) -> torch.Tensor:
-    """Zeros: there is none to send."""
+    """Return a seal as a tensor; zeros: there is none."""
     return torch.tensor([seal.begin, seal.length, seal.checksum] if seal is not None else [0, 0, 0], dtype=torch.int64)
 
 

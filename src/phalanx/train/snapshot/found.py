@@ -1,4 +1,4 @@
-"""What the nodes hold, all together -> the newest snapshot that is whole, and who has which part of it."""
+"""Finds the newest complete snapshot among the parts that all nodes hold."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 
 from phalanx.train.snapshot.exchange import Transfer
 
-RESCUE = 2  # the turn of what a rank has written alone, beside the two that all write in turn
+RESCUE = 2  # the turn of a snapshot that one rank has written alone; 0 and 1 are written by all in turn
 
 
 class HeldPart(msgspec.Struct, frozen=True):
     """A sealed part in the memory of a node."""
 
-    node: int  # or one of several on it, where each of its ranks has an agent of its own
-    rank: int  # that wrote it
+    node: int  # or the agent, if a scheduler has started one per rank
+    rank: int  # of the writer
     turn: int
     step: int
     era: str
@@ -25,15 +25,15 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Division:
-    """Who writes a snapshot, as one rank sees it."""
+    """Which ranks write a snapshot together, as one of them sees it."""
 
-    together: tuple[int, ...]  # the ranks whose parts are the whole
-    writes: bool | None = None  # whether this one writes its shards; None: if it is in the first of all replicas
-    whole_nodes: bool = False  # each node has all of it, and needs no copy elsewhere
+    together: tuple[int, ...]  # the ranks whose parts make a complete snapshot
+    writes: bool | None = None  # whether this rank writes its shards; None: if it is in the first replica
+    whole_nodes: bool = False  # each node has a complete snapshot, and needs no copy elsewhere
 
 
 def division(replicas: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], rank: int) -> Division:
-    """Of a sharded state. Where each replica is on one node, and each node has one, every node writes all of it."""
+    """Return who writes a sharded state. If every node has a whole replica, every node writes all of it."""
     homes = [next((node for node in nodes if {*row} <= {*node}), None) for row in replicas]
     here = next(node for node in nodes if rank in node)
     if None in homes or not all(node in homes for node in nodes):
@@ -44,27 +44,30 @@ def division(replicas: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], 
 
 @dataclass(frozen=True)
 class FoundSnapshot:
+    """A complete snapshot, and which nodes hold its parts."""
+
     step: int
     turn: int
-    holders: Mapping[int, Sequence[int]]  # the rank that wrote a part -> nodes that have it
-    wholes: Sequence[tuple[int, ...]]  # ranks whose parts are the whole: without sharding, those of any one node
+    holders: Mapping[int, Sequence[int]]  # writer of a part -> nodes that hold it
+    wholes: Sequence[tuple[int, ...]]  # ranks whose parts are complete together: without sharding, those of any node
 
     def whole_for(self, node: int) -> tuple[int, ...]:
-        """One that is all on this node, if there is such a one."""
+        """Return ranks whose parts are complete, all on this node if possible."""
         near = (whole for whole in self.wholes if all(node in self.holders[rank] for rank in whole))
         return next(near, self.wholes[0])
 
     @property
     def next_turn(self) -> int:
-        """Of the two that are written in turn, the one to be written next: not the one that this is in."""
+        """The turn to write next: not the one that this snapshot is in."""
         return int(self.turn == 0)
 
     def name(self, rank: int) -> str:
+        """Return the name of a rank's part."""
         return f"{rank}.{self.turn}"
 
 
 def newest(held: Iterable[HeldPart]) -> FoundSnapshot | None:
-    """Only parts of one step and one era belong together."""
+    """Return the newest complete snapshot. Only parts of one step and one era belong together."""
     snapshots: dict[tuple[int, str, int], list[HeldPart]] = {}
     for one in held:
         snapshots.setdefault((one.step, one.era, one.turn), []).append(one)
@@ -79,7 +82,10 @@ def newest(held: Iterable[HeldPart]) -> FoundSnapshot | None:
 
 
 def transfers(found: FoundSnapshot, needed: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]]) -> list[Transfer]:
-    """So that each node has what its ranks need (`needed`, by rank): once a node, by turns of its ranks."""
+    """Return the transfers after which each node has the parts that its ranks need (`needed`, by rank).
+
+    A part is sent once per node; the ranks of a node take turns.
+    """
     planned = []
     for node, ranks in enumerate(nodes):
         missing = sorted({part for rank in ranks for part in needed[rank] if node not in found.holders[part]})

@@ -1,7 +1,7 @@
-"""One rank's part of a snapshot, in a memory of its own: a seal, tensors end to end, and a table of them.
+"""One rank's part of a snapshot in memory: a seal, the tensors, and a table of them.
 
-The seal says where the table is. It is broken before the first byte is written and made after the last, so whatever has
-one is whole; that it is still what was written, checksums say.
+The seal says where the table is. It is broken before the first byte is written and made after the last one, so a part
+with a seal is complete. Checksums show whether it was changed since.
 """
 
 from __future__ import annotations
@@ -24,74 +24,79 @@ from phalanx.train.checkpoint.saver import piece_of
 from phalanx.train.checkpoint.shares import Chunk
 
 HEAD = 64  # bytes for the seal
-DESCRIPTORS = "/proc/self/fd"  # memories have no other name
+DESCRIPTORS = "/proc/self/fd"  # a memfd has no other name
 _SEAL = struct.Struct("<8sQQI")
 _MAGIC = b"phalanx1"
 _POPULATE_WRITE = 23  # of <sys/mman.h>; Python has no name for it
-_STRETCH = 16 << 20  # bytes a call, for it has Python's lock
+_STRETCH = 16 << 20  # bytes per call, which holds the GIL
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What is in a memory, beside tensors."""
+    """The table of a part: all but the tensors."""
 
     step: int
-    era: str  # one life of the group: parts of different ones do not belong together, though the step be the same
-    rank: int  # that wrote it
-    together: tuple[int, ...]  # the ranks whose parts are the whole
+    era: str  # one per process group: parts of different eras do not belong together, even of the same step
+    rank: int  # of the writer
+    together: tuple[int, ...]  # the ranks whose parts make a complete snapshot
     extra: dict[str, Any]
-    plain: dict[str, Any] | None  # all that is no tensor; the first of `together` has it
+    plain: dict[str, Any] | None  # all that is not a tensor; the first of `together` has it
     random: dict[str, Any] = {}
     pieces: list[Piece] = []
 
     def table(self, file: str, size: int) -> Table:
-        """As if it were a file of a checkpoint."""
+        """Return the table as if the part were a file of a checkpoint."""
         return Table(self.rank, file, size, 0, 0, self.pieces, self.random)
 
 
 class Seal(msgspec.Struct, frozen=True):
+    """Where the table of a complete part is, and its checksum."""
+
     begin: int  # of the table
     length: int
     checksum: int
 
     @property
     def end(self) -> int:
+        """Where the table ends."""
         return self.begin + self.length
 
 
 class Writer:
-    """A memory to write, again and again. `lend` gives a descriptor of one that has at least so many bytes."""
+    """Writes parts to the same memory again and again. `lend(size)` returns a descriptor of at least that size."""
 
     def __init__(self, lend: Callable[[int], int]) -> None:
         self._lend = lend
         self._fd: int | None = None
-        self.abandoned = False  # nobody waits for what is being finished
+        self.abandoned = False  # `finish` need not complete
         self._buffer = Buffer(self._make, HEAD)
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        """Memory for chunks like these."""
+        """Allocate memory for chunks like these."""
         self._buffer.prepare(chunks)
 
     def take(self, chunks: Sequence[Chunk], *, overlap: bool = False) -> list[Placed]:
-        """Copy everything in; `finish` makes a part of it. `overlap`: all but shards; `start` and `copy` do these."""
+        """Copy the chunks; `finish` makes a part of them. `overlap`: leave shards to `start` and `copy`."""
         if self._fd is None:
             self._fd = self._lend(HEAD)
         break_seal(self._fd)
         return self._buffer.take(chunks, overlap=overlap)
 
     def start(self) -> None:
-        """Copy the shards that are on a GPU, beside what it is asked for next."""
+        """Start to copy the shards that are on a GPU, in a separate stream."""
         self._buffer.start_copies()
 
     def copy(self) -> None:
-        """Copy the shards that are on the CPU; in a thread beside the training. Waits for those of `start`."""
+        """Copy the shards that are on the CPU, and wait for those of `start`. Called in a thread."""
         self._buffer.copy_rest()
         self._buffer.ready()
 
     @property
     def sealed(self) -> bool:
+        """Whether the memory has a complete part."""
         return self._fd is not None and read_seal(self._fd) is not None
 
     def finish(self, part: Part, placed: Sequence[Placed]) -> None:
+        """Compute checksums, write the table and make the seal."""
         if self._fd is None:
             return
         self._buffer.ready()
@@ -107,6 +112,7 @@ class Writer:
         make_seal(self._fd, Seal(begin, len(table), integrity.checksum(table)))
 
     def close(self) -> None:
+        """Unmap the memory; the agent keeps it."""
         self._buffer.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -117,7 +123,7 @@ class Writer:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = fd
-        # All of it now, beside the training: page by page, while it is first written, takes several times as long.
+        # Allocate all pages now, beside the training: page faults during the copy take several times as long.
         os.posix_fallocate(fd, 0, size)
         memory = mmap.mmap(fd, size)
         with contextlib.suppress(OSError):  # an older kernel
@@ -127,15 +133,17 @@ class Writer:
 
 
 def break_seal(fd: int) -> None:
+    """Mark a part as incomplete."""
     os.pwrite(fd, bytes(HEAD), 0)
 
 
 def make_seal(fd: int, made: Seal) -> None:
+    """Mark a part as complete."""
     os.pwrite(fd, _SEAL.pack(_MAGIC, made.begin, made.length, made.checksum), 0)
 
 
 def read_seal(fd: int) -> Seal | None:
-    """None: nobody has finished it."""
+    """Return the seal of a part; None: it is incomplete."""
     head = os.pread(fd, _SEAL.size, 0)
     if len(head) < _SEAL.size:
         return None
@@ -145,7 +153,7 @@ def read_seal(fd: int) -> Seal | None:
 
 
 def read(fd: int) -> Part | None:
-    """None: there is none, or its table is not what was written."""
+    """Return the table of a part; None: it is incomplete, or the table was changed."""
     found = read_seal(fd)
     if found is None:
         return None
@@ -159,15 +167,15 @@ def read(fd: int) -> Part | None:
 
 
 def differences(fd: int) -> list[str]:
-    """What in it is not what was written. Reads all of it."""
+    """Return what was changed since a part was written. Reads all of it."""
     part = read(fd)
     if part is None:
-        return ["its table is not what was written"]
+        return ["its table was changed"]
     return loading.differences(DESCRIPTORS, [part.table(str(fd), os.fstat(fd).st_size)])
 
 
 def body(fd: int, size: int) -> torch.Tensor:
-    """The bytes behind the seal, up to `size`: of the memory itself, to send from or to receive into."""
+    """Return the bytes behind the seal, up to `size`, without a copy."""
     whole = torch.frombuffer(mmap.mmap(fd, max(size, HEAD)), dtype=torch.uint8)
     return whole[HEAD:size]
 
@@ -177,5 +185,5 @@ def _write(fd: int, data: bytes, place: int) -> None:
     while view:
         written = os.pwrite(fd, view, place)
         if not written:
-            raise CheckpointError("memory for a snapshot ends before its time")
+            raise CheckpointError("the memory for a snapshot is too small")
         view, place = view[written:], place + written

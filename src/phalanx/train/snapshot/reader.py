@@ -1,4 +1,4 @@
-"""What there is in the memories of all nodes: which snapshot is the newest, whether it is intact, and loading it."""
+"""Finds, checks and loads the newest snapshot that the agents of all nodes hold."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 class SnapshotReader:
-    """Every rank makes the same calls in the same order."""
+    """Reads snapshots. Every rank makes the same calls in the same order."""
 
     def __init__(
         self,
         group: WorkerProcessGroup,
-        vault: SnapshotMemoryClient,
+        client: SnapshotMemoryClient,
         generators: Sequence[torch.Generator],
         say: Callable[[str], None],
     ) -> None:
         self._group = group
-        self._vault = vault
+        self._client = client
         self._generators = generators
         self._say = say
         self.settle(group.topology.nodes)
 
-    def settle(self, vaults: tuple[tuple[int, ...], ...]) -> None:
-        """The ranks that have each vault, and where among them this one is."""
-        self.vaults = vaults
-        self.here = next(number for number, ranks in enumerate(vaults) if self._group.rank in ranks)
-        self.place = vaults[self.here].index(self._group.rank)
+    def settle(self, memories: tuple[tuple[int, ...], ...]) -> None:
+        """Set the ranks that share each memory, and find the place of this one."""
+        self.memories = memories
+        self.here = next(number for number, ranks in enumerate(memories) if self._group.rank in ranks)
+        self.place = memories[self.here].index(self._group.rank)
 
     def newest(self) -> FoundSnapshot | None:
-        """The newest that is whole, and is what was written, wherever its parts are."""
+        """Return the newest snapshot that is complete and unchanged, wherever its parts are."""
         held = self.held()
         while True:
             found = newest(held)
@@ -61,7 +61,7 @@ class SnapshotReader:
     def load(
         self, found: FoundSnapshot, kept: Mapping[str, object], between: Callable[[], Exchange]
     ) -> dict[str, Any] | None:
-        """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
+        """Restore in place; return what was saved as `extra`. None: it could not be read."""
         parts = self._parts(found)
         whole = found.whole_for(self.here)
         first = parts[whole[0]]
@@ -70,12 +70,12 @@ class SnapshotReader:
         targets = state.targets(kept, plain, loading.shapes(tables))
         needed = loading.needed(tables, targets)
         wanted = self._group.gather(needed, all=True) or []
-        planned = transfers(found, wanted, self.vaults)
-        if planned and (problem := self._problem(partial(carry, between(), planned, self._vault, check=True))):
+        planned = transfers(found, wanted, self.memories)
+        if planned and (problem := self._problem(partial(carry, between(), planned, self._client, check=True))):
             self._tell(found, problem)
             return None
         problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
-        if problem:  # some of it is in place by now
+        if problem:  # some objects are changed by now, so there is no way back
             raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
         state.restore(kept, plain, targets)
         rank = self._group.rank
@@ -88,7 +88,7 @@ class SnapshotReader:
         return extra
 
     def _problem(self, stage: Callable[[], None]) -> str:
-        """What went wrong with it on any rank."""
+        """Call `stage`; return what went wrong on any rank."""
         problem = ""
         try:
             stage()
@@ -101,7 +101,7 @@ class SnapshotReader:
         try:
             tables = []
             for part in parts:
-                fds.append(self._vault.show(found.name(part.rank)))
+                fds.append(self._client.show(found.name(part.rank)))
                 tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
             contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
             loading.read(contents, targets)
@@ -110,44 +110,44 @@ class SnapshotReader:
                 os.close(fd)
 
     def held(self) -> list[HeldPart]:
-        """By all vaults; each is looked at by its first rank."""
+        """Return all parts; the first rank of each memory reads it."""
         mine = []
-        for name in self._vault.names() if not self.place else ():
+        for name in self._client.names() if not self.place else ():
             part = self._part(name) if not is_counter(name) else None
             if part is not None:
                 turn = int(name.partition(".")[2])
                 mine.append(HeldPart(self.here, part.rank, turn, part.step, part.era, part.together))
-        told = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
-        return [one for text in told for one in msgspec.json.decode(text, type=list[HeldPart])]
+        gathered = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
+        return [one for text in gathered for one in msgspec.json.decode(text, type=list[HeldPart])]
 
     def _bad(self, found: FoundSnapshot) -> dict[tuple[int, int], str]:
-        """Node and rank of parts that are not what was written, and why. Each rank looks at some of its node's."""
+        """Return node and rank of parts that were changed, and why. The ranks of a node share the work."""
         node = self.here
         here = [rank for rank, holders in found.holders.items() if node in holders]
         mine: list[Any] = []
-        for rank in here[self.place :: len(self.vaults[node])]:
-            fd = self._vault.show(found.name(rank))
+        for rank in here[self.place :: len(self.memories[node])]:
+            fd = self._client.show(found.name(rank))
             try:
                 problems = differences(fd)
             finally:
                 os.close(fd)
             if problems:
                 mine.append([node, rank, f"the part of rank {rank}, on node {node}: {problems[0]}"])
-        told = self._group.gather(mine, all=True) or []
-        return {(where, rank): why for rows in told for where, rank, why in rows}
+        gathered = self._group.gather(mine, all=True) or []
+        return {(where, rank): why for rows in gathered for where, rank, why in rows}
 
     def _parts(self, found: FoundSnapshot) -> dict[int, Part]:
-        """All that is known, on all ranks."""
+        """Return the tables of all parts, on all ranks."""
         mine = []
         for rank, holders in found.holders.items():
             if not self.place and holders[0] == self.here:
                 part = self._part(found.name(rank))
                 mine += [msgspec.json.encode(part).decode()] if part is not None else []
-        told = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
-        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in told)}
+        gathered = [text for texts in self._group.gather(mine, all=True) or [] for text in texts]
+        return {part.rank: part for part in (msgspec.json.decode(text, type=Part) for text in gathered)}
 
     def _part(self, name: str) -> Part | None:
-        fd = self._vault.show(name)
+        fd = self._client.show(name)
         try:
             return read(fd)
         finally:
@@ -158,9 +158,11 @@ class SnapshotReader:
             self._say(f"phalanx: the snapshot of step {found.step} is not used: {why}")
 
 
-def carry(exchange: Exchange, planned: Sequence[Transfer], vault: SnapshotMemoryClient, *, check: bool = False) -> None:
-    """Parts from vault to vault. `check`: raises CheckpointError where one is not what was written."""
-    for fd in exchange.carry(planned, vault.show, vault.lend):
+def carry(
+    exchange: Exchange, planned: Sequence[Transfer], client: SnapshotMemoryClient, *, check: bool = False
+) -> None:
+    """Send parts from memory to memory. `check`: raise CheckpointError if one was changed."""
+    for fd in exchange.carry(planned, client.show, client.lend):
         problems = differences(fd) if check else []
         os.close(fd)
         if problems:

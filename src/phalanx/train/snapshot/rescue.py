@@ -1,7 +1,7 @@
-"""A rank that cannot leave its group, and alone has the state: what it holds, as a whole snapshot of its own.
+"""The rescue of a state that only one rank has, when that rank cannot leave its lost group: a complete snapshot.
 
-By a thread beside the one that trains, which sleeps in an operation that nobody will end. No word is exchanged with
-other ranks. What comes of it is found by those who take their places, as any other snapshot is.
+A second thread writes it while the main thread sleeps in an operation that will not end. Nothing is exchanged with
+other ranks. The ranks of the next group find it as any other snapshot.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 
-def rescue(past: StateOffer, vault: SnapshotMemoryClient, still: str) -> str:
-    """Why not, if not; then there is nothing of it. Raises LaunchError where there is no room.
+def rescue(offer: StateOffer, client: SnapshotMemoryClient, still: str) -> str:
+    """Write the snapshot; return "", or why it was not written. Raises LaunchError if there is no memory.
 
-    `still`: the `stillness` of the main thread, before it was looked at what it holds.
+    `still`: the `stillness` of the main thread, before `offer` was made.
     """
-    if past.sharded:
-        return "it has a shard, and not all of the state"
-    past.put_back()
-    found = state.taken(past.kept)
+    if offer.sharded:
+        return "it has a shard, not the whole state"
+    offer.put_back()
+    found = state.taken(offer.kept)
     if any(isinstance(tensor, DTensor) for tensor in found.tensors.values()):
-        return "it has a shard, and not all of the state"
+        return "it has a shard, not the whole state"
     for gpu in {tensor.device for tensor in found.tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(gpu)  # whatever stream the training has asked for its last update in
+        torch.cuda.synchronize(gpu)  # the last update may be in any stream
     part = Part(
-        past.step,
+        offer.step,
         secrets.token_hex(4),
-        past.rank,
-        (past.rank,),
-        packed({"epoch": past.epoch, "layouts": past.layouts}, "extra", {}),
+        offer.rank,
+        (offer.rank,),
+        packed({"epoch": offer.epoch, "layouts": offer.layouts}, "extra", {}),
         found.plain,
         randomness.packed(randomness.taken()),
     )
-    name = f"{past.rank}.{RESCUE}"
-    writer = Writer(partial(vault.lend, name))
+    name = f"{offer.rank}.{RESCUE}"
+    writer = Writer(partial(client.lend, name))
     try:
         placed = writer.take(share(found.tensors, 0, 1, frozenset(found.own)))
-        if stillness() != still:  # before there is a seal: nobody finds what may be of two steps
-            vault.drop(name)
-            return "its main thread went on"
+        if stillness() != still:  # before the seal is made: it may be a mixture of two steps
+            client.drop(name)
+            return "its main thread continued"
         writer.finish(part, placed)
     finally:
         writer.close()
@@ -62,9 +62,9 @@ def rescue(past: StateOffer, vault: SnapshotMemoryClient, still: str) -> str:
 
 
 def stillness() -> str | None:
-    """Of the main thread: the same text later says that it has not run in between. None: it does not sleep now."""
+    """Return a text that changes when the main thread runs. None: it is not asleep."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/status") as file:
-        told = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-        if told["State"].startswith("S"):
-            return f"{told['voluntary_ctxt_switches']} {told['nonvoluntary_ctxt_switches']}"
+        status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+        if status["State"].startswith("S"):
+            return f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
     return None

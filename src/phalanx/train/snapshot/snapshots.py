@@ -1,14 +1,14 @@
-"""The state, copied to memory that the agent of each node holds: there when all workers of a node are gone.
+"""Snapshots: copies of the state in memory that the agent of each node holds. They outlive all workers of a node.
 
-    snapshots = Snapshots(run, vault)
+    snapshots = Snapshots(run, client)
     snapshots.save(step, kept, extra)          # returns after one copy in memory
-    found = snapshots.newest()                 # all nodes together
+    found = snapshots.newest()                 # of all nodes
     extra = snapshots.load(found, kept)
 
 Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
-one is written the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
-that each node has all of it. With sharding each rank has a part of its own, and the next node a copy of it, unless each
-node has a replica of its own; shards are copied beside the next forward and backward (`forward`, `update`).
+one is written, the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
+that each node has all of it. With sharding each rank writes its own part, and the next node gets a copy, unless each
+node has a replica. Shards are copied during the next forward and backward (`forward`, `update`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 from phalanx.errors import LaunchError
 from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.buffer import Placed
-from phalanx.train.checkpoint.checkpoints import step_back
+from phalanx.train.checkpoint.checkpoints import lower_priority
 from phalanx.train.checkpoint.plain import packed
 from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.model import shard_placement
-from phalanx.train.snapshot.copying import Copying
+from phalanx.train.snapshot.copying import ShardCopier
 from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import RESCUE, Division, FoundSnapshot, division, newest
@@ -42,14 +42,16 @@ from phalanx.train.snapshot.reader import SnapshotReader, carry
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
-_SMALL = 1 << 20  # bytes whose checksums take less than to hand them to a thread, and to wait for Python's lock
+_SMALL = 1 << 20  # bytes whose checksums take less time than a switch to a thread
 
 
 class Snapshots:
+    """The snapshots of one run, as one rank writes and reads them."""
+
     def __init__(
         self,
         group: WorkerProcessGroup,
-        vault: SnapshotMemoryClient,
+        client: SnapshotMemoryClient,
         *,
         generators: Sequence[torch.Generator] = (),
         say: Callable[[str], None] | None = None,
@@ -58,58 +60,59 @@ class Snapshots:
         self._nodes = group.topology.nodes
         self._local = group.topology.local_ranks
         self._others = len(self._nodes) > 1
-        self._vault = vault
+        self._client = client
         self._generators = generators
         self.say = say if say is not None else _say
-        self._reader = SnapshotReader(group, vault, generators, self.say)
+        self._reader = SnapshotReader(group, client, generators, self.say)
         names = [f"{group.rank}.{turn}" for turn in (0, 1)]
-        self._writers = [Writer(partial(vault.lend, name)) for name in names]
-        self._counter = Counter(vault, group.rank)
+        self._writers = [Writer(partial(client.lend, name)) for name in names]
+        self._counter = Counter(client, group.rank)
         begin = partial(_begin_thread, group.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=begin)
-        self._copying = Copying(self._thread, shares_cores=group.device.type == "cpu")
+        self._copying = ShardCopier(self._thread, shares_cores=group.device.type == "cpu")
         self._exchange: Exchange | None = None
         self._job: Future[None] | None = None
-        self._writing = False  # what the job does, when it does not prepare to
+        self._writing = False  # the job writes a snapshot; else it allocates memory
         self._prepared = False
-        self._waited = 0.0  # seconds, for slower ranks: without a snapshot it would be in the next forward
-        self._again = 0  # the step at which one that was left out is due
+        self._waited = 0.0  # seconds for slower ranks, which the next forward would wait for otherwise
+        self._again = 0  # the step at which a skipped snapshot is due again
         self._pause = 1  # steps
         self._era = ""
-        self._turn = 0  # to be written next
-        self._looked = False  # at which turn it is
+        self._turn = 0  # of the two memories, the one to write next
+        self._looked = False  # the turn is known
         self._sharded = False
         self._divided: Division | None = None  # of shards
         self._chunks: dict[str, Chunk] = {}  # of shards, by name
         self._cleared = False
         self.off = False
 
-    def held_in(self, vaults: Sequence[str]) -> None:
-        """By rank. As a rule there is one a node; but a scheduler may have started an agent for each rank of it."""
+    def held_in(self, memories: Sequence[str]) -> None:
+        """Set the memory of each rank. Usually there is one per node, but a scheduler may start an agent per rank."""
         shared: dict[str, list[int]] = {}
-        for rank, name in enumerate(vaults):
+        for rank, name in enumerate(memories):
             shared.setdefault(name, []).append(rank)
         self._reader.settle(tuple(map(tuple, shared.values())))
 
     # -- steps
 
     def committed(self, step: int) -> None:
-        """Every step is told, for those who come after us to know how many of them they do again."""
+        """Record a committed step, so that the next group knows how many steps it repeats."""
         self._counter.set(step)
 
     def reached(self) -> int:
-        """The newest step that was committed by any rank that this node has ever had, until the training went back."""
-        return 0 if self._reader.place else reached(self._vault)
+        """Return the newest step that any rank of this node has committed."""
+        return 0 if self._reader.place else reached(self._client)
 
     def waited(self) -> float:
-        """Seconds since the last one here. Were each group to begin anew, with many deaths none would ever be due."""
-        return 0.0 if self._reader.place else waited(self._vault)
+        """Return the seconds since the last snapshot. If each group started at zero, frequent failures would prevent
+        snapshots."""
+        return 0.0 if self._reader.place else waited(self._client)
 
     # -- saving
 
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
-        """Copy the state; of shards, note that they are to be copied from the next `forward` on. False if it was left
-        out: the one before is not finished, or there is no room."""
+        """Copy the state; shards are copied from the next `forward` on. Return False if the snapshot was skipped: the
+        one before is not complete, or there is no memory."""
         began, waited = time.perf_counter(), self._waited
         try:
             return self._save(step, kept, extra)
@@ -117,26 +120,26 @@ class Snapshots:
             self._copying.hold(time.perf_counter() - began - (self._waited - waited))
 
     def forward(self) -> None:
-        """Before the first forward of a step."""
+        """Start to copy shards, before the first forward of a step."""
         self._copying.forward()
 
     def update(self) -> None:
-        """Before an update changes what is being copied."""
+        """Wait for the copy of shards, before an update changes them."""
         self._copying.update()
 
     @property
     def held(self) -> float:
-        """Seconds for which the training's thread was held, all snapshots together."""
+        """Seconds that the training thread has spent on all snapshots."""
         return self._copying.held
 
     @property
     def costs(self) -> Sequence[float]:
-        """Of the latest snapshots, in seconds of the training's time."""
+        """Seconds of training time per snapshot, for the latest ones."""
         return self._copying.costs
 
     @property
     def durations(self) -> Sequence[float]:
-        """Of the latest snapshots, until they were complete."""
+        """Seconds until a snapshot was complete, for the latest ones."""
         return self._copying.durations
 
     def _save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
@@ -172,7 +175,7 @@ class Snapshots:
         )
         carried = None
         if sharded and self._others and not divided.whole_nodes:
-            carried = partial(carry, self._between(), self._to_partners(), self._vault)
+            carried = partial(carry, self._between(), self._to_partners(), self._client)
         random = randomness.taken(self._generators)
         writer, small = self._writers[self._turn], _is_small(chunks)
         self._copying.begin()
@@ -191,21 +194,23 @@ class Snapshots:
         return True
 
     def wanted(self, step: int) -> bool:
-        """One that was left out is made up for, as soon as all ranks can."""
+        """Return whether a skipped snapshot is due at this step."""
         return step == self._again and not self.off
 
     def wait(self) -> None:
-        """Until the snapshot that was begun is there, as far as this rank is concerned."""
+        """Wait until this rank has written its part of the current snapshot."""
         self._copying.forward()
         if self._job is not None:
             wait([self._job])
 
     def close(self, patience: float = 0.0) -> None:
-        """What is not finished is not there; the one before is. `patience`: seconds for one that is nearly there, where
-        no living rank has all of the state."""
+        """Close; a snapshot that is not complete is dropped, and the one before is kept.
+
+        `patience`: seconds to wait for one that is nearly complete, if no rank has the whole state.
+        """
         self._hang_up()
         if patience and self._sharded:
-            self._copying.forward()  # nobody changes the shards any more
+            self._copying.forward()  # nothing changes the shards any more
         self._copying.drop()
         wait([self._job] if self._job is not None else [], patience if self._sharded else 0.0)
         for writer in self._writers:
@@ -214,7 +219,7 @@ class Snapshots:
         for writer in self._writers:
             writer.close()
         self._counter.close()
-        self._vault.close()
+        self._client.close()
 
     def _finish(
         self,
@@ -233,23 +238,23 @@ class Snapshots:
             self._writers[turn].prepare(chunks)
 
     def _start(self, call: Callable[[], None], chunks: Sequence[Chunk]) -> Future[None]:
-        """In the thread, or at once where that takes no longer."""
+        """Call in the thread, or at once if that is as fast."""
         return _done(call) if _is_small(chunks) else self._thread.submit(call)
 
     def _settled(self) -> bool:
-        """Whether the one before is there on all ranks: only then may the one before that be written over."""
+        """Return whether the last snapshot is complete on all ranks: only then may the one before it be overwritten."""
         job = self._job
         if job is None:
             return True
         done = job.done()
         failure = _reason(job.exception()) if done else ""
         began = time.perf_counter()
-        told = self._group.max({"busy": not done, "failed": bool(failure)})
+        state_of_all = self._group.max({"busy": not done, "failed": bool(failure)})
         self._waited += time.perf_counter() - began
-        if told["failed"]:
+        if state_of_all["failed"]:
             reasons = self._group.gather(failure, all=True) or []
             self._turn_off(next(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
-        if told["failed"] or told["busy"]:
+        if state_of_all["failed"] or state_of_all["busy"]:
             return False
         self._job = None
         if self._writing:
@@ -262,7 +267,7 @@ class Snapshots:
         return True
 
     def _begin(self) -> None:
-        """The first snapshot in this group: the newest of earlier ones is not the one to be written over."""
+        """Start the snapshots of this group: the newest of earlier ones must not be overwritten."""
         self._era = self._group.broadcast(secrets.token_hex(4))
         if not self._looked:
             found = newest(self._reader.held())
@@ -270,40 +275,40 @@ class Snapshots:
 
     def _turn_off(self, why: str) -> None:
         self.off = True
-        self._hang_up()  # nobody waits for one that has given up
+        self._hang_up()  # no rank waits for one that has stopped
         self._copying.drop()
         for writer in self._writers:
             writer.abandoned = True
         if self._job is None or self._job.done():
             self._let_go()
-        else:  # not while a thread of ours writes there: after it, and nobody waits for that
+        else:  # after the thread has stopped writing there; nothing waits for that
             self._thread.submit(self._let_go)
         if self._group.is_main:
             self.say(
-                f"phalanx: the training goes on without snapshots in memory: {why}\n"
-                "  fix: more memory; or --snapshot-every off, which says no word"
+                f"phalanx: training continues without snapshots in memory: {why}\n"
+                "  fix: more memory; or --snapshot-every off, to silence this"
             )
 
     def _let_go(self) -> None:
         with contextlib.suppress(LaunchError):
             for turn, writer in enumerate(self._writers):
-                if turn == self._turn or not writer.sealed:  # the other one may still be of use
+                if turn == self._turn or not writer.sealed:  # the other one may still be needed
                     writer.close()
-                    self._vault.drop(f"{self._group.rank}.{turn}")
+                    self._client.drop(f"{self._group.rank}.{turn}")
 
     def _clear(self) -> None:
-        """Of what others have left here, who stand elsewhere now."""
+        """Drop parts of ranks that are on other nodes now."""
         if self._reader.place:
             return
-        ranks = {*self._reader.vaults[self._reader.here]}
+        ranks = {*self._reader.memories[self._reader.here]}
         writers = {one.sender for one in self._to_partners() if one.receiver in ranks} | ranks
         used = {f"{rank}.{turn}" for rank in writers for turn in (0, 1)} | {*map(counter_name, ranks)}
-        self._vault.keep_only(used)
+        self._client.keep_only(used)
 
     # -- the next node
 
     def _between(self) -> Exchange:
-        """All ranks make it together, when they first need it."""
+        """Return the connections between nodes. All ranks make them together, at first use."""
         if self._exchange is None:
             self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
         return self._exchange
@@ -324,22 +329,22 @@ class Snapshots:
     # -- finding and loading
 
     def newest(self) -> FoundSnapshot | None:
-        """The newest that is whole, and is what was written, wherever its parts are."""
+        """Return the newest snapshot that is complete and unchanged, wherever its parts are."""
         return self._reader.newest()
 
     def load(self, found: FoundSnapshot, kept: Mapping[str, object]) -> dict[str, Any] | None:
-        """Restore in place. Returns what was given as `extra`; None: it could not be read after all."""
+        """Restore in place; return what was saved as `extra`. None: it could not be read."""
         extra = self._reader.load(found, kept, self._between)
         if extra is not None:
             self._turn, self._looked = found.next_turn, True
-            if found.turn == RESCUE:  # it was a way out, and takes as much memory as all ranks' together
+            if found.turn == RESCUE:  # it takes as much memory as the parts of all ranks together: replace it soon
                 self._again = found.step + 1
         return extra
 
 
 def _begin_thread(device: torch.device) -> None:
-    step_back()
-    if device.type == "cuda":  # else memory would be pinned in a context on the first GPU, which is another rank's
+    lower_priority()
+    if device.type == "cuda":  # else pinning would create a context on the first GPU, which belongs to another rank
         torch.cuda.set_device(device)
 
 
@@ -349,12 +354,12 @@ def _is_small(chunks: Sequence[Chunk]) -> bool:
 
 
 def _done(call: Callable[[], None]) -> Future[None]:
-    """What is done at once, as if a thread had done it."""
+    """Call at once, and return a future as if a thread had done it."""
     job: Future[None] = Future()
     try:
         call()
         job.set_result(None)
-    except Exception as error:
+    except Exception as error:  # `_settled` reports it
         job.set_exception(error)
     return job
 

@@ -1,8 +1,8 @@
-"""Cut what groups are held together by, so that whoever waits in one of their collectives stops waiting.
+"""Aborts process groups, so that no thread waits in one of their collectives any longer.
 
-gloo has no way to abort an operation that waits for a peer which neither answers nor closes. It gives up at once when a
-connection ends; so the connections that came to be while a group was formed are ended. They stay open as descriptors:
-gloo closes them itself, when the group is destroyed. NCCL can abort, and so can groups of shared memory: they are told.
+gloo cannot abort an operation that waits for a peer which neither answers nor closes. It gives up at once when a
+connection ends, so the connections that were made while a group formed are shut down. Their descriptors stay open: gloo
+closes them when the group is destroyed. NCCL and groups of shared memory can abort.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from phalanx.worker.process_group import nccl
 
 
 class GroupAborter:
-    """with severing.watching(): dist.init_process_group(…); later, from any thread: severing.cut()"""
+    """Finds the connections of process groups, and cuts them.
+
+    with aborter.watching():
+        dist.init_process_group(…)
+    aborter.cut()       # later, from any thread
+    """
 
     def __init__(self) -> None:
-        self._found: dict[str, int] = {}  # the socket's own name -> descriptor
+        self._found: dict[str, int] = {}  # name of a socket -> descriptor
         self._before: list[dict[str, int]] = []  # while groups are being formed
         self._pid = os.getpid()
         nccl.prepare()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Watch for connections that are made within this context."""
         before = _sockets()
         self._before.append(before)
         try:
@@ -38,7 +44,7 @@ class GroupAborter:
             self._before.remove(before)
 
     def watch_groups(self) -> Callable[[], None]:
-        """Those that a script makes itself, too: dist.new_group, device meshes. Returns what ends it."""
+        """Also watch groups that the script makes: dist.new_group, device meshes. Returns a function that ends it."""
         from torch.distributed import distributed_c10d as c10d
 
         theirs = c10d._new_process_group_helper
@@ -54,18 +60,19 @@ class GroupAborter:
         return end
 
     def cut(self) -> None:
+        """Abort all groups of this process: shared memory, gloo and NCCL."""
         if os.getpid() == self._pid:
-            _abort_ours()  # first: or they ask a store that has just been cut off, about which torch makes a noise
+            _abort_ours()  # first: they would ask a store that was just cut off, and torch would print errors
             self.disconnect()
             nccl.abort()
 
     def disconnect(self) -> None:
-        """What was watched alone: NCCL knows nothing of that, and is left alone."""
+        """Shut down the watched connections only. NCCL is not aborted."""
         if os.getpid() != self._pid:
             return
         for name, fd in self._all().items():
             with contextlib.suppress(OSError):
-                copy = os.dup(fd)  # what it refers to stays the same while we look
+                copy = os.dup(fd)  # refers to the same socket, whatever happens to fd
                 try:
                     if os.readlink(f"/proc/self/fd/{copy}") == name:
                         _end(copy)
@@ -79,6 +86,7 @@ class GroupAborter:
         return found
 
     def forget(self) -> None:
+        """Forget the connections that were found: their group is left."""
         self._found = {}
 
 
@@ -86,9 +94,9 @@ def _end(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     try:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.getpeername()  # not one that listens: gloo ends the process when it can accept nobody
-            # Not for writing: gloo's thread may just be about to answer a peer that was ready to receive, and when that
-            # write fails it forgets the operation, for which somebody then waits until the timeout.
+            sock.getpeername()  # raises for a listening socket, which must stay: gloo would end the process
+            # Not for writing: gloo's thread may be about to answer a peer that is ready to receive. If that fails, gloo
+            # forgets the operation, and its caller waits until the timeout.
             sock.shutdown(socket.SHUT_RD)
     finally:
         sock.detach()
@@ -105,6 +113,6 @@ def _sockets() -> dict[str, int]:
 
 
 def _abort_ours() -> None:
-    """Those that are being made, too: they wait in memory, and for no socket."""
-    if (living := sys.modules.get(paths.GROUPS)) is not None:
-        living.abort()
+    """Abort groups of shared memory, also those that are being made: they wait for no socket."""
+    if (registry := sys.modules.get(paths.GROUPS)) is not None:
+        registry.abort()

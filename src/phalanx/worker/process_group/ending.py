@@ -1,7 +1,7 @@
-"""How groups end: with the process, whether it came to its end, raised an exception or was interrupted.
+"""Closes process groups with the process, whether it ends normally, by an exception or by Ctrl-C.
 
-A signal whose default is to kill (SIGTERM) is left alone: the kernel closes everything, at once, even while torch waits
-in C++, where no Python handler would run.
+A signal that kills by default (SIGTERM) is left alone: the kernel closes everything at once, even while torch waits in
+C++, where no Python handler would run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any, Protocol
 
 
 class OpenGroup(Protocol):
+    """A group that must be closed."""
+
     pid: int
 
-    def close(self, *, failed: bool = False) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """Close the group; after a failure without waiting for other ranks."""
+        ...
 
 
 _open: list[OpenGroup] = []
@@ -26,7 +30,8 @@ _state: dict[str, Any] = {"failed": False, "watching": False, "hook": None}
 
 
 def watch(group: OpenGroup) -> None:
-    """After the group has formed: torch puts a hook of its own around exceptions then, and ours has to be outside."""
+    """Close the group when the process ends. Call it after the group has formed: torch then sets sys.excepthook, and
+    ours must be outside of that."""
     _open.append(group)
     if not _state["watching"]:
         _state["watching"] = True
@@ -35,12 +40,13 @@ def watch(group: OpenGroup) -> None:
 
 
 def forget(group: OpenGroup) -> None:
+    """Do not close the group any more."""
     if group in _open:
         _open.remove(group)
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Whether an exception that ends a run is more than a plain `sys.exit()`."""
+    """Return whether an exception is a failure, not a plain `sys.exit()`."""
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
@@ -61,7 +67,7 @@ def _at_exit() -> None:
         return
     keep_groups()
     for group in reversed([*_open]):
-        if group.pid == os.getpid():  # what a fork has of its parent's is not the fork's to close
+        if group.pid == os.getpid():  # a fork does not close the groups of its parent
             _close(group)
 
 
@@ -69,18 +75,18 @@ def _close(group: OpenGroup) -> None:
     try:
         group.close(failed=_state["failed"])
     except Exception:
-        # Python would note that it is ignored, and call it a success.
+        # At interpreter exit Python would ignore the exception, and exit with 0.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # at interpreter exit: a stream may be closed, or of any type
                 stream.flush()
         os._exit(1)
 
 
 def keep_groups() -> None:
-    """Never to be destructed: who lets go of a gloo group last waits for its threads, and has Python's lock as it does.
+    """Never destruct the groups of this process: destructing a gloo group joins its threads with the GIL held.
 
-    Those may wait for ranks that do not come, or are not there at all in a fork. The end of the process ends them all.
+    They may wait for ranks that do not come, and do not exist in a fork. The end of the process ends them all.
     """
     from torch.distributed.distributed_c10d import _world
 
@@ -89,5 +95,5 @@ def keep_groups() -> None:
 
 
 def keep(thing: object) -> None:
-    """Its destructor never runs."""
+    """Keep an object alive forever, so that its destructor never runs."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

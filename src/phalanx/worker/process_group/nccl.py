@@ -1,10 +1,10 @@
 """Leave NCCL groups that have lost a rank, without waiting for NCCL.
 
     abort()            in threads: kernels that wait for a peer end at once, the call itself may take long
-    forget_groups()    torch has no groups any more, and the next one can be formed
+    forget_groups()    torch has no groups any more, and the next one can form
 
-`ncclCommAbort` frees a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
-runs beside everything else, and the groups it works on are never destructed: their destructors would wait for it.
+`ncclCommAbort` ends a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
+runs in a thread, and its groups are never destructed: their destructors would wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.worker.process_group.ending import keep
 
-_aborting: set[int] = set()  # by `id`, backends that are aborted already; they are kept, so that no other has this id
+_aborting: set[int] = set()  # ids of backends that are aborted already; they are kept, so that ids stay unique
 _starting = threading.Lock()
 
 
@@ -30,16 +30,19 @@ VARIABLES = (
 
 
 def prepare() -> None:
-    """Before the first group of a process forms. The watchdog ends the process when a peer is gone, and the monitor
-    when the watchdog does not answer: both before anybody could form a new group."""
+    """Set environment variables, before the first group of a process forms.
+
+    Otherwise the watchdog ends the process when a peer is gone, and the monitor when the watchdog does not answer,
+    before a new group can form.
+    """
     handling, *others = VARIABLES
-    os.environ[handling] = "0"  # torchrun, and so our launcher, sets 1
+    os.environ[handling] = "0"  # torchrun and phalanx run set 1
     for variable in others:
         os.environ.setdefault(variable, "0")
 
 
 def abort() -> None:
-    """All communicators of this process, each in a thread. From any thread, also more than once."""
+    """Abort all communicators of this process, each in a thread. Any thread may call it, more than once."""
     with _starting:
         backends = [backend for backend in _backends() if id(backend) not in _aborting]
         for backend in backends:
@@ -50,7 +53,7 @@ def abort() -> None:
 
 
 def forget_groups() -> None:
-    """As torch's `_abort_process_group` does after its abort; what the groups consist of stays."""
+    """Make torch forget all groups, as its `_abort_process_group` does after the abort, without destructing them."""
     from torch.distributed import distributed_c10d as c10d
 
     world = c10d._world
@@ -87,7 +90,7 @@ def _backends() -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    """Each in a thread of its own: an abort may wait until all kernels on the device have ended, also those of other
-    communicators, which only their own aborts end."""
+    """Abort one communicator. Each has its own thread: an abort may wait for all kernels on the device, also those of
+    other communicators, which only their own aborts end."""
     with contextlib.suppress(RuntimeError):
         backend.abort()

@@ -1,4 +1,4 @@
-"""Plain objects and tensors as bytes and back. Never pickle: what comes from another process is data, not code."""
+"""Plain objects and tensors as bytes and back. Never pickle: data from another process must not be code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict and tensors"
 
 
 def encode(obj: Any) -> bytes:
+    """Return the object as bytes; raise UsageError if it cannot be sent."""
     try:
         return msgspec.msgpack.encode(_plain(obj, "the object"))
     except OverflowError as error:
@@ -27,7 +28,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, device: torch.device | None = None) -> Any:
-    """`device`: for tensors that were on an accelerator where they came from."""
+    """Return the object. `device`: for tensors that were on an accelerator."""
 
     def extended(code: int, body: memoryview) -> Any:
         if code == TUPLE:
@@ -77,7 +78,7 @@ def _ext(tensor: torch.Tensor, where: str) -> msgspec.msgpack.Ext:
     head = msgspec.msgpack.encode(
         [str(data.dtype).removeprefix("torch."), list(data.shape), tensor.device.type != "cpu"]
     )
-    # One element alone is contiguous whatever its stride is, and is no bytes then.
+    # A single element is contiguous with any stride, but could not be viewed as bytes.
     flat = data.view(-1).as_strided((data.numel(),), (1,))
     body = flat.view(torch.uint8).numpy().tobytes() if data.numel() else b""
     return msgspec.msgpack.Ext(TENSOR, struct.pack("<I", len(head)) + head + body)

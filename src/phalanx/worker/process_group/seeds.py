@@ -1,4 +1,4 @@
-"""Random numbers: the same on every rank where the model is made, a stream of its own for each rank afterwards."""
+"""Seeds: the same on every rank while the model is made, different per rank afterwards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *names: object) -> int:
-    """A seed for something by name: derive(seed, "data", epoch). The same everywhere, for ever."""
+    """Return a seed by name: `derive(seed, "data", epoch)`. It is the same everywhere and in all versions."""
     text = "\0".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_all(seed: int) -> None:
-    """Python's, NumPy's (where it is in use) and torch's generators, of every device."""
+    """Seed the generators of Python, NumPy (if imported) and torch, for every device."""
     import torch
 
     random.seed(seed)
@@ -26,12 +26,12 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # which takes its time to remember it for devices that may come to be
+    else:  # torch.manual_seed is slower: it also stores the seed for devices that may appear
         torch.default_generator.manual_seed(seed)
 
 
 def generator(seed: int, *names: object) -> torch.Generator:
-    """On the CPU, which is what samplers and loaders take."""
+    """Return a generator on the CPU, as samplers and loaders need it."""
     import torch
 
     return torch.Generator().manual_seed(derive(seed, *names))

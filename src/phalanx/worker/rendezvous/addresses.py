@@ -1,4 +1,4 @@
-"""Addresses of this machine and of others, as far as a worker has to know them."""
+"""Network addresses of this host and of others, as far as a worker needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 
 def resolve(host: str, port: int, limit: float = 3.0) -> list[str]:
-    """The numeric addresses of a name. OSError: there are none, or nobody answers in `limit` seconds."""
+    """Return the numeric addresses of a name. Raises OSError if there are none, or no answer in `limit` seconds."""
     found: list[list[str] | OSError] = []
 
     def ask() -> None:
@@ -19,9 +19,9 @@ def resolve(host: str, port: int, limit: float = 3.0) -> list[str]:
         except OSError as error:
             found.append(error)
         except UnicodeError:
-            found.append(OSError(f"“{host}” cannot be the name of a machine"))
+            found.append(OSError(f"“{host}” cannot be a host name"))
 
-    # In a thread that nobody has to wait for: a dead name server takes its time.
+    # In a thread that can be left behind: a dead name server takes long.
     asking = threading.Thread(target=ask, name=f"resolve {host[:60]}", daemon=True)
     asking.start()
     asking.join(limit)
@@ -32,7 +32,7 @@ def resolve(host: str, port: int, limit: float = 3.0) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is this machine's, whichever machine that is. A name never is: it may be resolved to anything."""
+    """Return whether it is a loopback address. A name is not: it may resolve to anything."""
     with contextlib.suppress(ValueError):
         parsed = ipaddress.ip_address(address.partition("%")[0])
         return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
@@ -40,7 +40,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has it: only then can a socket be bound to it."""
+    """Return whether this host has the address: a socket can be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -51,7 +51,7 @@ def is_own(address: str) -> bool:
 
 
 def route_to(address: str) -> str | None:
-    """The address that this machine would speak from. Nothing is sent."""
+    """Return the source address for packets to an address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -62,7 +62,7 @@ def route_to(address: str) -> str | None:
 
 
 def own() -> list[tuple[str, str]]:
-    """(interface, address) of all that is not loopback, IPv4 first."""
+    """Return (interface, address) of all interfaces but the loopback, IPv4 first."""
     import psutil
 
     found = []
@@ -78,11 +78,12 @@ def own() -> list[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str | None:
+    """Return the interface that has this address."""
     return next((name for name, mine in own() if mine == address), None)
 
 
 def name_misleads() -> bool:
-    """Whether this machine's own name stands for its loopback, or for nothing: gloo would tell others to call that."""
+    """Return whether the host name resolves to the loopback or to nothing: gloo would send that to other ranks."""
     try:
         addresses = resolve(socket.gethostname(), 0)
     except OSError:

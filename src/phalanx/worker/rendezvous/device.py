@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which backend suits that."""
+"""Which device a rank uses, and which backend fits it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 BOTH = "cpu:gloo,cuda:nccl"
-SHM = "shm"  # ours: shared memory within a machine, gloo between machines
-OURS = (SHM, "mpi")  # each of them is a whole group, for CPU tensors alone
+SHM = "shm"  # phalanx's own: shared memory within a host, gloo between hosts
+OURS = (SHM, "mpi")  # backends of phalanx, for CPU tensors only
 
 
 def wanted(device: str | torch.device | None, *, local_rank: int) -> torch.device:
-    """`local_rank` as the launcher gave it: 0 for a rank that sees its own device alone."""
+    """Return the device of this rank. `local_rank` is the launcher's: 0 for a rank that sees only its own device."""
     import torch
 
     asked = _parsed(device)
@@ -39,7 +39,7 @@ def wanted(device: str | torch.device | None, *, local_rank: int) -> torch.devic
                 fix='leave device out: phalanx.init(); or phalanx.init(device="cuda:0")',
             )
         return asked
-    # A rank that sees its own device alone sees one; ranks that share devices take turns.
+    # A rank that sees only its own device sees one; ranks that share devices take turns.
     return torch.device("cuda", local_rank % count)
 
 
@@ -50,14 +50,14 @@ def _parsed(device: str | torch.device | None) -> torch.device | None:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
-            f"device={device!r} is no device",
+            f"device={device!r} is not a device",
             details=[str(error).partition("\n")[0]],
             fix='leave device out: phalanx.init(); or phalanx.init(device="cpu")',
         ) from None
 
 
 def check_backend(backend: str | None) -> None:
-    """Before anybody is met: what torch refuses, it refuses when all have come."""
+    """Raise UsageError for an unknown backend, before the ranks meet: torch would raise after."""
     from importlib.util import find_spec
 
     import torch.distributed as dist
@@ -68,7 +68,7 @@ def check_backend(backend: str | None) -> None:
     if backend is None:
         return
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    ours = {*dist.Backend._plugins, *(["MPI"] if find_spec("mpi4py") else [])}  # of mpi torch itself knows nothing
+    ours = {*dist.Backend._plugins, *(["MPI"] if find_spec("mpi4py") else [])}  # torch itself does not know mpi
     here = [name for name in known if name.upper() in ours or dist.is_backend_available(name)]
     parts = str(backend).lower().split(",")
     for part in parts:
@@ -90,7 +90,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def kind(device: str | torch.device | None) -> str:
-    """Of device that this rank will compute on: "cpu", "cuda"."""
+    """Return the kind of device that this rank will use: "cpu", "cuda"."""
     import torch
 
     asked = _parsed(device)
@@ -100,14 +100,14 @@ def kind(device: str | torch.device | None) -> str:
 def backend_for(
     backend: str | None, device: torch.device, kinds: Sequence[str] = (), machines: Sequence[str] = ()
 ) -> str:
-    """`kinds`, `machines`: the devices of all ranks, and where they are, so that all of them choose alike."""
+    """Return the backend. `kinds`, `machines`: the devices and hosts of all ranks, so that all choose the same."""
     import torch.distributed as dist
 
     if backend is None:
         if device.type == "cuda" and dist.is_nccl_available():
             return BOTH
-        # With GPUs elsewhere in the group, the others have gloo beside NCCL. Where each rank has a machine of its own,
-        # there is nobody to share memory with, and gloo alone is faster.
+        # If other ranks have GPUs, they use gloo beside NCCL. If each rank is on another host, there is no memory to
+        # share, and gloo is faster.
         alone = 1 < len(set(machines)) == len(machines)
         return SHM if {device.type, *kinds} == {"cpu"} and not alone else "gloo"
     if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
@@ -124,7 +124,8 @@ def backend_for(
 
 
 def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | None]) -> None:
-    """`devices`: CUDA_VISIBLE_DEVICES of each rank of this node, so that all of them refuse alike."""
+    """Raise DeviceError if ranks would share a GPU with NCCL. `devices`: CUDA_VISIBLE_DEVICES of each rank of the node,
+    so that all raise."""
     import torch
 
     if device.type != "cuda" or "nccl" not in backend or HOST in os.environ:
@@ -138,7 +139,7 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
 
 
 def cuda_device(asked: str | torch.device | None) -> int:
-    """The index of the CUDA device that this rank is going to use; -1: none."""
+    """Return the index of the CUDA device that this rank will use; -1: none."""
     import torch
 
     found = _parsed(asked)
@@ -162,7 +163,7 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
     devices = range(torch.cuda.device_count()) if spare else [own]
 
     def prepare() -> None:
-        with contextlib.suppress(RuntimeError):  # whoever uses the device next is told what is wrong with it
+        with contextlib.suppress(RuntimeError):  # the next use of the device raises it too
             for index in devices:
                 _use_once(torch.device("cuda", index))
 
@@ -170,7 +171,7 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
 
 
 def _use_once(device: torch.device) -> None:
-    """What every training needs, and CUDA loads when it is first used. Draws no random numbers."""
+    """Use what every training needs, and CUDA loads at first use. Draws no random numbers."""
     import torch
 
     x = torch.ones(16, 16, device=device)
@@ -178,12 +179,12 @@ def _use_once(device: torch.device) -> None:
     torch.nn.functional.linear(x, weight).square().mean().backward()
     torch.optim.AdamW([weight]).step()
     if torch.cuda.nccl.is_available([x]):
-        torch.cuda.nccl.all_reduce([x])  # a communicator of its own, for one device
+        torch.cuda.nccl.all_reduce([x])  # a separate communicator, for one device
     torch.cuda.synchronize(device)
 
 
 def use(device: torch.device) -> None:
-    """Before the group forms: what NCCL makes, it makes on the current device."""
+    """Make a device the current one, before the group forms: NCCL uses the current device."""
     if device.type == "cuda":
         import torch
 

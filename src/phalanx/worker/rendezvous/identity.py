@@ -1,4 +1,4 @@
-"""Who this process is among the others, from whoever started it: one reader each, pure functions of the environment."""
+"""The rank of this process, as the launcher says: one reader per launcher, pure functions of the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 
 DEFAULT_PORT = 29500  # torchrun's
 LOOPBACK = "127.0.0.1"
-_PORTS = range(20000, 30000)  # below those that the kernel gives away
+_PORTS = range(20000, 30000)  # below the ephemeral ports of the kernel
 
 BY_HAND = "RANK={rank} WORLD_SIZE={size} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 python …"
 OR_RUN = "   (or phalanx run …, which sets them all)"
@@ -22,33 +22,34 @@ OR_RUN = "   (or phalanx run …, which sets them all)"
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known before anybody was met. None: whoever started this process does not say."""
+    """What is known before the ranks meet. None: the launcher does not say."""
 
-    launcher: str  # in words
+    launcher: str  # for messages
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
     local_world_size: int | None = None
     node_rank: int | None = None
-    address: str | None = None  # where the store is; None, or no port: whoever asks for it says what is missing
+    address: str | None = None  # of the store; None, or no port: `methods.choose` says what is missing
     port: int | None = None
-    assumed: bool = False  # nobody gave that address: all ranks are taken to be on one machine
-    hosted: bool = False  # the launcher holds the store: no rank does
-    keeper: bool = True  # otherwise: whether this rank does
+    assumed: bool = False  # the address was not given: all ranks are expected on one host
+    hosted: bool = False  # the launcher hosts the store, not a rank
+    keeper: bool = True  # otherwise: whether this rank hosts it
     job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
     attempt: str = ""  # of a job that is restarted on a store that stays
-    generation: int | None = None  # of a group that forms anew while its survivors stay
-    topology: str = ""  # as `phalanx run` spells it
+    generation: int | None = None  # of a group that can regroup
+    topology: str = ""  # as `phalanx run` encodes it
     folder: str | None = None
-    notes: tuple[str, ...] = ()  # what was seen and not followed
+    notes: tuple[str, ...] = ()  # what was found and ignored
 
     @property
     def nobody(self) -> bool:
+        """Whether there is no launcher."""
         return self.launcher == NOBODY
 
     @property
     def other_nodes(self) -> bool:
-        """Whether some ranks are certainly on other nodes than this one."""
+        """Whether some ranks are known to be on other nodes."""
         return self.local_world_size is not None and self.local_world_size < self.world_size
 
 
@@ -62,13 +63,13 @@ ARGUMENTS = "arguments"
 
 
 def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size: int | None = None) -> Identity:
-    """`rank` and `world_size`, where given, win over the environment."""
+    """Return the identity of this process. `rank` and `world_size`, if given, take precedence over the environment."""
     try:
         found = _read(environ)
     except UsageError:
         if rank is None or world_size is None:
             return _half_given(environ, rank, world_size)
-        found = _nobody(environ)  # everything was said by hand, as that error would ask for
+        found = _nobody(environ)  # everything was given by hand, as the error asks for
     if rank is None and world_size is None:
         return found
     return _with_arguments(found, environ, rank, world_size)
@@ -82,14 +83,14 @@ def _read(environ: Mapping[str, str]) -> Identity:
 
 
 def _elastic(environ: Mapping[str, str]) -> Identity | None:
-    """`phalanx run`, torchrun, what speaks as they do (phalanx.spawn), and what calls them (accelerate launch)."""
+    """Read the variables of `phalanx run`, torchrun, phalanx.spawn and accelerate launch."""
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or "RANK" not in environ:
         return None
     launcher = ACCELERATE if _accelerate(environ) else TORCHRUN
     if RUN in environ or run_id.startswith("spawn-"):
         launcher = PHALANX if RUN in environ else SPAWN
-    said = Variables(launcher, environ, fix=f"start the script anew with {launcher}, or by hand: {_by_hand()}")
+    said = Variables(launcher, environ, fix=f"start the script again with {launcher}, or by hand: {_by_hand()}")
     size = said.number("WORLD_SIZE", least=1)
     rank = said.number("RANK", below=size)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -104,8 +105,8 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
         keeper=rank == 0 and not hosted,
-        # torchrun keeps its store when it restarts the ranks, and with it the keys of those that died. Our run has a
-        # name that all nodes know; its id each task of a scheduler may have made up by itself.
+        # torchrun keeps its store when it restarts the ranks, with the keys of those that died. A phalanx run has a
+        # name that all nodes know; its id may be different in each task of a scheduler.
         attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
         folder=environ.get(RUN_FOLDER) or None,
@@ -113,7 +114,7 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _scheduler(environ: Mapping[str, str]) -> Identity | None:
-    """A task of srun or mpirun. Who sets RANK and WORLD_SIZE in one, means them."""
+    """Read the variables of a task of srun or mpirun. RANK and WORLD_SIZE, if set, take precedence."""
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return None
     task = launchers.find(environ)
@@ -135,7 +136,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)]
     if address is None and task.hosts:
         address = task.hosts[0]
-        # Rank 0 need not be on the first node of the list: Slurm deals ranks out as it was told.
+        # Rank 0 need not be on the first node of the list: that depends on the distribution of Slurm.
         keeper = (task.node, task.local_rank) == (0, 0)
     elif address is None and not task.job and task.local_size == task.size:
         address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
@@ -166,7 +167,7 @@ def _hand_set(environ: Mapping[str, str]) -> Identity | None:
         others = [name for name in ("MASTER_ADDR", "MASTER_PORT") if said.text(name) is None]
         raise UsageError(
             f"{' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not: who else there is cannot be told",
+            f"{'is' if len(missing) == 1 else 'are'} not: the other ranks are not known",
             details=[f"set: {_listed(said.said)}", f"missing: {', '.join([*missing, *others])}"],
             fix=_by_hand(environ.get("RANK"), environ.get("WORLD_SIZE")) + OR_RUN,
         )
@@ -190,7 +191,7 @@ def _nobody(environ: Mapping[str, str]) -> Identity:
 
 
 def _half_given(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Identity:
-    """One of the two as an argument, the other from a variable that alone would not do."""
+    """Read the environment with one of the two given as an argument."""
     given = dict(environ)
     if rank is not None:
         given["RANK"] = str(rank)
@@ -206,7 +207,7 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
                 return replace(found, launcher=ARGUMENTS)
             given, missing = ("rank", "world_size") if world_size is None else ("world_size", "rank")
             raise UsageError(
-                f"{given}={rank if world_size is None else world_size} was given, but nobody says the {missing}",
+                f"{given}={rank if world_size is None else world_size} was given, but the {missing} is not known",
                 fix=f"phalanx.init(rank={rank or 0}, world_size={world_size or 2}), or phalanx run …",
             )
         _check(rank, world_size)
@@ -218,10 +219,10 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     note = (
-        f"rank {rank} of {world_size} was given, and is followed; "
+        f"rank {rank} of {world_size} was given, and is used; "
         f"{found.launcher} says rank {found.rank} of {found.world_size}"
     )
-    # What the launcher says about nodes is about its own ranks: who is on which is then seen when all have come.
+    # The launcher's nodes are for its own ranks: which rank is on which node is found when the ranks meet.
     return replace(
         found,
         rank=rank,
@@ -248,13 +249,15 @@ def _check(rank: int, world_size: int) -> None:
 
 
 class Master(TypedDict):
+    """MASTER_ADDR and MASTER_PORT."""
+
     address: str
     port: int | None
     assumed: bool
 
 
 def _master(said: Variables) -> Master:
-    """MASTER_ADDR and MASTER_PORT as set by hand; neither: all ranks are on this machine."""
+    """Return MASTER_ADDR and MASTER_PORT as set by hand; without them all ranks are on this host."""
     address = said.text("MASTER_ADDR")
     port = said.number("MASTER_PORT", least=1, below=1 << 16) if said.text("MASTER_PORT") else None
     if address is None:

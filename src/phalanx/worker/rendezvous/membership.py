@@ -1,4 +1,4 @@
-"""One formation of the group: from whoever started this process to a process group of torch.distributed."""
+"""Forms the process group: from the launcher's variables to a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from phalanx.worker.rendezvous.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-LONGEST = 1e9  # seconds: what torch can count
+LONGEST = 1e9  # seconds: the maximum of torch
 
 _files: dict[str, Any] = {}  # stores, by their paths
-_formed = 0  # so that a second formation in the same process does not read what the first has left in the store
-_generations: Counter[int] = Counter()  # the same: one training may follow another with nobody lost in between
+_formed = 0  # groups of this process: a later one must not read the keys of an earlier one in the store
+_generations: Counter[int] = Counter()  # the same per generation: one training may follow another
 
 
 @dataclass(frozen=True)
 class Membership:
+    """This rank in a process group that has formed."""
+
     identity: Identity
-    people: tuple[Participant, ...]  # everybody, by rank
+    people: tuple[Participant, ...]  # all ranks
     topology: Topology
     local_rank: int
     device: torch.device
-    backend: str  # "": no process group was made, for there is nobody else
-    store: Any  # torch's, under the prefix of this formation
-    keeper: bool  # whether the store lives in this process, and ends with it
+    backend: str  # "": no process group was made, because there is one process
+    store: Any  # torch's, with a prefix for this group
+    keeper: bool  # whether this process hosts the store, which ends with it
     place: MeetingPoint
-    owned: bool  # whether the process group was made here, and is to be destroyed here
+    owned: bool  # whether the process group was made here, and must be destroyed here
     timeout: float
 
     @property
@@ -54,21 +56,25 @@ class Membership:
 
 
 def form(
-    backend: str | None,
+    backend: str | None = None,
     *,
-    method: str | None,
-    rank: int | None,
-    world_size: int | None,
-    store: Any,
-    timeout: float | timedelta,
-    device: str | torch.device | None,
-    world: Assignment | None = None,
-    word: str = "",
+    method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Any = None,
+    timeout: float | timedelta = 300.0,
+    device: str | torch.device | None = None,
+    assignment: Assignment | None = None,
+    offer: str = "",
     met: Callable[[Membership], None] | None = None,
 ) -> Membership:
-    """`world`: where this process stands now, which is not where it stood when it was started. `word`: for all.
+    """Wait until all ranks are here, form the process group, and return this rank's membership in it.
 
-    `met` is called when all are here, and the group is about to form.
+    assignment  the rank and world size of this process now, if they are not those that it was started with
+    offer       what all other ranks learn from this one when they meet
+    met         called when all ranks are here, before the group forms
+
+    The other arguments are those of `phalanx.init`.
     """
     import torch.distributed as dist
 
@@ -77,7 +83,7 @@ def form(
         raise UsageError("method and store both say where to meet", fix="leave one of them out")
     if store is not None and not isinstance(store, dist.Store):
         raise UsageError(
-            f"store={store!r} is no store of torch.distributed",
+            f"store={store!r} is not a store of torch.distributed",
             details=["expected a TCPStore, a FileStore, or another that all ranks share"],
             fix="leave store out: phalanx.init()",
         )
@@ -86,22 +92,22 @@ def form(
         _refuse_another(backend, method=method, rank=rank, world_size=world_size, store=store)
         return _adopt(device, timeout)
     environ = os.environ
-    if world is not None:
-        environ.update(place_of(world))
-        if world.devices is not None:  # a spare has touched no device yet
-            environ["CUDA_VISIBLE_DEVICES"] = world.devices
+    if assignment is not None:
+        environ.update(place_of(assignment))
+        if assignment.devices is not None:  # a spare has not used any device yet
+            environ["CUDA_VISIBLE_DEVICES"] = assignment.devices
     told = methods.parse(method)
     identity = identify(
         environ,
         rank=told.rank if rank is None else rank,
         world_size=told.world_size if world_size is None else world_size,
     )
-    if world is not None:
-        identity = replace(identity, generation=world.generation)
+    if assignment is not None:
+        identity = replace(identity, generation=assignment.generation)
     if identity.nobody and (told.place is not None or store is not None):
         raise UsageError(
-            "nobody says which rank this is, or of how many",
-            details=[f"{'the store that was given' if store is not None else method} says where to meet, and no more"],
+            "the rank and the world size are not known",
+            details=[f"{'the store that was given' if store is not None else method} only says where to meet"],
             fix=f"phalanx.init({'store=store' if store is not None else f'method={method!r}'}, rank=0, world_size=2)",
         )
     for note in identity.notes:
@@ -109,7 +115,7 @@ def form(
     place = methods.choose(identity, told, environ, given=store is not None)
     keeper = place.kind == "tcp" and _keeps(identity, place)
     bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout, word=word, kind=kind(device))
+    where, people = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend,
@@ -129,13 +135,13 @@ def _seconds(timeout: float | timedelta) -> float:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, (int, float)) or not 0 < seconds < LONGEST:
         raise UsageError(
-            f"timeout={timeout!r} leaves no time to meet", details=["expected seconds"], fix="phalanx.init(timeout=300)"
+            f"timeout={timeout!r} is not a valid timeout", details=["expected seconds"], fix="phalanx.init(timeout=300)"
         )
     return seconds
 
 
 def _keeps(identity: Identity, place: MeetingPoint) -> bool:
-    """A launcher's store is at its own address; for any other, rank 0 keeps one."""
+    """Return whether this rank hosts the store. At an address that is not the launcher's, rank 0 does."""
     if (place.host, place.port) == (identity.address, identity.port):
         return identity.keeper
     return identity.rank == 0
@@ -164,17 +170,17 @@ def _open_file(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
     try:
         if os.path.basename(folder) == "meetings":
             os.makedirs(folder, mode=0o700, exist_ok=True)
-        # torch says nothing about a file that it cannot open: it tries until its time is up.
+        # torch does not report a file that it cannot open: it retries until the timeout.
         with open(place.path, "ab"):
             pass
     except OSError as error:
         raise JoinError(
-            f"the ranks are to meet in {place}, which cannot be written on {socket.gethostname()}: {error.strerror}",
+            f"the ranks meet in {place}, which cannot be written on {socket.gethostname()}: {error.strerror}",
             fix='a file that every rank sees: phalanx.init(method="file:///SHARED/PATH"); or set MASTER_ADDR',
         ) from None
     made = FileStore(place.path, identity.world_size)
     made.set_timeout(timedelta(seconds=timeout))
-    # torch would write to the file once more when the store goes, after the last rank has removed it.
+    # torch writes to the file again when the store is destructed, after the last rank has removed it.
     ending.keep(made)
     _files[place.path] = made
     atexit.register(_leave, place.path, identity.world_size, os.getpid())
@@ -182,8 +188,8 @@ def _open_file(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def _leave(path: str, world_size: int, pid: int) -> None:
-    """The last of all removes the file: with what is in it, nobody could meet there again."""
-    with contextlib.suppress(Exception):
+    """Remove the file if this is the last rank: with its contents, no group could meet there again."""
+    with contextlib.suppress(RuntimeError, OSError):  # at interpreter exit: the file may be gone
         if os.getpid() == pid and _files[path].add("phalanx/left", 1) == world_size:
             os.unlink(path)
 
@@ -195,23 +201,23 @@ def _meet(
     environ: Mapping[str, str],
     timeout: float,
     *,
-    word: str = "",
+    offer: str = "",
     kind: str = "",
 ) -> tuple[Any, tuple[Participant, ...]]:
-    """The roll call, and the store under a prefix of this formation's own."""
+    """Hold the roll call; return the store with a prefix for this group, and all participants."""
     global _formed
     from torch.distributed import PrefixStore
 
     _formed += 1
     which = str(_formed)
-    # One that has taken the place of another has formed fewer groups than those that it meets.
+    # A replacement has formed fewer groups than the ranks that it meets.
     if identity.generation is not None:
         _generations[identity.generation] += 1
         which = f"generation {identity.generation}.{_generations[identity.generation]}"
     store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
     devices = environ.get("CUDA_VISIBLE_DEVICES")
-    me = roll_call.here(identity, address=_address(place), devices=devices, word=word, kind=kind)
-    words = f"{place}{', which no other machine can reach' if _confined(place) else ''}"
+    me = roll_call.here(identity, address=_address(place), devices=devices, offer=offer, kind=kind)
+    words = f"{place}{', which no other host can reach' if _confined(place) else ''}"
     return store, roll_call.call(store, me, timeout, place=words, say=tcp_store.notice)
 
 
@@ -220,7 +226,7 @@ def _confined(place: MeetingPoint) -> bool:
 
 
 def _address(place: MeetingPoint) -> str:
-    """By which this machine is known to the others, as far as can be told."""
+    """Return the address by which other ranks reach this host, if it is known."""
     if place.kind == "alone":
         return ""
     if place.kind == "tcp":
@@ -286,7 +292,7 @@ def _found(
 
 
 def _tell_ranks(group: Any) -> None:
-    """Tells the backends of the default group the ranks of its members.
+    """Tell the backends of the default group the ranks of its members.
 
     torch knows them only for the first group of a process. In a later default group (after a recovery, say), a split,
     as a device mesh makes it, reads ranks from an empty list and crashes.
@@ -302,7 +308,7 @@ def _tell_ranks(group: Any) -> None:
 def _refuse_another(
     backend: str | None, *, method: str | None, rank: int | None, world_size: int | None, store: Any
 ) -> None:
-    """There is a process group: what was asked for beside must be what it is."""
+    """Raise if the arguments do not fit the process group that exists."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import BackendConfig
 
@@ -314,20 +320,20 @@ def _refuse_another(
         f"{name}={value!r} was given" for name, value in (("method", method), ("store", store)) if value is not None
     ]
     wrong += [
-        f"{name}={value} was given, where it is {there[name]}"
+        f"{name}={value} was given, but it is {there[name]}"
         for name, value in asked.items()
         if value is not None and value != there[name]
     ]
     if wrong:
         raise UsageError(
-            f"this process is in a process group already: rank {there['rank']} of {there['world_size']}",
+            f"this process is already in a process group: rank {there['rank']} of {there['world_size']}",
             details=wrong,
-            fix="phalanx.init() takes that group; for another, first run.close() or dist.destroy_process_group()",
+            fix="phalanx.init() uses that group; for another, first run.close() or dist.destroy_process_group()",
         )
 
 
 def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
-    """A process group that the script, or a library, has made already. It stays theirs."""
+    """Use a process group that the script or a library has made. It is not destroyed here."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -345,7 +351,7 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
 
 
 def choose_interface(identity: Identity, people: tuple[Participant, ...], place: MeetingPoint) -> None:
-    """gloo tells the others what this machine's name resolves to. Where that is the loopback, give it an interface."""
+    """Choose an interface for gloo if the host name resolves to the loopback: gloo sends that to other ranks."""
     if identity.launcher == PHALANX or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     me = people[identity.rank]

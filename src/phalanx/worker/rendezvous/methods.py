@@ -18,11 +18,13 @@ EXPECTED = "expected env://, tcp://HOST:PORT or file:///SHARED/PATH"
 
 @dataclass(frozen=True)
 class MeetingPoint:
+    """Where the ranks meet."""
+
     kind: Literal["tcp", "file", "given", "alone"]
     host: str = ""
     port: int = 0
     path: str = ""
-    said_by: str = ""  # how a user would write it: "MASTER_ADDR=node1"
+    said_by: str = ""  # the setting that it is from, for messages: "MASTER_ADDR=node1"
     by_method: bool = False
 
     def __str__(self) -> str:
@@ -33,7 +35,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class RendezvousMethod:
-    """What a URL says: the place, and the rank and world size that torch allows in its query."""
+    """A parsed URL: the place, and the rank and world size that torch allows in its query."""
 
     place: MeetingPoint | None  # None: env://
     rank: int | None = None
@@ -41,6 +43,7 @@ class RendezvousMethod:
 
 
 def parse(text: str | None) -> RendezvousMethod:
+    """Parse `method=`; raise UsageError if it is not known."""
     if text is None:
         return RendezvousMethod(None)
     url = urlsplit(text)
@@ -67,7 +70,7 @@ def parse(text: str | None) -> RendezvousMethod:
             raise UsageError(
                 f"the method {text} does not name a file",
                 details=[
-                    "expected file:///SHARED/PATH: three strokes, a file that every rank sees and that is not there"
+                    "expected file:///SHARED/PATH: three slashes, a file that every rank sees and that does not exist"
                 ],
                 fix=f'phalanx.init(method="file://{meant}", …)',
             )
@@ -78,14 +81,14 @@ def parse(text: str | None) -> RendezvousMethod:
 def _number(text: str, query: Mapping[str, str], name: str) -> int | None:
     value = query.get(name)
     if value is not None and not re.fullmatch(r"\d{1,9}", value, re.ASCII):
-        raise UsageError(f"{name}={value} in the method {text} is no number")
+        raise UsageError(f"{name}={value} in the method {text} is not a number")
     return None if value is None else int(value)
 
 
 def choose(
     identity: Identity, method: RendezvousMethod, environ: Mapping[str, str], *, given: bool = False
 ) -> MeetingPoint:
-    """The place for this world."""
+    """Return where the ranks of this run meet."""
     if given:
         return MeetingPoint("given")
     if method.place is not None:
@@ -112,5 +115,5 @@ def choose(
             details=[f"this is rank {identity.rank} of {identity.world_size}, and MASTER_ADDR is not set"],
             fix=f"mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT {DEFAULT_PORT} … python …",
         )
-    # MPI launchers do not say where rank 0 is, but a home on a shared disk is common where they are.
+    # MPI launchers do not say where rank 0 is, but their clusters usually have a shared home folder.
     return MeetingPoint("file", path=os.path.join(preferred(environ), "meetings", f"{identity.job}.store"))

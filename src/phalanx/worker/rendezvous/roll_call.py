@@ -1,4 +1,4 @@
-"""Is everybody here? Through the store, before the group forms, so that a timeout can say who is missing."""
+"""The roll call: all ranks meet at the store before the group forms, so that a timeout can say who is missing."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from phalanx.worker.rendezvous.topology import Topology
 
 NOTICE = 3.0
 SHOWN = 16  # ranks that a message names one by one
-HEARD = 3.0  # for all that are here to read why it came to nothing, before the store ends with one of them
+HEARD = 3.0  # seconds for all present ranks to read why it failed, before the store ends with one of them
 
 
 class Participant(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says about itself."""
+    """What a rank reports about itself."""
 
     rank: int
     world_size: int
     host: str
-    machine: str  # the same for all processes of a machine, whatever its name is
+    machine: str  # unique per host; host names may not be
     pid: int
     address: str = ""
     node: int | None = None
     local_rank: int | None = None
-    devices: str | None = None  # CUDA_VISIBLE_DEVICES, in which ranks of a node may differ
-    word: str = ""  # what it wants all others to know before they begin
-    kind: str = ""  # of device that it computes on: "cpu", "cuda"
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES, which may differ between ranks of a node
+    offer: str = ""  # the state that it holds, for a handover
+    kind: str = ""  # of its device: "cpu", "cuda"
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
@@ -46,8 +46,9 @@ _person: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Particip
 
 
 def here(
-    identity: Identity, *, address: str = "", devices: str | None = None, word: str = "", kind: str = ""
+    identity: Identity, *, address: str = "", devices: str | None = None, offer: str = "", kind: str = ""
 ) -> Participant:
+    """Return the report of this process."""
     return Participant(
         rank=identity.rank,
         world_size=identity.world_size,
@@ -58,13 +59,13 @@ def here(
         node=identity.node_rank,
         local_rank=identity.local_rank,
         devices=devices,
-        word=word,
+        offer=offer,
         kind=kind,
     )
 
 
 def _boot() -> str:
-    """Two machines may have one name."""
+    """Return the boot id: two hosts may have the same name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -75,7 +76,7 @@ def _boot() -> str:
 def call(
     store: Any, me: Participant, timeout: float, *, place: str, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Participant, ...]:
-    """Everybody, in order of rank. `place`: where the store is, in words."""
+    """Wait for all ranks, and return their reports by rank. `place`: where the store is, for messages."""
     try:
         _come_in(store, me, place)
         if me.world_size == 1:
@@ -83,9 +84,9 @@ def call(
         return _count(store, me, timeout, place, say) if me.rank == 0 else _listen(store, me, timeout, place, say)
     except RuntimeError as error:  # torch's
         raise JoinError(
-            f"the store is gone: whoever kept it has ended while rank {me.rank} waited for the others",
+            f"the store is gone: the process that hosted it ended while rank {me.rank} waited for the others",
             details=[f"it was at {place}", f"torch says: {str(error).partition(chr(10))[0]}"],
-            fix="see what rank 0 says, which keeps the store where no launcher does",
+            fix="see the output of rank 0, which hosts the store if the launcher does not",
         ) from None
 
 
@@ -94,17 +95,17 @@ def _come_in(store: Any, me: Participant, place: str) -> None:
     if first:
         store.set(_key(me.rank), msgspec.msgpack.encode(me))
         return
-    # Whoever came first may be between the two calls.
+    # The first process with this rank may be between the two calls.
     _await(store, [_key(me.rank)], 1.0)
     other = _person.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
     raise JoinError(
         f"rank {me.rank} is already there{f': {other}' if other else ''}",
         details=[f"this is pid {me.pid} on {me.host}; they meet at {place}"],
-        fix="give every process a RANK of its own"
+        fix="give every process a different RANK"
         + (
             ", and remove the file if it is left from an earlier run"
             if place.startswith("the file")
-            else "; a process that a rank has started must not join again (unset RANK); two jobs need two MASTER_PORTs"
+            else "; a process that a rank has started must not join (unset RANK); two jobs need different MASTER_PORTs"
         ),
     )
 
@@ -112,13 +113,13 @@ def _come_in(store: Any, me: Participant, place: str) -> None:
 def _count(
     store: Any, me: Participant, timeout: float, place: str, say: Callable[[str], None]
 ) -> tuple[Participant, ...]:
-    """Rank 0 looks who is here, and tells the others."""
+    """Wait for all ranks on rank 0, and tell the others."""
     keys = [_key(rank) for rank in range(me.world_size)]
 
     def waiting() -> None:
         say(f"rank 0 waits for {_ranks(_missing(store, me.world_size))} at {place}")
 
-    # Whoever comes at the last moment is here.
+    # A rank that comes at the last moment counts.
     if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
     people = tuple(_person.decode(value) for value in _values(store, keys))
@@ -135,7 +136,7 @@ def _count(
 
 
 def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
-    """Rank 0's verdict, told to all that are here."""
+    """Send the error of rank 0 to all present ranks, and return it."""
     here = me.world_size - len(_missing(store, me.world_size))
     store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix, here]))
     _hear(store, here)
@@ -143,9 +144,9 @@ def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
 
 
 def _hear(store: Any, here: int) -> None:
-    """Whoever keeps the store must not be gone before the others have read."""
+    """Wait until the other ranks have read the error: the store may end with this process."""
     end = time.monotonic() + HEARD
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(RuntimeError):  # torch's, if the store is gone
         heard = store.add("heard", 1)
         while heard < here and time.monotonic() < end:
             time.sleep(0.01)
@@ -159,7 +160,7 @@ def _listen(
         if not store.check([_key(0)]):
             say(f"rank {me.rank} waits for rank 0 at {place}")
 
-    # A little longer than rank 0, whose word on who is missing is the same for all.
+    # Wait a little longer than rank 0, whose message about who is missing is the same for all.
     if not _await(store, ["verdict"], timeout + 2, waiting):
         # Rank 0 may have come, and ended before it had counted.
         raise _absent(store, me, _missing(store, me.world_size) or [0], timeout, place)
@@ -179,7 +180,7 @@ def _listen(
 
 
 def together(store: Any, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
-    """Before what all ranks have to do: who does not come is named, while torch would wait in silence."""
+    """Wait until all ranks are about to make `name` together; raise with the missing ranks after the timeout."""
     store.set(f"{name}/{me.rank}", "")
     keys = [f"{name}/{rank}" for rank in range(me.world_size)]
 
@@ -236,22 +237,22 @@ def _values(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
-    """Until all are set. By looking, for a `wait` that times out writes warnings, and holds up signals."""
-    start, told = time.monotonic(), False
+    """Wait until all keys are set. It polls: torch's `wait` blocks signals, and prints warnings at a timeout."""
+    start, noticed = time.monotonic(), False
     while not store.check(keys):
         passed = time.monotonic() - start
         if passed > timeout:
             return False
-        if not told and passed > NOTICE:
-            told = True
+        if not noticed and passed > NOTICE:
+            noticed = True
             waiting()
-        # Often at first, for whoever is about to come; later, as long as it has taken already counts for more.
+        # Poll often at first, then less.
         time.sleep(min(max(passed / 8, 0.0005), 0.05))
     return True
 
 
 def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
-    """By what `phalanx run` says, else by the launcher's nodes, else by machine."""
+    """Return the topology: as `phalanx run` says, else by the launcher's nodes, else by host."""
     if spelled:
         return Topology(decode(spelled), rank)
     by_node = all(person.node is not None for person in people)
@@ -263,7 +264,7 @@ def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Top
 
 
 def local_rank(people: Sequence[Participant], where: Topology) -> int:
-    """The launcher's where it tells the ranks of this node apart, which --virtual-local-rank does not."""
+    """Return the launcher's local rank, if it is unique on this node; with --virtual-local-rank it is not."""
     said = [people[rank].local_rank for rank in where.local_ranks]
     mine = people[where.rank].local_rank
     return (

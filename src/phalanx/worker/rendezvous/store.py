@@ -1,4 +1,4 @@
-"""Keys and values that all ranks of a run share: the store of torch.distributed, under the run's own prefix.
+"""Keys and values that all ranks share: the store of torch.distributed, with a prefix for the run.
 
 run.store.set("best", "0.93")
 run.store.wait("ready")
@@ -14,45 +14,50 @@ from phalanx.errors import JoinError
 
 
 class Store:
-    """Texts and bytes go in, bytes come out."""
+    """`run.store`: values are strings or bytes, and are returned as bytes."""
 
     def __init__(self, torch_store: Any, timeout: float) -> None:
-        self.torch_store = torch_store  # for what torch wants one: new groups, RPC
+        self.torch_store = torch_store  # for torch: new groups, RPC
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
+        """`run.store.set(key, value)`: set a value."""
         self.torch_store.set(key, value)
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
-        """Waits until somebody has set it."""
+        """`run.store.get(key)`: return a value; wait until it is set."""
         self.wait(key, timeout=timeout)
         return bytes(self.torch_store.get(key))
 
     def add(self, key: str, amount: int = 1) -> int:
-        """The number after adding; it begins at 0."""
+        """`run.store.add(key, 1)`: add to a number, which starts at 0, and return the sum."""
         return int(self.torch_store.add(key, amount))
 
     def check(self, *keys: str) -> bool:
-        """Whether all are set; returns at once."""
+        """`run.store.check(key)`: return whether all keys are set, without waiting."""
         return bool(self.torch_store.check(list(keys)))
 
     def wait(self, *keys: str, timeout: float | None = None) -> None:
-        """Until all are set. `timeout`: seconds; the run's own if none is given."""
+        """`run.store.wait(key)`: wait until all keys are set. `timeout`: seconds. Default: that of the run."""
         limit = self.timeout if timeout is None else timeout
         start, pause = time.monotonic(), 0.0005
-        # By looking, for torch's wait holds up signals, and writes warnings when its time is up.
+        # It polls: torch's `wait` blocks signals, and prints warnings at a timeout.
         while not self.check(*keys):
             if time.monotonic() - start > limit:
                 missing = [key for key in keys if not self.check(key)]
-                raise JoinError(f"nobody has set {', '.join(map(repr, missing))} in the store in {limit:g} s")
+                raise JoinError(f"{', '.join(map(repr, missing))} was not set in the store in {limit:g} s")
             time.sleep(pause)
             pause = min(pause * 1.4, 0.02)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Sets it where it is `expected`; "": where it is not set. Returns what it is then; b"": still not set."""
+        """`run.store.compare_set(key, expected, value)`: set the value if it is `expected`; "": if it is not set.
+
+        Returns the value afterwards; b"": still not set.
+        """
         found = bytes(self.torch_store.compare_set(key, expected, value))
-        # Of a key that is not set torch says that it is what was expected.
+        # torch returns `expected` for a key that is not set.
         return b"" if found == expected.encode() != value.encode() else found
 
     def delete(self, key: str) -> bool:
+        """`run.store.delete(key)`: delete a key; return whether it existed."""
         return bool(self.torch_store.delete_key(key))

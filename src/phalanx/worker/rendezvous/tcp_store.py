@@ -1,4 +1,4 @@
-"""torch's TCPStore: kept by one rank, called by the others. A wrong address is an error with its reason, in seconds."""
+"""torch's TCPStore: one rank hosts it, the others connect. A wrong address raises within seconds, with the reason."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from phalanx.worker.rendezvous.methods import MeetingPoint
 
 T = TypeVar("T")
 
-PATIENCE = 3.0  # for what should not be so, but may pass: a name, a route, a port that was just given up
-CALL = 1.5  # for one connection to be made
-ANSWER = 10.0  # for a store to say that it is one
+PATIENCE = 3.0  # seconds for problems that may pass: a name, a route, a port that was just released
+CALL = 1.5  # seconds for one connection
+ANSWER = 10.0  # seconds for a store to answer
 NOTICE = 3.0
 NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL}
 
 
 def open_store(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
-    """`identity.keeper` opens the port; everybody else calls it until it is there."""
+    """Host the store if `identity.keeper` is set; otherwise connect to it, as soon as it exists."""
     return _keep(place, identity, timeout) if identity.keeper else _call(place, identity, timeout)
 
 
 def answers(place: MeetingPoint) -> bool:
-    """Whether the port is still open. torch writes a page of C++ frames about a store that is not."""
+    """Return whether the port is still open. torch prints a page of C++ frames about a store that is gone."""
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), CALL):
         return True
     return False
 
 
 def notice(text: str) -> None:
+    """Print a message to standard error."""
     sys.stderr.write(f"phalanx: {text}\n")
     sys.stderr.flush()
 
 
-# -- the rank that keeps it
+# -- the rank that hosts it
 
 
 _kept: dict[tuple[str, int], Any] = {}
 
 
 def _keep(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
-    # For as long as the process lives: when a group forms again, some call before the port could be opened anew.
+    # As long as the process lives: when a group forms again, ranks connect before the port could be opened again.
     if (place.host, place.port) not in _kept:
         _kept[place.host, place.port] = _open_port(place, identity, timeout)
     return _kept[place.host, place.port]
@@ -71,7 +72,7 @@ def _open_port(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def _listen(place: MeetingPoint, local: str | None) -> socket.socket:
-    """On the loopback alone where that is the address: the store lets in whoever can call it."""
+    """Listen, only on the loopback if that is the address: the store accepts any connection."""
 
     def bind() -> socket.socket:
         if local is not None:
@@ -82,9 +83,9 @@ def _listen(place: MeetingPoint, local: str | None) -> socket.socket:
         return socket.create_server(("", place.port), backlog=2048)
 
     def refused(error: OSError) -> Exception:
-        reason = "something else has it" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
         return PortError(
-            f"port {place.port} cannot be had on {socket.gethostname()}, where the ranks are to meet: {reason}",
+            f"port {place.port} cannot be opened on {socket.gethostname()}, where the ranks meet: {reason}",
             details=[f"they meet at {place}"],
             fix=_set_port(place),
         )
@@ -93,12 +94,12 @@ def _listen(place: MeetingPoint, local: str | None) -> socket.socket:
 
 
 def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
-    """Whether a call to an address that no interface has still ends here: a service address, a forwarded port."""
+    """Return whether a connection to an address of no interface ends here: a service address, a forwarded port."""
     word = os.urandom(16)
     for address in found:
         with contextlib.suppress(OSError), socket.create_connection((address, port), CALL) as calling:
             calling.sendall(word)
-            # Other ranks may be calling already.
+            # Other ranks may be connecting already.
             while select.select([listener], [], [], 1.0)[0]:
                 taken, _ = listener.accept()
                 with taken, contextlib.suppress(OSError):
@@ -108,7 +109,7 @@ def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
     return False
 
 
-# -- the ranks that call
+# -- the ranks that connect
 
 
 def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
@@ -121,7 +122,7 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
             try:
                 return _torch_store(address, place, identity, timeout)
             except JoinError:
-                if time.monotonic() - start > PATIENCE:  # else it may be that of a job that is just ending
+                if time.monotonic() - start > PATIENCE:  # else it may be the store of a job that is just ending
                     raise
         elif kind == "loopback" and (identity.other_nodes or identity.node_rank) and not identity.hosted:
             raise _loopback(place, identity)
@@ -133,7 +134,7 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
                 raise JoinError(
                     f"the store of {identity.launcher} is gone: {reason}",
                     details=[f"it was at {place}"],
-                    fix=f"see why {identity.launcher} ended, and start anew",
+                    fix=f"see why {identity.launcher} ended, and start again",
                 )
             if not told and now - start > NOTICE:
                 told = True
@@ -149,7 +150,7 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def _try(place: MeetingPoint) -> tuple[str, str, str]:
-    """(what is wrong, in words, the address that works)."""
+    """Return (kind of problem, message, address that works)."""
     try:
         found = addresses.resolve(place.host, place.port)
     except OSError as error:
@@ -161,7 +162,7 @@ def _try(place: MeetingPoint) -> tuple[str, str, str]:
             with socket.create_connection((address, place.port), CALL) as calling:
                 if calling.getsockname() != calling.getpeername():
                     return "", "", address
-                # The kernel lent us the very port that we called, and we reached ourselves.
+                # The kernel chose the target port as the source port: this process is connected to itself.
                 kind, reason = "refused", "the connection was refused"
         except TimeoutError:
             kind, reason = "silent", f"no answer in {CALL:g} s"
@@ -173,7 +174,7 @@ def _try(place: MeetingPoint) -> tuple[str, str, str]:
             worst = (kind, f"{address}: {reason}" if address != place.host else reason, "")
     if worst[0] == "refused" and all(map(addresses.is_own, found)):
         kind = "loopback" if all(map(addresses.is_loopback, found)) else "own"
-        return kind, f"{worst[1]}; that is this machine itself: is rank 0 on another?", ""
+        return kind, f"{worst[1]}; that is this host: is rank 0 on another one?", ""
     return worst
 
 
@@ -201,10 +202,10 @@ def _torch_store(
                     master_listen_fd=fd,
                 )
             )
-        except Exception as error:
+        except Exception as error:  # reported below
             made.append(error)
 
-    # torch waits for ever for the first word of what took the call and is no store.
+    # torch waits forever for the first answer of a server that is not a store.
     making = threading.Thread(target=make, name="store", daemon=True)
     making.start()
     making.join(ANSWER)
@@ -213,7 +214,7 @@ def _torch_store(
     reason = str(made[0]).splitlines()[0] if made else f"it did not answer in {ANSWER:g} s"
     raise JoinError(
         f"what listens on {address} port {place.port} is not the store of this job: {reason}",
-        details=[f"rank {identity.rank} was told to meet the others at {place}"],
+        details=[f"rank {identity.rank} expects the other ranks at {place}"],
         fix=_set_port(place),
     )
 
@@ -233,7 +234,7 @@ def _words(error: OSError) -> str:
     return (error.strerror or str(error)) if error.args else "no reason given"
 
 
-# -- what is said
+# -- messages
 
 
 def _set_address(place: MeetingPoint, address: str = "ADDRESS_OF_RANK_0") -> str:
@@ -257,21 +258,21 @@ def _wrong(kind: str, place: MeetingPoint, reason: str, identity: Identity) -> J
     if kind == "unresolved":
         return _unresolved(place, OSError(reason))
     words = {
-        "unreachable": f"no way leads from {socket.gethostname()} to {place.host}",
+        "unreachable": f"there is no route from {socket.gethostname()} to {place.host}",
         "silent": f"{place.host} does not answer on port {place.port}",
     }
-    details = [reason, f"rank {identity.rank} was told to meet the others at {place}"]
+    details = [reason, f"rank {identity.rank} expects the other ranks at {place}"]
     if kind == "silent":
-        details.append(f"the machine is down, the address is another's, or a firewall drops port {place.port}")
+        details.append(f"the host is down, the address is wrong, or a firewall drops port {place.port}")
     return JoinError(
-        words.get(kind, f"{place.host} port {place.port} cannot be called"), details=details, fix=_set_address(place)
+        words.get(kind, f"cannot connect to {place.host} port {place.port}"), details=details, fix=_set_address(place)
     )
 
 
 def _unresolved(place: MeetingPoint, error: OSError) -> JoinError:
     return JoinError(
         f"the name {place.host} does not resolve on {socket.gethostname()}",
-        details=[f"the ranks are to meet at {place}", f"the name service says: {_words(error)}"],
+        details=[f"the ranks meet at {place}", f"the name service says: {_words(error)}"],
         fix=f"{_set_address(place)}, or add {place.host} to /etc/hosts or DNS",
     )
 
@@ -279,9 +280,9 @@ def _unresolved(place: MeetingPoint, error: OSError) -> JoinError:
 def _loopback(place: MeetingPoint, identity: Identity) -> JoinError:
     known = [address for _, address in addresses.own()] if identity.keeper else []
     return JoinError(
-        f"{place.host} stands for the machine itself on every machine, but the ranks are on several",
+        f"{place.host} is the loopback address, but the ranks are on several hosts",
         details=[
-            f"the ranks are to meet at {place}",
+            f"the ranks meet at {place}",
             f"this is rank {identity.rank} of {identity.world_size} on {socket.gethostname()}"
             + (f", node {identity.node_rank}" if identity.node_rank is not None else "")
             + (f", with {identity.local_world_size} ranks on this node" if identity.local_world_size else ""),
@@ -294,10 +295,10 @@ def _elsewhere(place: MeetingPoint, found: list[str], identity: Identity) -> Joi
     mine = [address for _, address in addresses.own()]
     shown = ", ".join(found)
     return JoinError(
-        f"rank {identity.rank} runs on {socket.gethostname()}, but {place.host} is another machine's address",
+        f"rank {identity.rank} runs on {socket.gethostname()}, but {place.host} is the address of another host",
         details=[
-            f"the ranks are to meet at {place}" + (f", which is {shown}" if shown != place.host else ""),
-            f"addresses of {socket.gethostname()}: {', '.join(mine) or 'the loopback alone'}",
+            f"the ranks meet at {place}" + (f", which is {shown}" if shown != place.host else ""),
+            f"addresses of {socket.gethostname()}: {', '.join(mine) or 'only the loopback'}",
         ],
         fix=_set_address(place, mine[0] if mine else "127.0.0.1"),
     )
@@ -305,8 +306,8 @@ def _elsewhere(place: MeetingPoint, found: list[str], identity: Identity) -> Joi
 
 def _not_here(place: MeetingPoint, identity: Identity) -> JoinError:
     return JoinError(
-        f"{place.host} is {socket.gethostname()}, where rank {identity.rank} is alone: rank 0 is on another machine",
-        details=[f"the ranks are to meet at {place}"],
+        f"{place.host} is {socket.gethostname()}, where rank {identity.rank} runs alone: rank 0 is on another host",
+        details=[f"the ranks meet at {place}"],
         fix=_set_address(place),
     )
 
@@ -317,7 +318,7 @@ def _nobody_there(place: MeetingPoint, identity: Identity, timeout: float, reaso
         f"{place}: {reason}",
     ]
     if identity.assumed:
-        details.append("all ranks are taken to be on this machine, for MASTER_ADDR is not set")
+        details.append("MASTER_ADDR is not set, so all ranks are expected on this host")
     return JoinError(
         f"rank 0 is missing: nobody has opened {place.host} port {place.port} in {timeout:g} s",
         details=details,

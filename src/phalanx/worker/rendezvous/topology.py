@@ -1,9 +1,9 @@
-"""Which ranks share a machine, and groups of them: one a node, and one of the first rank of every node.
+"""Which ranks share a node, and groups of them: one per node, and one of the first rank of every node.
 
 here = phalanx.topology()
-dist.all_reduce(tensor, group=here.local_group())       # within the machine
+dist.all_reduce(tensor, group=here.local_group())       # within the node
 if here.local_rank == 0:
-    dist.all_reduce(tensor, group=here.leader_group())  # between machines
+    dist.all_reduce(tensor, group=here.leader_group())  # between nodes
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class Topology:
-    """`nodes`: the ranks of each node, in the order of node ranks."""
+    """The nodes of a run. `nodes`: the ranks of each node, by node rank."""
 
     nodes: tuple[tuple[int, ...], ...]
     rank: int
 
     @cached_property
     def node_rank(self) -> int:
+        """The number of this node."""
         return next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """All ranks of this node, as the world counts them."""
+        """The global ranks of this node."""
         return self.nodes[self.node_rank]
 
     @property
     def local_rank(self) -> int:
+        """The number of this rank on its node."""
         return self.local_ranks.index(self.rank)
 
     @property
@@ -45,27 +47,27 @@ class Topology:
         return tuple(ranks[0] for ranks in self.nodes)
 
     def local_group(self, **options: Any) -> Any:
-        """A process group of this node's ranks. Every rank of the world has to call it, as with `new_group`."""
+        """Make a process group of this node's ranks. Every rank must call it, as with `new_group`."""
         import torch.distributed as dist
 
         groups = [dist.new_group(list(ranks), **options) for ranks in self.nodes]
         return groups[self.node_rank]
 
     def leader_group(self, **options: Any) -> Any:
-        """A process group of the first rank of every node. Every rank of the world has to call it."""
+        """Make a process group of the first rank of every node. Every rank must call it."""
         import torch.distributed as dist
 
         return dist.new_group(list(self.leaders), **options)
 
 
 def read(environ: Mapping[str, str]) -> Topology:
-    """From what `phalanx run` says, or from what any launcher does that has the same number of ranks on every node."""
+    """Read the topology: as `phalanx run` says, or any launcher that starts the same number of ranks on every node."""
     try:
         rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         text = environ.get(TOPOLOGY, "")
         nodes = spelling.decode(text) if text else _even(size, int(environ.get("LOCAL_WORLD_SIZE", str(size))))
     except ValueError as error:
-        raise UsageError(f"where this rank runs cannot be read from its environment: {error}") from None
+        raise UsageError(f"the topology cannot be read from the environment: {error}") from None
     if sum(map(len, nodes)) != size or not 0 <= rank < size:
         raise UsageError(
             f"RANK={rank} and WORLD_SIZE={size} do not fit {TOPOLOGY}={text}",
@@ -75,6 +77,7 @@ def read(environ: Mapping[str, str]) -> Topology:
 
 
 def here() -> Topology:
+    """Return the topology of this process."""
     return read(os.environ)
 
 

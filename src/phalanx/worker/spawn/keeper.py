@@ -1,7 +1,7 @@
-"""The process between the caller of `spawn` and its ranks: forks them, hosts their store, ends what is left of them.
+"""The keeper: the process between the caller of `spawn` and its ranks. It forks them, hosts their store and ends them.
 
-It is forked from the caller, or a fresh interpreter. In both cases it imports torch once and forks the ranks from
-itself, before it has a second thread. It ends them when one fails, when the caller says so, and when that is gone.
+It is a fork of the caller, or a fresh interpreter. In both cases it imports torch once and forks the ranks before it
+has a second thread. It ends them when one fails, when the caller asks for it, and when the caller is gone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -35,12 +36,12 @@ from phalanx.contract.variables import (
 from phalanx.worker.rendezvous import device
 from phalanx.worker.spawn import linux
 
+logger = logging.getLogger(__name__)
+
 ADDRESS = "127.0.0.1"
-SETTLE = 0.2  # after a failure, for other ranks to tell theirs: the first cause may be reported second
-GRACE = 2.0  # between SIGTERM and SIGKILL
-PATIENCE = (
-    0.5  # for what ranks had started, and what ends by itself: resource tracker, torch's manager of shared memory
-)
+SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+PATIENCE = 0.5  # seconds for what ends by itself: resource tracker, torch's manager of shared memory
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -49,24 +50,24 @@ preparing = False  # a fresh interpreter is importing the caller's script
 
 @dataclass(frozen=True)
 class SpawnSpec:
-    """What a keeper is told. The descriptors are its ends."""
+    """What the keeper needs to know. The descriptors are its ends."""
 
     caller: int  # pid
     ranks: int
-    backend: str | None  # of the process group; "": whichever is right; None: the function makes one, or none
+    backend: str | None  # of the process group; "": choose one; None: make no group
     control: int  # a byte here: stop
-    status: int  # a line of JSON for every rank that has ended
-    listener: int  # bound already, so that nobody takes the port
+    status: int  # a line of JSON per rank that has ended
+    listener: int  # bound already, so that the port stays free
     port: int
-    pipes: tuple[tuple[int, int, int], ...]  # of each rank: stdout, stderr, what it returns
-    theirs: tuple[int, ...] = ()  # the caller's ends, which a fork has as well
+    pipes: tuple[tuple[int, int, int], ...]  # per rank: stdout, stderr, result
+    theirs: tuple[int, ...] = ()  # the caller's ends, which a fork has too
 
 
-def keep(crew: SpawnSpec, call: Call) -> None:
-    """Until every rank has ended, and whatever they have left is gone."""
-    _leave_the_caller(crew)
-    caller = os.pidfd_open(crew.caller)
-    if os.getppid() != crew.caller:
+def keep(spec: SpawnSpec, call: Call) -> None:
+    """Start the ranks, and return when they and all their descendants have ended."""
+    _leave_the_caller(spec)
+    caller = os.pidfd_open(spec.caller)
+    if os.getppid() != spec.caller:
         return
     linux.adopt_orphans()
     hosts = True
@@ -77,29 +78,29 @@ def keep(crew: SpawnSpec, call: Call) -> None:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     processes: dict[int, BaseProcess] = {}
-    for rank in range(crew.ranks):
-        process = _fork(crew, rank, call, (caller, woken, wake, *processes))
-        # At once: the start of the next one reaps those that have ended already.
+    for rank in range(spec.ranks):
+        process = _fork(spec, rank, call, (caller, woken, wake, *processes))
+        # At once: starting the next one reaps those that have ended.
         processes[os.pidfd_open(process.pid or 0)] = process
-    for fd in (fd for pipes in crew.pipes for fd in pipes):
+    for fd in (fd for pipes in spec.pipes for fd in pipes):
         os.close(fd)
-    # A handler that does nothing, so that the wake-up descriptor is written to.
+    # A handler that does nothing, so that the wakeup descriptor is written.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    store = _host(crew) if hosts else None
-    _watch(crew, processes, (crew.control, caller, woken))
+    store = _host(spec) if hosts else None
+    _watch(spec, processes, (spec.control, caller, woken))
     pids = {process.pid for process in processes.values() if process.pid}
     pids |= linux.end_descendants(PATIENCE, GRACE)
     linux.remove_shared_memory(pids)
     del store
 
 
-def _leave_the_caller(crew: SpawnSpec) -> None:
-    """Nothing that the caller set up for itself may happen here: handlers, exit functions, keys of its terminal."""
-    for fd in crew.theirs:
+def _leave_the_caller(spec: SpawnSpec) -> None:
+    """Undo what the caller has set up: signal handlers, exit functions, the controlling terminal."""
+    for fd in spec.theirs:
         os.close(fd)
-    with contextlib.suppress(PermissionError):  # leads a session already
+    with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
@@ -110,22 +111,22 @@ def _leave_the_caller(crew: SpawnSpec) -> None:
     _plain_streams()
 
 
-def _host(crew: SpawnSpec) -> Any:
-    """After the forks, because it has a thread. Ranks that come earlier wait in the socket's queue."""
+def _host(spec: SpawnSpec) -> Any:
+    """Host the store, after the forks, because it has a thread. Ranks that connect earlier wait in the queue."""
     from torch.distributed import TCPStore
 
-    return TCPStore(ADDRESS, crew.port, is_master=True, wait_for_workers=False, master_listen_fd=crew.listener)
+    return TCPStore(ADDRESS, spec.port, is_master=True, wait_for_workers=False, master_listen_fd=spec.listener)
 
 
-def _fork(crew: SpawnSpec, rank: int, call: Call, ours: tuple[int, ...]) -> BaseProcess:
-    # multiprocessing's, and not a bare fork, because it also gives a rank a clean multiprocessing of its own.
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(crew, rank, call, os.getpid(), ours))
+def _fork(spec: SpawnSpec, rank: int, call: Call, ours: tuple[int, ...]) -> BaseProcess:
+    # Not a bare fork: multiprocessing also resets its own state in the rank.
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(spec, rank, call, os.getpid(), ours))
     process.start()
     return process
 
 
-def _watch(crew: SpawnSpec, processes: Mapping[int, BaseProcess], stops: tuple[int, ...]) -> None:
-    """Until every rank has ended, by itself or because another one failed, or because they were stopped."""
+def _watch(spec: SpawnSpec, processes: Mapping[int, BaseProcess], stops: tuple[int, ...]) -> None:
+    """Wait until every rank has ended. End all if one fails, or if asked to stop."""
     alive = dict(enumerate(processes.values()))
     failed, asked, stop_at = False, False, float("inf")
     with selectors.DefaultSelector() as ready:
@@ -142,7 +143,7 @@ def _watch(crew: SpawnSpec, processes: Mapping[int, BaseProcess], stops: tuple[i
                     continue
                 os.close(key.fd)
                 code = alive.pop(key.data).exitcode
-                tell(crew.status, rank=key.data, code=code, time=time.time(), stopped=asked)
+                report(spec.status, rank=key.data, code=code, time=time.time(), stopped=asked)
                 if code and not failed:
                     failed, stop_at = True, time.monotonic() + SETTLE
             if time.monotonic() >= stop_at and alive:
@@ -151,7 +152,8 @@ def _watch(crew: SpawnSpec, processes: Mapping[int, BaseProcess], stops: tuple[i
                 asked, stop_at = True, time.monotonic() + GRACE
 
 
-def tell(status: int, **what: Any) -> None:
+def report(status: int, **what: Any) -> None:
+    """Send a line of JSON to the caller."""
     with contextlib.suppress(BrokenPipeError):
         os.write(status, json.dumps(what).encode() + b"\n")
 
@@ -159,22 +161,22 @@ def tell(status: int, **what: Any) -> None:
 # -- in a rank
 
 
-def _run(crew: SpawnSpec, rank: int, call: Call, keeper: int, ours: tuple[int, ...]) -> None:
+def _run(spec: SpawnSpec, rank: int, call: Call, keeper: int, ours: tuple[int, ...]) -> None:
     linux.die_with_parent(keeper)
-    result = _settle(crew, rank, ours)
-    os.environ.update(_environment(crew, rank))
+    result = _settle(spec, rank, ours)
+    os.environ.update(_environment(spec, rank))
     function, args, kwargs = call
     failed = False
     try:
         _calm()
-        with _group(crew.backend):
+        with _group(spec.backend):
             value = function(*args, **kwargs)
         answer = _packed(value)
     except SystemExit as error:
         failed = error.code not in (None, 0)
-        # `phalanx.main` has told its error already, and leaves by an exit that has it as its cause.
+        # `phalanx.main` has printed its error, and raises SystemExit with that as the cause.
         answer = _failure(error.__cause__ or error) if failed else _packed(None)
-    except BaseException as error:
+    except BaseException as error:  # reported to the caller
         failed = True
         answer = _failure(error)
     with contextlib.suppress(BrokenPipeError), open(result, "wb") as pipe:
@@ -183,24 +185,24 @@ def _run(crew: SpawnSpec, rank: int, call: Call, keeper: int, ours: tuple[int, .
     raise SystemExit(1 if failed or "error" in answer else 0)
 
 
-def _settle(crew: SpawnSpec, rank: int, ours: tuple[int, ...]) -> int:
-    """Streams of its own, and none of the descriptors that are for others. Returns where the result goes."""
-    out, err, result = crew.pipes[rank]
+def _settle(spec: SpawnSpec, rank: int, ours: tuple[int, ...]) -> int:
+    """Set up the streams of a rank, close the descriptors of others, and return the one for the result."""
+    out, err, result = spec.pipes[rank]
     for number, fd in ((1, out), (2, err)):
         os.dup2(fd, number)
     _plain_streams()
-    for fd in {fd for pipes in crew.pipes for fd in pipes} - {result}:
+    for fd in {fd for pipes in spec.pipes for fd in pipes} - {result}:
         os.close(fd)
-    for fd in (crew.control, crew.status, crew.listener, *ours):
+    for fd in (spec.control, spec.status, spec.listener, *ours):
         os.close(fd)
     return result
 
 
-_former: list[Any] = []  # kept, for its end would close what it writes to
+_former: list[Any] = []  # kept: their destructors would close the descriptors
 
 
 def _plain_streams() -> None:
-    """A notebook's are objects that send to threads which are not here, and may have locks that these held."""
+    """Replace the streams: those of a notebook use threads that a fork does not have, and locks that they held."""
     _former.extend((sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = _writer(1), _writer(2)
     setattr(sys, "__stdout__", sys.stdout)  # noqa: B010
@@ -211,50 +213,50 @@ def _writer(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def _environment(crew: SpawnSpec, rank: int) -> dict[str, str]:
-    """As under `phalanx run` on one node, with a store that is there already."""
+def _environment(spec: SpawnSpec, rank: int) -> dict[str, str]:
+    """Return the variables of a rank, as under `phalanx run` on one node."""
     for name in [*os.environ]:
         if name in (RUN, RUN_FOLDER, MEMORY, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     member = WorkerVariables(
         rank=rank,
-        world_size=crew.ranks,
+        world_size=spec.ranks,
         local_rank=rank,
-        local_world_size=crew.ranks,
+        local_world_size=spec.ranks,
         node=0,
         nodes=1,
         role="default",
-        run_id=f"spawn-{crew.caller}",
+        run_id=f"spawn-{spec.caller}",
         run="",
         run_folder="",
         address=ADDRESS,
-        port=crew.port,
+        port=spec.port,
         attempt=0,
         max_restarts=0,
         error_file="",
         signals="",
     )
     found = {name: value for name, value in worker_environment(member, os.environ).items() if value}
-    if crew.ranks > 1 and THREADS not in os.environ:
+    if spec.ranks > 1 and THREADS not in os.environ:
         found[THREADS] = "1"
-    # Everybody is on this machine, whatever its name resolves to.
+    # All ranks are on this host, whatever its name resolves to.
     return found | {name: form.format("lo") for name, form in INTERFACES.items() if name not in os.environ}
 
 
 def _calm() -> None:
-    """What a fork would share: the state of random generators. And as many threads as the environment says."""
+    """Seed the random generators, whose state forks share, and set the number of threads."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
         threads = os.environ.get(THREADS, "")
         if threads.isdecimal() and int(threads):
-            torch.set_num_threads(int(threads))  # the variable is read when torch is imported, which was long ago
+            torch.set_num_threads(int(threads))  # torch has read the variable at its import, in the keeper
 
 
 @contextlib.contextmanager
 def _group(backend: str | None) -> Any:
-    """The process group that was asked for; none, if the function is to make it."""
+    """Make the process group, unless the function does."""
     if backend is None:
         yield
         return
@@ -273,8 +275,8 @@ def _usual() -> str:
     import torch
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not torch.cuda.is_available() or torch.cuda.device_count() < size:  # NCCL wants a GPU for each
-        return "gloo" if torch.cuda.is_available() else device.SHM  # gloo takes tensors of a GPU too
+    if not torch.cuda.is_available() or torch.cuda.device_count() < size:  # NCCL needs a GPU per rank
+        return "gloo" if torch.cuda.is_available() else device.SHM  # gloo supports tensors on a GPU too
     torch.cuda.set_device(rank)
     return device.BOTH
 
@@ -282,7 +284,7 @@ def _usual() -> str:
 def _packed(value: Any) -> dict[str, Any]:
     try:
         return {"value": pickle.dumps(value)}
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the object, which may raise anything
         what = f"{type(value).__module__}.{type(value).__qualname__}"
         return {
             "error": f"its result, a {what}, cannot be sent back: {error}",
@@ -301,25 +303,27 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(type(error), error, trace)),
         "time": now,
     }
-    with contextlib.suppress(Exception):
+    try:
         answer["exception"] = pickle.dumps(error)
+    except Exception:  # many exceptions cannot be pickled; the traceback has the text
+        logger.debug("an exception cannot be pickled", exc_info=True)
     return answer
 
 
 # -- in a fresh interpreter
 
 
-def send(crew: SpawnSpec, payload: bytes, preparation: dict[str, Any] | None) -> bytes:
-    """What `main` reads. Our own words to our own child: as trustworthy as the function itself."""
-    return pickle.dumps({"crew": asdict(crew), "payload": payload, "preparation": preparation})
+def send(spec: SpawnSpec, payload: bytes, preparation: dict[str, Any] | None) -> bytes:
+    """Return what `main` reads, as pickle: from our own process to its child."""
+    return pickle.dumps({"spec": asdict(spec), "payload": payload, "preparation": preparation})
 
 
 def main(fd: int) -> None:
-    """The order is in this descriptor."""
+    """Run the keeper in a fresh interpreter. The descriptor has what `send` returned."""
     global preparing
     with open(fd, "rb") as file:
         order = pickle.load(file)  # noqa: S301
-    crew = SpawnSpec(**order["crew"])
+    spec = SpawnSpec(**order["spec"])
     try:
         if order["preparation"]:
             from multiprocessing import spawn
@@ -328,9 +332,9 @@ def main(fd: int) -> None:
             spawn.prepare(order["preparation"])
             preparing = False
         call = pickle.loads(order["payload"])  # noqa: S301
-    except BaseException as error:
-        tell(crew.status, broken=_failure(error)["traceback"])
+    except BaseException as error:  # reported to the caller
+        report(spec.status, broken=_failure(error)["traceback"])
         os._exit(1)
-    keep(crew, call)
+    keep(spec, call)
     sys.stdout.flush()
     os._exit(0)

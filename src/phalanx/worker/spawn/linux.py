@@ -1,4 +1,4 @@
-"""What Linux offers so that no rank outlives the caller of `spawn`: parent-death signal, sub-reaper, process trees."""
+"""Linux: no rank outlives the caller of `spawn`: parent-death signal, subreaper, process trees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MEMORY = "/dev/shm"  # noqa: S108
-# torch's keeper of shared memory, as the kernel cuts its name: it ends two seconds after the last process that used it,
-# and tidies up then, but not when it is killed.
+# torch_shm_manager, as the kernel cuts its name. It ends two seconds after the last process that used it and then
+# removes its files, but not if it is killed.
 _TIDIES_UP = "torch_shm_manag"
 _TIME_TO_TIDY = 4.0
 
@@ -24,19 +24,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its parent ends; if that has ended already, end here."""
+    """Let the kernel kill this process when its parent ends; if that has ended already, exit."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become children of this process, instead of init's."""
+    """Become the parent of descendants whose parent ends, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`."""
+    """Return all living descendants of `root`."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -51,9 +51,9 @@ def descendants(root: int) -> list[int]:
 
 
 def end_descendants(patience: float, grace: float) -> set[int]:
-    """Reap what is below this process; ask what lasts longer than `patience` to end, kill it after `grace`.
+    """Reap all descendants; after `patience` seconds send SIGTERM, and after `grace` more SIGKILL. Returns their pids.
 
-    Only for a sub-reaper: an orphan's own children come to it as well, so none is missed. Returns their pids.
+    Only for a subreaper: it becomes the parent of orphans, so none is missed.
     """
     start = time.monotonic()
     seen: set[int] = set()
@@ -82,7 +82,7 @@ def _name(pid: int) -> str:
 
 
 def _reap() -> bool:
-    """Collect every child that has ended; whether there are others."""
+    """Reap every child that has ended; return whether there are others."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -92,7 +92,7 @@ def _reap() -> bool:
 
 
 def remove_shared_memory(pids: set[int]) -> None:
-    """Files that torch named after these processes: a killed one cannot remove its own."""
+    """Remove the shared memory files of these processes: a killed one could not."""
     names = tuple(f"torch_{pid}_" for pid in pids)
     with contextlib.suppress(OSError):
         for name in os.listdir(_MEMORY):

@@ -1,11 +1,10 @@
-"""Ranks from Python, in a script or a notebook:
+"""`phalanx.spawn`: ranks from Python, in a script or a notebook.
 
 losses = phalanx.spawn(train, ranks=4, args=(0.1,))     # what each rank returned, in the order of ranks
 
-Inside, the process group is there, and `phalanx.init()` takes it as it is. Ranks are forks of this process
-where that is safe, so a lambda or a function of a notebook will do; otherwise they come from a fresh interpreter, to
-which the function is sent by pickle. What they return comes back by pickle too, over a pipe from our own child: as
-trustworthy as the function.
+In the function the process group exists, and `phalanx.init()` uses it. Ranks are forks of this process if that is safe,
+so a lambda or a function of a notebook works; otherwise they come from a fresh interpreter, to which the function is
+sent by pickle. Results are pickled too, over a pipe from our own child: as trustworthy as the function.
 """
 
 from __future__ import annotations
@@ -44,13 +43,14 @@ def spawn(
     backend: str | None = None,
     join: bool = True,
 ) -> list[Result]:
-    """Call `fn(*args, **kwargs)` in that many processes, and return what each returned.
+    """`phalanx.spawn(fn, ranks=4, args=(…))`: call `fn(*args, **kwargs)` in `ranks` processes; return all results.
 
-    The process group is made before the call and ended after it: of `backend`, or shm; where there are GPUs gloo, with
-    nccl beside it if there is one for every rank. `join=False` leaves it to the function, as to one that calls
-    `init_process_group` itself. `fresh` says whether ranks come from a new interpreter (True), from this process
-    (False), or from this process if that is safe (None). The first rank to fail ends the others, and is raised as a
-    RankError.
+    timeout  seconds for all ranks to end. Default: none
+    fresh    True: ranks come from a new interpreter; False: they are forks of this process. Default: forks, if safe
+    backend  of the process group. Default: shm; with GPUs gloo, and nccl too if there is a GPU per rank
+    join     False: make no process group, for a function that calls `init_process_group` itself
+
+    If a rank fails, the others are ended and RankError is raised with its traceback.
     """
     _check(fn, ranks)
     why = must_not_fork()
@@ -66,33 +66,33 @@ def spawn(
 
 
 def must_not_fork() -> str:
-    """Why ranks cannot be forks of this process, or nothing.
+    """Return why ranks cannot be forks of this process; "": they can.
 
-    Threads are no reason. The pool in which torch computes would hang a fork, but it belongs to the thread that uses
-    it: ranks are forked from a new thread, which has none, and so make their own.
+    Threads are no reason. The thread pool of torch would hang a fork, but it belongs to the thread that uses it: ranks
+    are forked from a new thread, which has none, and make their own.
     """
     if keeper.preparing:
         raise UsageError(
-            "spawn was called while a fresh rank imported this script",
+            "spawn was called while a fresh rank was importing this script",
             fix='put the call under `if __name__ == "__main__":`',
         )
     torch = sys.modules.get("torch")
     for name in ("cuda", "xpu"):
         device = getattr(torch, name, None)
         if device is not None and device.is_initialized():
-            return f"{name.upper()} is already up in it"
+            return f"{name.upper()} is already initialized in it"
     if _holds("/dev/nvidia-uvm"):
-        return "CUDA is already up in it"
+        return "CUDA is already initialized in it"
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return "it is in a process group itself"
+        return "it is in a process group"
     if multiprocessing.current_process().daemon:
-        return "it is a daemon of multiprocessing, such as a DataLoader's worker, which may have no children"
+        return "it is a daemon of multiprocessing, such as a worker of a DataLoader, which may not have children"
     return ""
 
 
 def _holds(path: str) -> bool:
-    """The driver's memory device is opened by cuInit and by nothing else: it tells even where torch does not know."""
+    """Return whether this process has a file open. Only cuInit opens the memory device of the driver."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}") == path:
@@ -107,11 +107,11 @@ def _check(fn: Any, ranks: Any) -> None:
         raise UsageError(f"ranks={ranks!r}: at least one", fix="phalanx.spawn(train, ranks=4)")
 
 
-# -- the keeper's start
+# -- starting the keeper
 
 
 class _Pipes:
-    """Both ends of everything between the caller and the keeper."""
+    """Both ends of all pipes between the caller and the keeper."""
 
     def __init__(self, ranks: int, backend: str | None) -> None:
         self._stack = contextlib.ExitStack()
@@ -131,7 +131,7 @@ class _Pipes:
                 ) from None
             raise
         self.mine = RankEnds(control, told, tuple((pair[0][0], pair[1][0], pair[2][0]) for pair in pairs))
-        self.crew = SpawnSpec(
+        self.spec = SpawnSpec(
             caller=os.getpid(),
             ranks=ranks,
             backend=backend,
@@ -167,22 +167,22 @@ class _Pipes:
 
 
 def _start_forked(ends: _Pipes, call: Call) -> int:
-    """From a new thread: `must_not_fork` says why."""
+    """Fork from a new thread: see `must_not_fork`."""
     found: list[int] = []
 
     def fork() -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: what is said above
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: see above
             pid = os.fork()
         if pid:
             found.append(pid)
             return
         try:
-            keeper.keep(ends.crew, call)
-        except BaseException:
+            keeper.keep(ends.spec, call)
+        except BaseException:  # in the fork: nothing may propagate into the caller's code
             import traceback
 
-            keeper.tell(ends.crew.status, broken=traceback.format_exc())
+            keeper.report(ends.spec.status, broken=traceback.format_exc())
         finally:
             os._exit(0)
 
@@ -196,37 +196,37 @@ def _start_forked(ends: _Pipes, call: Call) -> int:
 
 
 def _flush() -> None:
-    """What waits in a buffer would be written by every fork once more."""
+    """Flush the streams: every fork would write their buffers again."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or replaced by the script
             stream.flush()
 
 
 def _start_fresh(ends: _Pipes, call: Call) -> int:
     payload = _pickled(call)
-    order = keeper.send(replace(ends.crew, theirs=()), payload, _preparation() if b"__main__" in payload else None)
+    order = keeper.send(replace(ends.spec, theirs=()), payload, _preparation() if b"__main__" in payload else None)
     fd = os.memfd_create("phalanx-spawn")
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(order)
         os.lseek(fd, 0, os.SEEK_SET)
-        crew = ends.crew
+        spec = ends.spec
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         code = f"import sys; sys.path[:] = {sys.path!r}; from phalanx.worker.spawn.keeper import main; main({fd})"
         process = subprocess.Popen(
             [sys.executable, *flags, "-u", "-c", code],
             stdin=subprocess.DEVNULL,
-            pass_fds=(fd, crew.control, crew.status, crew.listener, *(fd for pipes in crew.pipes for fd in pipes)),
+            pass_fds=(fd, spec.control, spec.status, spec.listener, *(fd for pipes in spec.pipes for fd in pipes)),
             start_new_session=True,
         )
     finally:
         os.close(fd)
-    process.returncode = 0  # it is waited for here, by its number
+    process.returncode = 0  # `SpawnWait` waits for it, by its pid
     return process.pid
 
 
 def _pickled(call: Call) -> bytes:
-    """cloudpickle also takes functions of a notebook, and closures. Without it, what can be imported."""
+    """Pickle the call, with cloudpickle if it is installed: that supports functions of a notebook, and closures."""
     try:
         pickler: Any = importlib.import_module("cloudpickle")
     except ImportError:
@@ -235,9 +235,9 @@ def _pickled(call: Call) -> bytes:
         found: bytes = pickler.dumps(call)
         if pickler is pickle and b"__main__" in found and not _main_can_be_imported():
             raise pickle.PicklingError(
-                "it refers to __main__, which is no file here, so a fresh process cannot import it"
+                "it refers to __main__, which is not a file here, so a fresh process cannot import it"
             )
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the objects, which may raise anything
         why = must_not_fork()
         raise UsageError(
             f"the function and its arguments cannot be sent to fresh ranks: {error}",
@@ -248,13 +248,13 @@ def _pickled(call: Call) -> bytes:
 
 
 def _main_can_be_imported() -> bool:
-    """Not in a notebook, and not when the program comes from standard input."""
+    """Return whether __main__ is a file: not in a notebook, nor if the program comes from standard input."""
     found = _preparation()
     return "init_main_from_name" in found or os.path.isfile(found.get("init_main_from_path", ""))
 
 
 def _preparation() -> dict[str, Any]:
-    """How a fresh process finds the modules of this one, its __main__ too."""
+    """Return how a fresh process finds the modules of this one, also its __main__."""
     from multiprocessing import spawn as multiprocessing_spawn
 
     found: dict[str, Any] = multiprocessing_spawn.get_preparation_data("keeper")

@@ -1,9 +1,10 @@
-"""What the caller of `spawn` does until its ranks have ended: shows output, collects results, finds the first cause."""
+"""The caller of `spawn` waits for its ranks: shows output, collects results, and finds the first cause."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import re
@@ -19,44 +20,47 @@ from phalanx.errors import LaunchError, RankError
 from phalanx.forkserver import paths
 from phalanx.worker.spawn import linux
 
-# What a healthy rank says when another one has gone: a consequence, never the first cause.
+logger = logging.getLogger(__name__)
+
+# Errors of a healthy rank when another one is gone: a consequence, never the first cause.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
     r"|NCCL (remote|communicator was aborted)|Connection was likely closed|failed to connect|connectFullMesh failed"
     r"|pair closure"
-    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # of our own groups
+    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # of phalanx's groups
 )
-_LAST_WORDS = 10.0  # for a keeper that was told to stop
-_LINGER = 5.0  # for a rank that has failed, or has gone without a result, and does not end or end the others
-_LONGEST = 1 << 16  # of a line, before what there is of it is shown
+_STOP_TIMEOUT = 10.0  # seconds for the keeper to stop
+_LINGER = 5.0  # seconds for a rank that has failed, or has no result, to end
+_LONGEST = 1 << 16  # bytes of a line, before a part of it is shown
 
 
 @dataclass(frozen=True)
 class RankEnds:
-    """The caller's ends of what is between it and the keeper."""
+    """The caller's ends of the pipes to the keeper."""
 
     control: int
     status: int
-    pipes: tuple[tuple[int, int, int], ...]  # of each rank: stdout, stderr, what it returns
+    pipes: tuple[tuple[int, int, int], ...]  # per rank: stdout, stderr, result
 
 
 @dataclass
 class _Rank:
     code: int | None = None
     time: float = 0.0
-    stopped: bool = False  # was told to end before it did
+    stopped: bool = False  # it was ended
     answer: bytearray = field(default_factory=bytearray)
 
-    def told(self) -> dict[str, Any] | None:
-        """What the rank itself said at its end; None: nothing, or half of it."""
+    def result(self) -> dict[str, Any] | None:
+        """Return what the rank has sent at its end; None: nothing, or only a part of it."""
         try:
             return dict(pickle.loads(self.answer)) if self.answer else None  # noqa: S301
-        except Exception:
+        except Exception:  # of a truncated pickle: nearly anything
+            logger.debug("the result of a rank cannot be read", exc_info=True)
             return None
 
 
 class SpawnWait:
-    """Shows what ranks print, and collects what they return, until the keeper has ended."""
+    """Shows the output of ranks and collects their results until the keeper has ended."""
 
     def __init__(self, ends: RankEnds, pid: int, timeout: float | None) -> None:
         self._ends = ends
@@ -71,14 +75,15 @@ class SpawnWait:
             (rank, stream): _Lines(f"[{rank:>{digits}}] ") for rank in range(self._world) for stream in (0, 1)
         }
         self._stopped = False
-        self._failing = False  # a rank has failed, and the rest are about to be ended
+        self._failing = False  # a rank has failed, and the others will be ended
         self._late: list[int] = []
 
     def results(self) -> list[Any]:
+        """Wait for all ranks; return their results, or raise the first cause."""
         try:
             self._follow()
         finally:
-            # Also on Ctrl-C: nobody is left behind, and then whatever it was goes on.
+            # Also on Ctrl-C: no rank is left behind.
             self._end()
         return self._judge()
 
@@ -104,14 +109,14 @@ class SpawnWait:
             os.close(keeper_ended)
 
     def _sources(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Descriptor -> (rank, 0 stdout, 1 stderr, 2 result); rank -1 is the keeper."""
+        """Yield each descriptor with (rank, 0 stdout, 1 stderr, 2 result); rank -1 is the keeper."""
         yield self._ends.status, (-1, 0)
         for rank, pipes in enumerate(self._ends.pipes):
             for stream, fd in enumerate(pipes):
                 yield fd, (rank, stream)
 
     def _take(self, fd: int, what: tuple[int, int]) -> bool:
-        """One read; whether there may be more."""
+        """Read once; return whether there may be more."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -124,8 +129,8 @@ class SpawnWait:
         return bool(data)
 
     def _failed_by_itself(self, rank: int) -> bool:
-        """Asked of a rank that will say nothing more."""
-        return "error" in (self._ranks[rank].told() or {"error": "it said nothing"})
+        """Return whether a rank that has closed its pipe has failed."""
+        return "error" in (self._ranks[rank].result() or {"error": "no result"})
 
     def _overdue(self) -> None:
         if not self._failing:
@@ -141,7 +146,7 @@ class SpawnWait:
                 os.write(self._ends.control, b"x")
 
     def _end(self) -> None:
-        """The keeper's end, and what is left in the pipes."""
+        """End the keeper, and read what is left in the pipes."""
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
                 self._stop()
@@ -170,7 +175,7 @@ class SpawnWait:
         ready = selectors.DefaultSelector()
         try:
             ready.register(ended, selectors.EVENT_READ)
-            if not ready.select(_LAST_WORDS):
+            if not ready.select(_STOP_TIMEOUT):
                 self._kill()
         except KeyboardInterrupt:  # pressed twice
             self._kill()
@@ -181,7 +186,7 @@ class SpawnWait:
             os.waitpid(self._pid, 0)
 
     def _kill(self) -> None:
-        """The keeper at once. Its ranks die with it, but not what these had started."""
+        """Kill the keeper. Its ranks die with it, but not their children, which are killed here."""
         below = linux.descendants(self._pid)
         os.kill(self._pid, signal.SIGKILL)
         for pid in below:
@@ -190,13 +195,13 @@ class SpawnWait:
 
     def _judge(self) -> list[Any]:
         for line in self._status.splitlines():
-            told = json.loads(line)
-            if "broken" in told:
-                raise LaunchError("the ranks could not be started", details=told["broken"].rstrip().splitlines())
-            self._ranks[told["rank"]] = replace(
-                self._ranks[told["rank"]], code=told["code"], time=told["time"], stopped=told["stopped"]
+            status = json.loads(line)
+            if "broken" in status:
+                raise LaunchError("the ranks could not be started", details=status["broken"].rstrip().splitlines())
+            self._ranks[status["rank"]] = replace(
+                self._ranks[status["rank"]], code=status["code"], time=status["time"], stopped=status["stopped"]
             )
-        answers = [rank.told() for rank in self._ranks]
+        answers = [rank.result() for rank in self._ranks]
         if self._late:
             raise _too_late(self._late, len(self._ranks), self._timeout or 0.0)
         failures = [
@@ -214,14 +219,14 @@ class _Failure:
     rank: int
     text: str
     time: float
-    ours: bool = False  # the end that we made
+    ours: bool = False  # it was ended by us
     traceback: str = ""
     exception: bytes = b""
     fix: str = ""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """The first cause first: what followed from another's end comes after whatever did not."""
+        """The sort key: the first cause first, consequences of another rank's end last."""
         return self.ours, bool(_PEER_LOST.search(self.text)), self.time
 
 
@@ -256,8 +261,10 @@ def _error(failures: Sequence[_Failure], world: int) -> RankError:
         fix=first.fix,
     )
     if first.exception:
-        with contextlib.suppress(Exception):  # many exceptions can be pickled and not unpickled
+        try:
             error.__cause__ = pickle.loads(first.exception)  # noqa: S301
+        except Exception:  # many exceptions can be pickled but not unpickled
+            logger.debug("the exception of rank %d cannot be unpickled", first.rank, exc_info=True)
     return error
 
 
@@ -265,12 +272,12 @@ def _too_late(late: list[int], world: int, timeout: float) -> LaunchError:
     names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
     return LaunchError(
         f"{names} of {world} had not ended after {timeout:g} s, and were stopped",
-        fix="a longer timeout=…, or look what they wait for",
+        fix="a longer timeout=…, or find out what they wait for",
     )
 
 
 class _Lines:
-    """Whole lines, with the rank before each."""
+    """Prints whole lines with the rank as a prefix."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

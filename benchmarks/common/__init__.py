@@ -1,0 +1,1 @@
+"""What several benchmarks share: launchers, processes, statistics, targets and output."""

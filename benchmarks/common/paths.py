@@ -1,0 +1,13 @@
+"""Where the benchmarks and the scripts that they start are."""
+
+from __future__ import annotations
+
+import os
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # has the folder `benchmarks`
+SCRIPTS = os.path.join(ROOT, "benchmarks", "scripts")
+
+
+def script(name: str) -> str:
+    """Return the path of the script `name`, which every launcher can run."""
+    return os.path.join(SCRIPTS, name)

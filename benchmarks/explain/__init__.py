@@ -1,0 +1,1 @@
+"""What the probe costs, and how fast a stalled rank is diagnosed: `phalanx bench explain`."""

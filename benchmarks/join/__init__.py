@@ -1,0 +1,1 @@
+"""How long nodes take to join a leader: `phalanx bench join`."""

@@ -1,0 +1,1 @@
+"""What the death of a rank costs: `phalanx bench recover`."""

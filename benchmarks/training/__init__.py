@@ -1,0 +1,1 @@
+"""What training with phalanx costs: `phalanx bench step` and `phalanx bench checkpoint`."""

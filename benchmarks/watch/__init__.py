@@ -1,0 +1,1 @@
+"""What viewers cost a run, and how fast they show it: `phalanx bench watch`."""

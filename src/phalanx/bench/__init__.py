@@ -1,1 +1,0 @@
-"""Benchmarks: phalanx and its peers side by side, in one run, on this machine. One file a question."""

@@ -1,0 +1,224 @@
+"""The batches that a training reads: on its device, with random numbers per batch, and counted until a step commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.errors import UsageError
+from phalanx.train.data import rng
+from phalanx.train.data.loader import Loader
+from phalanx.train.data.order import count_steps
+from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.script_warnings import ScriptWarnings
+from phalanx.train.stepping import Stepper
+from phalanx.worker.rendezvous.membership import Membership
+
+
+@dataclass(slots=True, eq=False)
+class BatchReading:
+    """One loop over data."""
+
+    data: Any
+    left: int | None = None  # batches after the current one, to the end of the epoch
+    samples: int = 0  # of all ranks, since the last commit
+    own: int = 0  # of this rank, since the last commit
+    stepped: Any = None  # the optimizer that has committed the current batch
+
+
+class BatchReader:
+    """Reads data for `run.batches`, and knows which batch `run.backward` and `run.step` are about."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        seed: int,
+        generator: torch.Generator,
+        *,
+        kept: KeptObjects,
+        counter: TrainingProgress,
+        stepper: Stepper,
+        warnings: ScriptWarnings,
+    ) -> None:
+        self._identity = membership.identity
+        self._device = membership.device
+        self._seed = seed
+        self._kept = kept
+        self._counter = counter
+        self._stepper = stepper
+        self._warnings = warnings
+        self._readings: list[BatchReading] = []
+        self._current: BatchReading | None = None  # whose batch was read last
+        self._generator = generator
+        self._batch_seed = self._seeded = 0  # of the current batch; the one that the generator was seeded with
+        self._restored: dict[str, Any] | None = None  # random state of a checkpoint, until the first epoch
+
+    def read(self, data: Any, *, pause: Callable[[], None], epoch_ended: Callable[[Loader], None]) -> Iterator[Any]:
+        """Yield the rest of the epoch. `pause` is called between two batches of data that is kept."""
+        reading = BatchReading(data)
+        batches = iter(data)
+        reading.left = _batches_left(data)
+        # An earlier loop over the same data that an exception has ended may still be held by the traceback.
+        self._readings = [*(other for other in self._readings if other.data is not data), reading]
+        known = isinstance(data, Loader)
+        trained = known and self._kept.has(data)
+        here = self._device.type == "cpu"
+        try:
+            for batch in self._seeded_per_batch(data, batches) if trained else batches:
+                if reading.left is not None:
+                    reading.left -= 1
+                if known:
+                    reading.samples += data.last_total
+                    reading.own += data.last_count
+                reading.stepped = None
+                self._turn_to(reading)
+                yield batch if here else moved(batch, self._device)
+                if trained:
+                    pause()  # before the next batch is read, and after all that the script does in a step
+            if trained:
+                epoch_ended(data)
+        finally:
+            self._readings = [other for other in self._readings if other is not reading]
+            self._turn_to(self._readings[-1] if self._readings else None)
+
+    def _seeded_per_batch(self, data: Loader, batches: Iterator[Any]) -> Iterator[Any]:
+        """Seed for every batch, from its position in the data and the rank only.
+
+        So a rank that replaces another one, and one that repeats a step, draw the same numbers as without a failure.
+        """
+        fresh = self._stepper.fresh
+        while True:
+            epoch, consumed = data.taken
+            number = rng.number(self._seed, self._identity.rank, epoch, consumed)
+            fresh.begin(number, self._device)
+            self._batch_seed = number + 1
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def _turn_to(self, reading: BatchReading | None) -> None:
+        self._current = reading
+        # A window of micro-batches ends with the epoch: none of its samples waits for the next.
+        self._stepper.ends = reading is not None and (
+            reading.left == 0 or (len(self._readings) > 1 and any(other.left == 0 for other in self._readings))
+        )
+
+    # -- random numbers
+
+    @property
+    def generator(self) -> torch.Generator:
+        """This rank's generator. It is seeded per batch, when it is asked for."""
+        if self._seeded != self._batch_seed:
+            self._seeded = self._batch_seed
+            self._generator.manual_seed(self._batch_seed)
+        return self._generator
+
+    def remember_rng(self) -> None:
+        """Remember the random state that was just restored: a script may draw before its first epoch."""
+        from phalanx.train.checkpoint import randomness
+
+        self._restored = randomness.packed(randomness.taken([self.generator]))
+
+    def restore_rng(self) -> None:
+        """Restore the remembered random state, once."""
+        if self._restored is not None:
+            from phalanx.train.checkpoint import randomness
+
+            randomness.restore([self._restored], 0, [self.generator])
+            self._restored = None
+
+    # -- the current batch
+
+    def weighted(self, loss: Any) -> Any:
+        """Return the loss of the current batch, weighted by how many of its samples this rank has."""
+        data = self._current.data if self._current is not None else None
+        if not isinstance(data, Loader):
+            return loss if loss.dim() == 0 else loss.mean()
+        if loss.dim() == 0 or loss.numel() == 1:
+            if data.last == "pad" and 0 < data.last_count < data.batch_size:
+                self._warnings.warn(
+                    "padding",
+                    f"{data.batch_size - data.last_count} of this batch's {data.batch_size} samples are padding, and a "
+                    'mean loss counts them: run.backward(losses) with one loss per sample (reduction="none")',
+                )
+            return self._stepper.weigh(loss, data.last_count, data.last_total)
+        size = len(data.sample_weights)
+        if loss.shape != (size,):
+            raise UsageError(
+                f"backward() was given a loss of shape {list(loss.shape)}, for a batch of {size}",
+                details=["expected one number, or one per sample"],
+                fix="run.backward(loss.mean()), or run.backward(losses.flatten(1).mean(1))",
+            )
+        return self._stepper.weigh_each(loss, data.last_count, data.last_total)
+
+    def check_weights(self) -> None:
+        """Warn if the ranks have different numbers of samples and the loss was not weighted."""
+        data = self._current.data if self._current is not None and not self._stepper.scaled else None
+        if isinstance(data, Loader) and data.last_count * self._identity.world_size != data.last_total:
+            self._warnings.warn(
+                "weights",
+                f"rank {self._identity.rank} has {data.last_count} of this batch's {data.last_total} samples, and "
+                "loss.backward() does not take that into account: run.backward(loss) averages by sample",
+            )
+
+    def commit(self, opt: Any) -> int:
+        """Commit what was read since the last step; return how many samples that are, of all ranks."""
+        samples = 0
+        for reading in self._readings:
+            if isinstance(reading.data, Loader):
+                reading.data.commit()
+                self._counter.samples = max(self._counter.samples, 0) + reading.own
+            samples += reading.samples
+            reading.samples = reading.own = 0
+        current = self._current
+        if current is not None:
+            if current.stepped is not None and current.stepped is not opt:
+                self._warnings.warn(
+                    "commit",
+                    "two optimizers have committed a step for the same batch, so a checkpoint between them has only "
+                    "one of the updates: run.step(opt, commit=False) for all but the last",
+                )
+            current.stepped = opt
+        return samples
+
+    def loaders(self) -> list[Loader]:
+        """Return the loaders that are being read."""
+        return [reading.data for reading in self._readings if isinstance(reading.data, Loader)]
+
+    def total_steps(self) -> int | None:
+        """Return the number of steps of the whole training, if it can be known."""
+        reading, counter = self._current, self._counter
+        if reading is None or reading.left is None or counter.epochs is None:
+            return None
+        window = self._stepper.accumulate
+        epochs_left = counter.epochs - counter.epoch - 1
+        return counter.steps + -(-reading.left // window) + -(-len(reading.data) // window) * epochs_left
+
+
+def moved(batch: Any, device: Any) -> Any:
+    """Return the batch with all of its tensors on the device."""
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(part, device) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(part, device) for part in batch)
+    if isinstance(batch, Mapping):
+        return {name: moved(part, device) for name, part in batch.items()}
+    return batch
+
+
+def _batches_left(data: Any) -> int | None:
+    """Return the number of batches to the end of the epoch that was just begun, if it can be known."""
+    try:
+        whole = len(data)
+        if not isinstance(data, Loader):
+            return whole
+        return count_steps(len(data.dataset) - data.position.consumed, data.batches, data.last)
+    except TypeError:
+        return None

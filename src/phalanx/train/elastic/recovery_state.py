@@ -1,0 +1,228 @@
+"""What a run knows about the groups before it, and what it can offer to the next one.
+
+The elastic loop makes a `Generation` for every group that forms, and a `RecoveryState` of it for the run. A run outside
+of the loop has one too, which says that there was nothing before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from phalanx.contract.worker_messages import MeasuredStep
+    from phalanx.train.checkpoint_schedule import CheckpointSchedule
+    from phalanx.train.data.loader import Loader
+    from phalanx.train.elastic.handover import Handover
+    from phalanx.train.elastic.made_once import Once
+    from phalanx.train.elastic.state_offer import StateOffer
+    from phalanx.train.elastic.two_phase import TwoPhaseCommit
+    from phalanx.train.snapshot_schedule import SnapshotSchedule
+    from phalanx.train.stepping import Stepper
+    from phalanx.worker.rendezvous.membership import Membership
+
+trainings = itertools.count()  # of this process
+Layouts = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class AgentHooks:
+    """What the elastic loop wants to know about a run."""
+
+    first_step: Callable[[int, int], None] | None = None  # committed; and the newest step before the group was lost
+    checkpoint_folder: Callable[[str], None] | None = None
+    should_halt: Callable[[int], bool] | None = None  # asked between steps
+    measured: Callable[[MeasuredStep], None] | None = None  # now and then, on rank 0
+    check_group: Callable[[], None] | None = None  # raises if the group was lost, so that gradients may be incomplete
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One formation of the process group, as the elastic loop describes it to the run."""
+
+    number: int = 0
+    training: int = field(default_factory=lambda: next(trainings))  # which training of this process
+    once: Once | None = None  # for `run.once`, in a process that can regroup
+    handover: Handover | None = None
+    waited: float = 0.0  # seconds since a checkpoint was due, in the group before
+    halt: bool = False  # end as soon as the state is restored and saved
+    hooks: AgentHooks = AgentHooks()
+
+    @property
+    def regroups(self) -> bool:
+        """Whether a rank that dies is replaced while the others keep their processes."""
+        return self.once is not None
+
+
+class RecoveryState:
+    """Where the state of a run comes from, and what this rank could hand over."""
+
+    def __init__(self, generation: Generation | None = None, offer: StateOffer | None = None) -> None:
+        self.generation = generation if generation is not None else Generation()
+        # What this process held when the last group was lost, until the state is restored. It must not be kept longer:
+        # through it, each run would hold all runs before.
+        self.offer = offer
+        self.waited = self.generation.waited
+        self.before = 0  # the newest step that was committed before the last group was lost
+        self.from_peers = False  # the state was handed over by living ranks
+        self.from_snapshot = False  # the state comes from a snapshot in memory
+        self.models = EqualModels()
+        self._report = self.generation.hooks.first_step
+        self._two_phase: TwoPhaseCommit | None = None
+        self._epoch_end: tuple[int, Loader, Any, OptimizerSettings] | None = None  # steps, data, its position
+
+    def attach(
+        self,
+        membership: Membership,
+        *,
+        kept: KeptObjects,
+        counter: TrainingProgress,
+        stepper: Stepper,
+        checkpoints: CheckpointSchedule,
+        snapshots: SnapshotSchedule,
+    ) -> None:
+        """Connect this with the parts of the run that it is about."""
+        self._membership = membership
+        self.kept = kept
+        self.counter = counter
+        self._stepper = stepper
+        self._checkpoints = checkpoints
+        self._snapshots = snapshots
+        check = self.generation.hooks.check_group
+        if check is not None and membership.device.type == "cuda":  # elsewhere an aborted operation raises by itself
+            stepper.before_update.append(check)
+
+    def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
+        """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
+        check = self.generation.hooks.check_group
+        if check is not None and self._two_phase is None and self._membership.identity.world_size > 1:
+            from phalanx.train.elastic.two_phase import TwoPhaseCommit
+
+            self._two_phase = TwoPhaseCommit(
+                self._membership.device, check, stepper=self._stepper, counter=self.counter, loaders=loaders
+            )
+
+    def release(self) -> None:
+        """Let go of the parts of the run, which would keep its connections until the garbage collector runs."""
+        if self._two_phase is not None:
+            self._two_phase.close()
+        self._two_phase = None
+        self._stepper.before_update.clear()
+
+    def take_over(self) -> None:
+        """Restore from a living rank, if there is one: whatever is on the disk is older."""
+        self.before = self.offer.step if self.offer is not None else 0
+        handover = self.generation.handover
+        received = handover.complete(self.kept.everything()) if handover is not None else None
+        if received is not None:
+            self.from_peers = True
+            self.counter.steps, self.counter.epoch = received.step, received.epoch
+            self.models.layouts = received.layouts
+
+    def restored(self) -> None:
+        """The kept objects hold the state of a committed step from now on."""
+        self.kept.ready, self.offer, self.counter.start = True, None, self.counter.steps
+
+    def layout_for(self, model: Any, how: str) -> list[list[int]] | None:
+        """Return the bucket layout for a model that is the same on all ranks, [] if unknown; None: it may differ."""
+        handover = self.generation.handover
+        if how == "ddp" and handover is not None and handover.awaited and not self.kept.ready:
+            self.models.postpone(model)  # rank 0 may be new, and another rank have the state to resume from
+            return []
+        if not (self.from_peers or self.from_snapshot) or not self.kept.has_model(model):
+            return None
+        return self.models.next_layout()
+
+    def epoch_ended(self, data: Loader) -> None:
+        """Note the settings at the end of an epoch: after a failure the script does again what it does there."""
+        if self.generation.regroups:
+            settings = OptimizerSettings(self.kept.objects)
+            self._epoch_end = self.counter.steps, data, data.position, settings
+
+    def first_step_committed(self) -> None:
+        """Report the first step of this generation to the elastic loop, once."""
+        if self._report is not None:
+            self._report(self.counter.steps, self.before)
+            self._report = None
+
+    # -- what the elastic loop asks
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update has begun and its step is not committed: the kept objects belong to no step."""
+        return self._stepper.torn
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the next group can find snapshots in memory."""
+        return self._snapshots.snapshots is not None
+
+    @property
+    def checkpoint_waited(self) -> float:
+        """Seconds since a checkpoint was due, for the next group."""
+        return self._checkpoints.waited(self.waited)
+
+    def current_offer(self, *, asleep: bool = False) -> StateOffer | None:
+        """Return what this rank holds, as of its last committed step. None: nothing that training could resume from.
+
+        `asleep`: the main thread is in the middle of the next step, so its tensors are not touched.
+        """
+        from phalanx.train.elastic.state_offer import StateOffer
+
+        kept, counter, handover = self.kept, self.counter, self.generation.handover
+        if not kept.ready:
+            return None if handover is not None and handover.spoilt else self.offer
+        if self._epoch_end is not None:
+            steps, data, position, settings = self._epoch_end
+            if (steps, position) == (counter.steps, data.position):
+                settings.put_back()
+        pending = self._two_phase.pending if self._two_phase is not None else None
+        if not asleep:
+            kept.drop_unfinished_step(gradients=pending is None)
+        # DDP changes its buckets after the first step, but not if that was never committed.
+        layouts = self.models.layouts
+        if counter.steps > counter.start:
+            layouts = self._snapshots.layouts if asleep else self._stepper.layouts
+        return StateOffer(
+            counter.steps,
+            counter.epoch,
+            kept.everything(),
+            layouts,
+            self._membership.identity.rank,
+            self._membership.identity.world_size,
+            OptimizerSettings(kept.objects),
+            pending,
+        )
+
+
+class EqualModels:
+    """Models that are the same on all ranks when they are wrapped, so that DDP need not broadcast them."""
+
+    def __init__(self) -> None:
+        self.layouts: Layouts = []  # of the buckets of models that were wrapped in the group before
+        self._wrapped = 0
+        self._unequal: list[Any] = []  # wrapped before the state was restored that they may be part of
+
+    def next_layout(self) -> list[list[int]]:
+        """Return the bucket layout for the next model; [] if it is unknown."""
+        self._wrapped += 1
+        return self.layouts[self._wrapped - 1] if self._wrapped <= len(self.layouts) else []
+
+    def postpone(self, model: Any) -> None:
+        """Broadcast this model in `make_equal`, if it is not among the restored objects then."""
+        self._unequal.append(model)
+
+    def make_equal(self, kept: KeptObjects, world_size: int) -> None:
+        """Broadcast models that are wrapped and not kept from rank 0, as DDP would have done."""
+        import torch.distributed as dist
+
+        restored = {id(getattr(thing, "module", thing)) for thing in kept.objects.values()}
+        for model in self._unequal if world_size > 1 else ():
+            for tensor in (*model.parameters(), *model.buffers()) if id(model) not in restored else ():
+                dist.broadcast(tensor.detach(), 0)
+        self._unequal = []

@@ -1,0 +1,26 @@
+"""Warnings about a training script, shown at the line of the script that called phalanx."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class ScriptWarnings:
+    """Warns once per subject."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def warn(self, subject: str, text: str) -> None:
+        """Warn with `text`, unless there was a warning about `subject` before."""
+        if subject in self._given:
+            return
+        self._given.add(subject)
+        frame, level = sys._getframe(1), 2
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, stacklevel=level)

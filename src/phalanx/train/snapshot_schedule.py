@@ -1,0 +1,128 @@
+"""When a run takes snapshots in memory, and whether it resumes from one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import MEMORY, OFF, RUN, SNAPSHOT_EVERY
+from phalanx.errors import LaunchError
+from phalanx.train.interval import Interval
+from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.stepping import Stepper
+
+if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
+    import torch
+
+    from phalanx.train.checkpoint_schedule import CheckpointSchedule
+    from phalanx.train.elastic.recovery_state import RecoveryState
+    from phalanx.train.snapshot.cadence import Cadence
+    from phalanx.train.snapshot.snapshots import Snapshots
+    from phalanx.worker.process_group.group import WorkerProcessGroup
+
+EVERY = "30s"  # the copy of a state of 1 GB takes a tenth of a second
+
+
+class SnapshotSchedule:
+    """The snapshots of one run. Without an agent that holds memory for them there are none, and calls do nothing."""
+
+    def __init__(self, kept: KeptObjects, counter: TrainingProgress, stepper: Stepper) -> None:
+        self.snapshots: Snapshots | None = None
+        self.layouts: list[list[list[int]]] = []  # of DDP's buckets, as they are from the second step on
+        self._kept = kept
+        self._counter = counter
+        self._stepper = stepper
+        self._due: Interval | Cadence = Interval(None)
+        self._chosen: str | None = None  # the interval that the user asked for
+        self._training = 0
+
+    def open(self, group: WorkerProcessGroup, recovery: RecoveryState, generator: torch.Generator) -> None:
+        """Take snapshots from now on, if the agents of all ranks hold memory for them and would restart the run."""
+        environ = environment()
+        if RUN not in environ:
+            return
+        self._training = recovery.generation.training
+        every = environ.get(SNAPSHOT_EVERY)
+        snapshots = self._connect(group, environ, recovery, generator)
+        waited = snapshots.waited() if snapshots is not None else 0.0
+        # Nodes may have been given different options, and a new rank does not know how long checkpoints have waited.
+        mine = [snapshots is not None, every, waited, recovery.waited, environ.get(MEMORY, "")]
+        offers: list[Any] = group.gather(mine, all=True) or []
+        recovery.waited = max(offer[3] for offer in offers)
+        if snapshots is not None and not all(offer[0] for offer in offers):
+            snapshots.close()
+            snapshots = None
+        if snapshots is not None:
+            snapshots.held_in([offer[4] for offer in offers])
+            self._chosen = offers[0][1]
+            self._due = Interval(self._chosen or EVERY, waited=max(offer[2] for offer in offers))
+            self._stepper.before_forward = snapshots.forward
+            self._stepper.before_update.append(snapshots.update)
+        self.snapshots = snapshots
+
+    def _connect(
+        self,
+        group: WorkerProcessGroup,
+        environ: Mapping[str, str],
+        recovery: RecoveryState,
+        generator: torch.Generator,
+    ) -> Snapshots | None:
+        every = environ.get(SNAPSHOT_EVERY)
+        restarts = recovery.generation.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if not environ.get(MEMORY) or every in OFF or not (every or restarts):
+            return None
+        from phalanx.train.snapshot.snapshots import Snapshots
+        from phalanx.worker.snapshot_memory import SnapshotMemoryClient
+
+        with contextlib.suppress(LaunchError):
+            memory = SnapshotMemoryClient(environ[MEMORY], str(self._training))
+            return Snapshots(group, memory, generators=[generator])
+        return None
+
+    def load(
+        self, group: WorkerProcessGroup, recovery: RecoveryState, checkpoints: CheckpointSchedule
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest snapshot into the kept objects, unless a checkpoint on the disk is newer.
+
+        Returns its step and what was saved with it. None: nothing was loaded.
+        """
+        if self.snapshots is None or recovery.from_peers:
+            return None
+        if not recovery.generation.number and environment().get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return None  # the very first start
+        recovery.before = max(group.gather(max(recovery.before, self.snapshots.reached()), all=True) or [0])
+        found = self.snapshots.newest()
+        on_disk = group.broadcast(checkpoints.newest_step() if group.is_main else -1)
+        if found is None or found.step < on_disk:
+            return None
+        extra = self.snapshots.load(found, self._kept.everything())
+        if extra is None:
+            return None
+        self.snapshots.committed(found.step)
+        return found.step, extra
+
+    def committed(self, group: WorkerProcessGroup) -> None:
+        """Take a snapshot after a committed step, if one is due."""
+        if self.snapshots is None:
+            return
+        step = self._counter.steps
+        self.snapshots.committed(step)
+        if step == self._counter.start + 1:
+            self.layouts = self._stepper.layouts
+            self._adapt()
+        if self._due.passed(step, group) or self.snapshots.wanted(step):
+            extra = {"epoch": self._counter.epoch, "layouts": self.layouts}
+            self.snapshots.save(step, self._kept.everything(), extra)
+
+    def _adapt(self) -> None:
+        """Take snapshots as often as is cheap where each shard exists only once."""
+        if self.snapshots is None or self._chosen is not None:
+            return
+        from phalanx.train.model import shard_placement
+        from phalanx.train.snapshot.cadence import Cadence
+
+        kept = self._kept.objects
+        if shard_placement.is_sharded(kept) and not shard_placement.is_replicated(kept):
+            self._due = Cadence(self.snapshots, self.snapshots.say, training=self._training)
