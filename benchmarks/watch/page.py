@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from benchmarks.common import browser
 from benchmarks.common.paths import ROOT
@@ -17,6 +18,9 @@ from benchmarks.common.processes import ProcessLostError
 from benchmarks.common.targets import Target
 from benchmarks.watch.viewers import page_link
 from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
 
 PAINT, LATENCY, FRAMES = 1.0, 0.1, 60  # targets: seconds, seconds, frames per second
 PAINTED = "window.phalanx && window.phalanx.firstPaint"  # milliseconds from the navigation until ranks are visible
@@ -56,7 +60,7 @@ async def measure(ranks: int, times: int, seconds: float, inherited: Mapping[str
     found: list[PageSample] = []
     async with served(ranks, PAST, inherited) as link:
         for _ in range(times):
-            async with browser.started() as chromium:  # a new one each time, without compiled code in its cache
+            async with browser.launched() as chromium:  # a new one each time, without compiled code in its cache
                 found.append(await _opened(chromium, ranks, link, seconds))
     return found
 
@@ -78,15 +82,16 @@ async def served(ranks: int, past: int, inherited: Mapping[str, str], *, live: b
             process.stdout.close()
 
 
-async def _opened(chromium: browser.Browser, ranks: int, link: str, seconds: float) -> PageSample:
-    page = await chromium.page()
+async def _opened(chromium: Browser, ranks: int, link: str, seconds: float) -> PageSample:
+    page = await chromium.new_page()
+    errors = browser.collect_errors(page)
     idle = await page.evaluate(_SCROLL % (seconds * 1000))
     await page.goto(link)
-    paint = await page.wait_for(PAINTED)
+    paint = await browser.wait_for(page, PAINTED)
     await asyncio.sleep(3 * seconds)  # one event per second
     late = await page.evaluate("window.phalanx.latency")
     scroll = await page.evaluate(_SCROLL % (seconds * 1000))
-    wrong = f"the page has errors: {page.errors[0]}" if page.errors else ""
+    failure = f"the page has errors: {errors[0]}" if errors else ""
     return PageSample(
         ranks,
         round(paint / 1000, 4),
@@ -94,7 +99,7 @@ async def _opened(chromium: browser.Browser, ranks: int, link: str, seconds: flo
         _frames(scroll["times"]),
         int(scroll["most"]),
         _frames(idle["times"]),
-        wrong,
+        failure,
     )
 
 
@@ -105,7 +110,7 @@ def _frames(times: Sequence[float]) -> tuple[float, ...]:
 def measure_safely(ranks: int, times: int, seconds: float, inherited: Mapping[str, str]) -> list[PageSample]:
     """Measure the page; a failure, such as a missing browser, becomes a sample with a reason."""
     try:
-        browser.found()
+        browser.find_chromium()
         return asyncio.run(measure(ranks, times, seconds, inherited))
     except (PhalanxError, ProcessLostError) as error:
         return [PageSample(ranks, failure=str(error))]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.common import browser
-from benchmarks.common.browser import Page
 from benchmarks.watch import page as pages
 from benchmarks.watch.simulated_run import SimulatedSource
 from phalanx.watch.model import simulation
@@ -74,38 +72,28 @@ async def _screen(file: str) -> None:
 
 
 async def _pages(folder: str, inherited: Mapping[str, str]) -> None:
-    async with browser.started() as chromium:
+    async with browser.launched() as chromium:
         for each in SCREENSHOTS:
             async with pages.served(each.ranks, each.second, inherited, live=False) as link:
-                page = await chromium.page(width=each.width, height=each.height)
-                await page.size(each.width, each.height, mobile=each.phone, scale=each.scale)
-                await page.prefer(color_scheme="dark" if each.dark else "light", reduced_motion="reduce")
+                page = await chromium.new_page(
+                    viewport={"width": each.width, "height": each.height},
+                    device_scale_factor=each.scale,
+                    is_mobile=each.phone,
+                    has_touch=each.phone,
+                    color_scheme="dark" if each.dark else "light",
+                    reduced_motion="reduce",
+                )
                 await page.goto(link)
-                await page.wait_for(pages.PAINTED)
+                await browser.wait_for(page, pages.PAINTED)
                 for key in each.keys:
-                    await page.press(key)
+                    await page.keyboard.press(key)
                 file = os.path.join(folder, each.name)
-                await _shot(page, each.part, file)
+                if each.part:  # what is outside of the viewport is not drawn
+                    await page.locator(each.part).scroll_into_view_if_needed()
+                await page.evaluate(_FRAMES)
+                await (page.locator(each.part) if each.part else page).screenshot(path=file)
                 await page.close()
             _report(file)
-
-
-async def _shot(page: Page, part: str, file: str) -> None:
-    if part:  # what is outside of the viewport is not drawn
-        await page.evaluate(
-            f"document.querySelector('{part}').scrollIntoView({{block: 'center', behavior: 'instant'}})"
-        )
-    await page.evaluate(_FRAMES)
-    if not part:
-        return await page.screenshot(file)
-    box = await page.evaluate(
-        f"(() => {{ const box = document.querySelector('{part}').getBoundingClientRect();"
-        " return {x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1}; })()"
-    )
-    answer = await page.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box)
-    with open(file, "wb") as output:
-        output.write(base64.b64decode(answer["data"]))
-    return None
 
 
 def _report(file: str) -> None:

@@ -1,4 +1,4 @@
-"""The driver of Chromium: what it is for is tested with the page; here, that nothing of it stays."""
+"""Chromium under Playwright: what it is for is tested with the page; here, that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import sys
 import tempfile
 
 import pytest
+from playwright.async_api import Error
 
 from benchmarks.common import browser
 from benchmarks.common.browser import BrowserError
+from benchmarks.common.paths import ROOT
 from tests.kit.cli import descendants, until
 from tests.kit.proc import alive
 
@@ -20,47 +22,62 @@ pytestmark = pytest.mark.xdist_group("browser")
 
 
 def test_it_ends_with_the_block_whatever_happens_there() -> None:
-    async def broken() -> list[int]:
-        async with browser.started() as chromium:
-            page = await chromium.page("data:text/html,<h1>hello</h1><script>throw Error('told')</script>")
+    async def broken() -> None:
+        async with browser.launched() as chromium:
+            page = await chromium.new_page()
+            errors = browser.collect_errors(page)
+            await page.goto("data:text/html,<h1>hello</h1><script>throw Error('told')</script>")
             assert await page.evaluate("Promise.resolve(document.querySelector('h1').innerText)") == "hello"
-            assert "told" in page.errors[0]
-            pids.extend([chromium.pid, *descendants(chromium.pid)])
+            assert "told" in errors[0]
+            pids.extend(descendants(os.getpid()))
             await page.evaluate("nothing.of.that")
-        return pids
 
     pids: list[int] = []
-    with pytest.raises(BrowserError, match="nothing is not defined"):
+    with pytest.raises(Error, match="nothing is not defined"):
         asyncio.run(broken())
+    assert len(pids) > 2  # the driver, and the processes of Chromium
     until(lambda: not any(map(alive, pids)))
     assert os.listdir(tempfile.gettempdir()) == []
 
 
+def test_what_does_not_become_true_is_reported_with_the_text_of_the_page() -> None:
+    async def look() -> None:
+        async with browser.launched() as chromium:
+            page = await chromium.new_page()
+            await page.set_content("<h1>hello</h1>")
+            assert await browser.wait_for(page, "document.querySelector('h1').innerText") == "hello"
+            await browser.wait_for(page, "document.querySelector('h2').innerText", timeout=0.5)
+
+    with pytest.raises(BrowserError, match=r"h2.*\n  hello"):
+        asyncio.run(look())
+
+
 def test_it_does_not_outlive_whoever_was_killed() -> None:
     code = """if True:
-        import asyncio, os
+        import asyncio
         from benchmarks.common import browser
         async def main():
-            async with browser.started() as chromium:
-                print(chromium.pid, flush=True)
+            async with browser.launched() as chromium:
+                print("launched", flush=True)
                 await asyncio.sleep(600)
         asyncio.run(main())
     """
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": folder}
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "TMPDIR": folder}
         ) as job,
     ):
         assert job.stdout is not None
-        pid = int(job.stdout.readline())
-        pids = [pid, *descendants(pid)]
+        assert job.stdout.readline() == b"launched\n"
+        pids = descendants(job.pid)
+        assert len(pids) > 2
         os.kill(job.pid, signal.SIGKILL)
         until(lambda: not any(map(alive, pids)), 20)
 
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(BrowserError, match="there is no Chromium") as told:
-        browser.found()
+    with pytest.raises(BrowserError, match="Chromium is not installed") as told:
+        browser.find_chromium()
     assert told.value.fix == "apt-get install chromium"

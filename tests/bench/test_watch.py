@@ -86,8 +86,8 @@ def test_a_page_is_judged_by_medians() -> None:
     assert [judged.met for judged in page_benchmark.targets([rough])] == [True, None, False]
     busy = PageSample(512, 0.4, (), (1 / 30,) * 60, 4000, (1 / 30,) * 60)  # an empty page misses frames as well
     assert page_benchmark.targets([busy])[2].met is None
-    none = page_benchmark.targets([PageSample(512, failure="there is no Chromium here")])
-    assert [(judged.met, judged.evidence) for judged in none] == [(None, "there is no Chromium here")] * 3
+    none = page_benchmark.targets([PageSample(512, failure="Chromium is not installed")])
+    assert [(judged.met, judged.evidence) for judged in none] == [(None, "Chromium is not installed")] * 3
 
 
 def test_a_second_of_events() -> None:

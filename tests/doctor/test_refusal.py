@@ -12,7 +12,7 @@ from phalanx.errors import JoinError, PhalanxError, UsageError
 from phalanx.launch.remote import ssh
 from phalanx.launch.remote.node_spec import NodeRefused
 
-FAR = NodeRefused(what="ssh does not get there", details=("ssh: No route to host",), fix="ssh c true")
+FAR = NodeRefused(what="ssh cannot connect", details=("ssh: No route to host",), fix="ssh c true")
 ODD = NodeRefused(what="it has other versions", details=("torch is 1.13 there", "nccl is missing there"), fix="")
 
 
@@ -21,7 +21,7 @@ def red(fact: str, cause: str, fix: str, node: str = "") -> Finding:
 
 
 AGAIN = "phalanx run says the same, with the same hosts"
-OF_FAR = red("ssh does not get there", "ssh: No route to host", "ssh c true", "c")
+OF_FAR = red("ssh cannot connect", "ssh: No route to host", "ssh c true", "c")
 OF_ODD = red("it has other versions", "torch is 1.13 there; nccl is missing there", AGAIN, "b@x")
 
 

@@ -104,7 +104,7 @@ def test_a_running_rank_is_looked_at_and_goes_on(env: Env, tmp_path: Path) -> No
         held.wait_for(PROMPT)
         refused = attach(env, 0, "where")
         assert (refused.code, refused.out) == (1, "")
-        assert f"rank 0 is being debugged already, by process {held.pid}" in refused.err
+        assert f"rank 0 is already being debugged by process {held.pid}" in refused.err
         typed(held, "b compute\n", "c\n", "n\n", "p word\n", "p step + 0\n")
         held.wait_for(PROMPT, 6)
         (first,) = re.findall(r"p step \+ 0\r?\n(\d+)\r?\n", held.out)
@@ -145,7 +145,7 @@ def test_a_rank_of_another_node(lab: Lab, tmp_path: Path) -> None:
     near = lab[1].run("attach", "0", "-c", "p rank + 100")
     assert "100" in near.out, near.err
     taken = lab[0].run("attach", "1", "-c", "p 1")
-    assert "rank 1 is being debugged already, by the terminal of phalanx run of another node" in taken.err
+    assert "rank 1 is already being debugged by the terminal of phalanx run of another node" in taken.err
     typed(first, "\x03", "c\n", "c\n", before=1)
     assert first.wait() == 0, first.out + second.both
     assert second.wait() == 0, second.both

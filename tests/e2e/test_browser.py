@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Page
 
 from benchmarks.common import browser
-from benchmarks.common.browser import Page
 from tests.e2e.places import script
 from tests.kit import cli
 from tests.kit.cli import Env, Handle, free_port, start
@@ -41,8 +41,10 @@ def test_nodes_join_a_rank_is_stuck_and_another_dies(env: Env, tmp_path: Path) -
 
 
 async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle) -> None:
-    async with browser.started() as chromium:
-        page = await chromium.page(link)
+    async with browser.launched() as chromium:
+        page = await chromium.new_page()
+        errors = browser.collect_errors(page)
+        await page.goto(link)
         await sees(page, "document.querySelector('#rendezvous .missing')?.textContent.includes('node 1')")
         with join() as other:
             await trains(page, one, other, folder)
@@ -50,7 +52,7 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle)
             await sees(page, "document.getElementById('notice').textContent.startsWith('The run succeeded.')")
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
             assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
-            assert [error for error in page.errors if "net::" not in error] == []  # who served it has gone
+            assert [error for error in errors if "net::" not in error] == []  # who served it has gone
 
 
 async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
@@ -77,10 +79,10 @@ async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     await sees(page, "document.querySelector('#event-list [data-kind=recovered]')")
     await sees(page, f"{healths}.length === 3 && !{healths}.includes('dead')")
     # What it has written.
-    await page.press("g")
-    await page.press("l")
+    await page.keyboard.press("g")
+    await page.keyboard.press("l")
     await sees(page, "document.getElementById('log').textContent.includes('is made')")
 
 
 async def sees(page: Page, what: str) -> None:
-    await page.wait_for(what, limit=LIMIT)
+    await browser.wait_for(page, what, timeout=LIMIT)

@@ -138,7 +138,7 @@ def test_hosts_that_cannot_take_part_are_named_and_the_others_checked(lab: Lab, 
     assert reds.keys() == {"node3", "node9"}
     assert "its versions differ" in reds["node3"]["fact"]
     assert OTHER_TORCH in reds["node3"]["cause"]
-    assert reds["node9"]["fact"] == "ssh does not get there"
+    assert reds["node9"]["fact"] == "ssh cannot connect"
     assert "Could not resolve hostname node9" in reds["node9"]["cause"]
     assert "ssh node9 true" in reds["node9"]["fix"]
     assert found["nodes"] == ["node1"]

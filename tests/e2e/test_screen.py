@@ -69,7 +69,7 @@ def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None
         assert term.aside
         assert attributes(term) != before
         os.kill(screen_of(job.pid), signal.SIGKILL)
-        job.wait_for("the screen has ended")
+        job.wait_for("the screen ended")
         assert not term.aside
         assert term.cursor
         assert attributes(term) == before

@@ -149,8 +149,8 @@ def test_what_goes_on_by_itself_is_told_too(tmp_path: Path) -> None:
     done = phalanx(*words("goes_on", tmp_path), env=places)
     assert done.code == 0, done.err
     assert "rank 2 is sleeping" in done.err
-    assert "the run goes on, after" in done.err
-    assert "no rank went on when the run ended" not in done.err
+    assert "the run resumed after" in done.err
+    assert "the run was stalled when it ended" not in done.err
     kinds = [type(event).__name__ for event in told(folder_of(done.err))]
     assert kinds.index("Stalled") < kinds.index("VerdictEvent") < kinds.index("Resumed")
 
@@ -171,14 +171,14 @@ def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> N
         assert answer["verdicts"][0]["text"] in answer["report"]
         job.process.send_signal(signal.SIGINT)
         assert job.wait(60) == 128 + signal.SIGINT
-        assert "no rank went on when the run ended:\n  rank 2 is sleeping" in job.err
+        assert "the run was stalled when it ended:\n  rank 2 is sleeping" in job.err
 
 
 @GROUPS[1]
 def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"), env=places)
     assert done.code == 0, done.err
-    assert "rank 2 stands still: SIGKILL (--on-hang kill)" in done.err
+    assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err
     ended = [event for event in told(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 
@@ -205,6 +205,6 @@ def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
     lab[1].link(False)
     jobs[0].wait_for(re.compile(r"node node2 \(rank 1\) does not answer: link down"), timeout=30)
     lab[1].link(True)
-    jobs[0].wait_for("the run goes on, after", timeout=30)
+    jobs[0].wait_for("the run resumed after", timeout=30)
     jobs[0].process.send_signal(signal.SIGTERM)
     codes(jobs)

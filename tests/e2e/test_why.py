@@ -31,7 +31,7 @@ def test_of_a_run_that_goes_on_and_of_its_remains(tmp_path: Path) -> None:
     told = phalanx("why", env=env)
     assert told.code == 1
     assert f"its agent (process {job.pid}) was killed" in told.out
-    assert "ranks 0, 1 ran by then" in told.out
+    assert "ranks 0, 1 were running" in told.out
 
 
 def test_of_a_run_that_failed(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def test_a_bar_that_is_wiped_leaves_nothing() -> None:
 
 
 def test_a_bar_gives_a_sign_of_life_in_a_log() -> None:
-    with Captured(2, life=0.05) as shown:
+    with Captured(2, bar_interval=0.05) as shown:
         worker = Worker(shown.console, 1)
         worker.write("\r 10%\r 20%")
         until(lambda: shown.out == b"[1]  20%\n", lambda: shown.out)

@@ -23,13 +23,13 @@ def fresh(tmp_path: Path) -> Iterator[ForkServerClient]:
         fork_server = fork_servers.fresh(os.environ, log=log.fileno())
     assert heard(fork_server)["is"] == "ready"
     yield fork_server
-    fork_server.order({"do": "end"})
+    fork_server.send({"do": "end"})
     assert heard(fork_server) == {"is": "ended", "left": []}
     assert fork_server.gone() == 0
 
 
 def heard(fork_server: ForkServerClient) -> dict[str, Any]:
-    message = fork_server.hear()
+    message = fork_server.receive()
     assert message is not None
     return message
 
@@ -38,7 +38,7 @@ def start(fork_server: ForkServerClient, folder: Path, **order: object) -> str:
     """One child, to its end; what it wrote to stderr."""
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
-        fork_server.order({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
+        fork_server.send({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
     born = heard(fork_server)
     assert (born["is"], born["name"]) == ("born", "0")
     return (folder / "err").read_text()
@@ -73,7 +73,7 @@ def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Pa
     assert heard(fresh)["is"] == "exited"
     left = int(pid_file.read_text())
     assert os.path.exists(f"/proc/{left}")
-    fresh.order({"do": "sweep"})
+    fresh.send({"do": "sweep"})
     assert heard(fresh) == {"is": "swept"}
     assert not os.path.exists(f"/proc/{left}")
 
@@ -91,9 +91,9 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
     mine.touch()
     orphaned.touch()
     try:
-        fork_server.order({"do": "orphans"})
+        fork_server.send({"do": "orphans"})
         assert heard(fork_server) == {"is": "orphans", "pids": [left]}
-        fork_server.order({"do": "end", "leave": True})
+        fork_server.send({"do": "end", "leave": True})
         assert heard(fork_server) == {"is": "ended", "left": [left]}
         assert fork_server.gone() == 0
         assert os.path.exists(f"/proc/{left}")
@@ -107,7 +107,7 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
 def test_nobody_is_left_when_a_child_has_left_nothing(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path)
     assert heard(fresh)["is"] == "exited"
-    fresh.order({"do": "orphans"})
+    fresh.send({"do": "orphans"})
     assert heard(fresh) == {"is": "orphans", "pids": []}
 
 

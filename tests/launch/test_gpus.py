@@ -20,21 +20,21 @@ from phalanx.launch.telemetry import gpus
 def test_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
-    def look(devices: Sequence[Device | None]) -> list[Gpu | None]:
+    def read(devices: Sequence[Device | None]) -> list[Gpu | None]:
         released.wait(20)
         return [Gpu(index=0, use=1.0)] * len(devices)
 
-    monkeypatch.setattr(gpus, "look", look)
+    monkeypatch.setattr(gpus, "read", read)
     device = Device("gpu", 0, "0", "", "")
     began = time.monotonic()
-    assert asyncio.run(gpus.asked([device], 0.1)) == [None]
-    assert asyncio.run(gpus.asked([device], 0.1)) == [None]  # it is not asked again meanwhile
+    assert asyncio.run(gpus.query([device], 0.1)) == [None]
+    assert asyncio.run(gpus.query([device], 0.1)) == [None]  # it is not asked again meanwhile
     assert time.monotonic() - began < 5
     released.set()
-    while gpus._asking.locked():
+    while gpus._querying.locked():
         time.sleep(0.01)
-    assert asyncio.run(gpus.asked([device], 5.0)) == [Gpu(index=0, use=1.0)]
-    assert asyncio.run(gpus.asked([None], 5.0)) == [None]
+    assert asyncio.run(gpus.query([device], 5.0)) == [Gpu(index=0, use=1.0)]
+    assert asyncio.run(gpus.query([None], 5.0)) == [None]
 
 
 class NotSupported(Exception):
@@ -77,7 +77,7 @@ def test_errors_of_a_gpu() -> None:
         xids.XidLine(48, "0000:3b:00", 1e6, said),  # of a run before
         xids.XidLine(48, "0000:5e:00", 3.0, said),  # of another GPU
     ]
-    (found,) = gpus.examined(nvml, [CARD], [PLAIN], reported)
+    (found,) = gpus.with_errors(nvml, [CARD], [PLAIN], reported)
     assert found == Gpu(
         index=3,
         use=1.0,
@@ -94,10 +94,10 @@ def test_errors_of_a_gpu() -> None:
 
 def test_what_the_driver_does_not_support_is_no_error() -> None:
     part = Device("mig", 3, "MIG-1", "", "")
-    one, other = gpus.examined(driver(), [part, part], [None, None], [])
+    one, other = gpus.with_errors(driver(), [part, part], [None, None], [])
     assert one == other == Gpu(index=3, use=-1.0, shared=True)
     half = driver(HandleByIndex=lambda index: index, TotalEccErrors=lambda handle, kind, which: 1)
-    shared, none = gpus.examined(half, [CARD, None], [Gpu(index=3, use=0.5), None], [])
+    shared, none = gpus.with_errors(half, [CARD, None], [Gpu(index=3, use=0.5), None], [])
     assert (shared, none) == (Gpu(index=3, use=0.5, ecc=1), None)
     lost = Gpu(index=3, use=0.0, lost=True)
-    assert gpus.examined(half, [CARD], [lost], []) == [lost]
+    assert gpus.with_errors(half, [CARD], [lost], []) == [lost]

@@ -294,7 +294,7 @@ def test_a_full_disk_stops_neither_the_worker_nor_what_is_shown(tmp_path: Path) 
         await run.close()
         assert run.shown == b"[0] line 0\n[0] line 1\n[0] line 2\n"
         assert run.said.count("No space left on device") == 1
-        assert "28 bytes of output could not be kept" in run.said
+        assert "28 bytes of output could not be written to logs" in run.said
 
     running(tmp_path, 2, body)
 
@@ -320,7 +320,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
         await run.close()
         assert run.log(1) == written(1, limit)
         assert run.said.count("cannot be written: File too large") == 1
-        assert "900000 bytes of output could not be kept" in run.said
+        assert "900000 bytes of output could not be written to logs" in run.said
 
     try:
         running(tmp_path, 2, body, out=writer)
@@ -343,8 +343,8 @@ def test_what_is_neither_kept_nor_shown_is_counted(tmp_path: Path) -> None:
         assert await run.output.drained(PATIENCE) == []
         watcher.start()
         await run.close()
-        assert f"{size} bytes of output could not be kept" in run.said
-        assert "could be neither kept nor shown" in run.said
+        assert f"{size} bytes of output could not be written to logs" in run.said
+        assert "were neither logged nor shown" in run.said
 
     try:
         running(tmp_path, 2, body, out=writer)

@@ -74,12 +74,12 @@ def test_a_training_script_is_known_by_its_text(text: str, trains: bool) -> None
 def test_a_lesson_holds_only_what_is_safe(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import torch.optim")
     command = Command("script", str(tmp_path / "t.py"), (), "py")
-    lesson = preload_hints.recall(command, str(tmp_path), {})
+    lesson = preload_hints.load(command, str(tmp_path), {})
     assert lesson.modules == ("torch._dynamo",)
     Path(lesson.path).write_text(json.dumps(["torch.fx", "mpi4py", "torch._inductor.config", "numpy.fft", 3, "mine"]))
-    assert preload_hints.recall(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
+    assert preload_hints.load(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
     lesson.refuse()
-    assert preload_hints.recall(command, str(tmp_path), {}).modules == ()
+    assert preload_hints.load(command, str(tmp_path), {}).modules == ()
 
 
 def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Path) -> None:
@@ -87,17 +87,17 @@ def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Pat
     command = Command("script", str(tmp_path / "t.py"), (), "py")
 
     def recall() -> preload_hints.PreloadHints:
-        return preload_hints.recall(command, str(tmp_path), {})
+        return preload_hints.load(command, str(tmp_path), {})
 
     assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"TORCH_LOGS": "a", "X": "1"}
-    recall().learned([{"OMP_NUM_THREADS": "2", "TORCH_LOGS": None}]).keep()
+    recall().learned([{"OMP_NUM_THREADS": "2", "TORCH_LOGS": None}]).save()
     assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"X": "1", "OMP_NUM_THREADS": "2"}
     assert recall().varying == ()  # the guess was wrong, and no more than that
-    recall().learned([{"OMP_NUM_THREADS": "3"}]).keep()
+    recall().learned([{"OMP_NUM_THREADS": "3"}]).save()
     assert recall().varying == ("OMP_NUM_THREADS",)
     (tmp_path / "t.py").write_text("import torch")
     assert recall().variables == {}
-    recall().learned([{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "3"}]).keep()
+    recall().learned([{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "3"}]).save()
     assert recall().varying == ("OMP_NUM_THREADS",)
 
 

@@ -49,7 +49,7 @@ def child(node: int, host: str, script: str) -> SshLink:
 def listen(*links: SshLink, patience: float = 20) -> Heard:
     async def run() -> Heard:
         heard = Heard()
-        starter = SshStarter(links, heard, hosts=len(links), patience=patience)
+        starter = SshStarter(links, heard, hosts=len(links), timeout=patience)
         starter.listen()
         await asyncio.wait_for(heard.done.wait(), 20)
         await starter.end(together=False)
@@ -198,7 +198,7 @@ def test_a_noisy_shell_is_skipped_and_what_follows_the_answer_is_output() -> Non
 def test_endless_noise_is_not_waited_for() -> None:
     heard = listen(child(0, "b", "yes hello"))
     assert heard.error is not None
-    assert heard.error.what.startswith("b: it writes without end")
+    assert heard.error.what.startswith("b: it keeps writing")
 
 
 def test_all_that_fail_are_told_at_once() -> None:
@@ -210,7 +210,7 @@ def test_all_that_fail_are_told_at_once() -> None:
     text = str(heard.error)
     assert heard.hosts == ["c"]
     assert text.startswith("2 of 3 hosts cannot take part")
-    assert "a: there is no such folder" in text
+    assert "a: the current folder does not exist there" in text
     assert "/work" in text
     assert "b: Permission denied (publickey)." in text
     assert "ssh-copy-id b" in text
@@ -227,9 +227,9 @@ def test_a_host_that_never_answers() -> None:
     [
         ("exit 94", "no such Python", "PHALANX_REMOTE_PYTHON"),
         ("echo '/p: No module named phalanx' >&2; exit 1", "not installed", "pip install phalanx"),
-        ("echo 'ssh: Could not resolve hostname b' >&2; exit 255", "ssh does not get there", "correct the name"),
-        ("echo 'Host key verification failed.' >&2; exit 255", "ssh does not get there", "compare the key"),
-        ("echo 'connect: Connection refused' >&2; exit 255", "ssh does not get there", "ssh b true shows the same"),
+        ("echo 'ssh: Could not resolve hostname b' >&2; exit 255", "ssh cannot connect", "correct the name"),
+        ("echo 'Host key verification failed.' >&2; exit 255", "ssh cannot connect", "compare the key"),
+        ("echo 'connect: Connection refused' >&2; exit 255", "ssh cannot connect", "ssh b true shows the same"),
         ("echo 'ImportError: no msgspec' >&2; exit 1", "ended before it could answer", ""),
         ("echo 'phalanx-node {}'; cat", "not an answer of phalanx", "same version"),
     ],
@@ -247,11 +247,11 @@ def test_last_words_are_those_of_the_node() -> None:
         0, "b", f"echo '{READY}'; printf 'phalanx: the token differs\\n  ours: x\\n  fix: do y\\n' >&2; exit 1"
     )
     listen(link)
-    assert ssh.last_words(link, 1) == NodeRefused(what="the token differs", details=("ours: x",), fix="do y")
-    assert ssh.last_words(link, 255).what == "the ssh connection has ended"
+    assert ssh.explain_end(link, 1) == NodeRefused(what="the token differs", details=("ours: x",), fix="do y")
+    assert ssh.explain_end(link, 255).what == "the ssh connection ended"
 
 
 def test_a_long_order_does_not_hold_us_up() -> None:
     link = child(0, "b", f"sleep 0.2; head -c 3000000 > /dev/null; echo '{READY}'")
-    link.tell(NodeRefused(what="x" * 3_000_000))
+    link.send(NodeRefused(what="x" * 3_000_000))
     assert listen(link).hosts == ["b"]

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from aiohttp import web
+from playwright.async_api import Browser, Page
 
-from benchmarks.common.browser import Browser, Page
+from benchmarks.common.browser import collect_errors, wait_for
 from phalanx.contract.events import AnyEvent
 from phalanx.watch.model import simulation
 from phalanx.watch.page import address, server
@@ -100,19 +102,26 @@ async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def looked_at(chromium: Browser, source: Made, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
-    """The page of it, once all ranks are to be seen. It must make no error."""
-    async with served(source) as address, opened(chromium, address + "#" + KEY, width=width, height=height) as page:
-        await page.wait_for("window.phalanx?.firstPaint && document.querySelector('.row.rank')")
+async def looked_at(chromium: Browser, source: Made, **options: Any) -> AsyncIterator[Page]:
+    """The page of it, once all ranks are to be seen. It must make no error. `options`: of new_page."""
+    errors: list[str] = []
+    async with served(source) as address, opened(chromium, address + "#" + KEY, errors=errors, **options) as page:
+        await wait_for(page, "window.phalanx?.firstPaint && document.querySelector('.row.rank')")
         yield page
-        assert page.errors == []
+        assert errors == []
 
 
 @contextlib.asynccontextmanager
-async def opened(chromium: Browser, url: str, *, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
-    page = await chromium.page(width=width, height=height)
+async def opened(
+    chromium: Browser, url: str, *, errors: list[str] | None = None, **options: Any
+) -> AsyncIterator[Page]:
+    """A page with its own cookies. What goes wrong in it is added to `errors`."""
+    # Without motion, so that what is pressed stays where it is.
+    page = await chromium.new_page(
+        **{"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce", **options}
+    )
     try:
-        await page.prefer(reduced_motion="reduce")  # so that what is pressed stays where it is
+        collect_errors(page, errors)
         await page.goto(url)
         yield page
     finally:

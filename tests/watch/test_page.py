@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from playwright.async_api import Browser, Page
 
 from benchmarks.common import browser
-from benchmarks.common.browser import Browser, Page
+from benchmarks.common.browser import wait_for
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
@@ -48,7 +49,7 @@ class Stage:
 def stage() -> Iterator[Stage]:
     with asyncio.Runner() as runner:
         life = contextlib.AsyncExitStack()
-        chromium = runner.run(life.enter_async_context(browser.started()))
+        chromium = runner.run(life.enter_async_context(browser.launched()))
         try:
             yield Stage(runner, chromium)
         finally:
@@ -61,7 +62,7 @@ def row(rank: int, column: str) -> str:
 
 async def is_(page: Page, what: str, wanted: object) -> None:
     """Awaited, because the page is told a moment later."""
-    await page.wait_for(f"({what}) === {msgspec.json.encode(wanted).decode()}")
+    await wait_for(page, f"({what}) === {msgspec.json.encode(wanted).decode()}")
 
 
 # -- who gets in
@@ -72,7 +73,7 @@ def test_without_the_key_nothing_is_shown(stage: Stage) -> None:
         async with served(await begun()) as address:
             for key in ("", "#wrong"):
                 async with opened(stage.chromium, address + key) as page:
-                    await page.wait_for("!document.getElementById('denied').hidden")
+                    await wait_for(page, "!document.getElementById('denied').hidden")
                     assert (await page.evaluate("document.body.innerText")).strip() == (
                         "open the link that phalanx run printed"
                     )
@@ -132,14 +133,15 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
         made = Made(16)
         started, *rest = simulation.begin(16, now=time.time())
         await made.tell(started, rest[0])
-        async with served(made) as address, opened(stage.chromium, f"{address}#{KEY}") as page:
+        errors: list[str] = []
+        async with served(made) as address, opened(stage.chromium, f"{address}#{KEY}", errors=errors) as page:
             # The second node is missing, and comes.
-            await page.wait_for("!document.getElementById('rendezvous').hidden")
+            await wait_for(page, "!document.getElementById('rendezvous').hidden")
             await is_(page, "document.querySelector('#rendezvous .missing').textContent", "◌ node1 is missing")
             await is_(page, "document.querySelector('#rendezvous .joined').textContent", "✓ node0")
             await made.tell(*rest[1:])
-            await page.wait_for("document.getElementById('rendezvous').hidden")
-            await page.wait_for("document.querySelectorAll('.row.rank:not([hidden])').length === 16")
+            await wait_for(page, "document.getElementById('rendezvous').hidden")
+            await wait_for(page, "document.querySelectorAll('.row.rank:not([hidden])').length === 16")
             await is_(page, row(9, "where"), "node1 · gpu 1")
             assert "node1" in await page.evaluate("document.getElementById('event-list').innerText")
             # It trains.
@@ -154,9 +156,9 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
             reds = "getComputedStyle(document.querySelector('#rank-1 > .health')).color"
             assert await page.evaluate(reds) == "rgb(179, 33, 27)"
             await is_(page, "document.querySelector('#healths [data-health=dead]').textContent", "✕ 1 dead")
-            await page.wait_for("document.querySelector('#event-list [data-kind=fault]')")
+            await wait_for(page, "document.querySelector('#event-list [data-kind=fault]')")
             await made.seconds(21)
-            await page.wait_for("document.querySelector('#event-list [data-kind=recovered]')")
+            await wait_for(page, "document.querySelector('#event-list [data-kind=recovered]')")
             await is_(page, row(1, "health"), "● healthy")
             # It ends, and the page says so and keeps what it shows.
             await made.tell(events.RunEnded(time=time.time(), code=0, seconds=30.0))
@@ -164,9 +166,9 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
                 page, "document.getElementById('notice').textContent", "The run succeeded. This is its last state."
             )
             await is_(page, "document.getElementById('state').textContent", "done")
-            await page.wait_for("phalanx.status === 'ended'")
+            await wait_for(page, "phalanx.status === 'ended'")
             assert await page.evaluate(row(3, "step")) == "21"
-            assert page.errors == []
+            assert errors == []
 
     stage.play(act())
 
@@ -181,21 +183,21 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
         async with looked_at(stage.chromium, made) as page:
             assert "why" not in made.asked  # nobody is disturbed as long as all is well
             await made.seconds(40, 43)
-            await page.wait_for("!document.getElementById('verdicts').hidden")
+            await wait_for(page, "!document.getElementById('verdicts').hidden")
             assert "rank 2 is in data loading" in await page.evaluate("document.getElementById('verdicts').innerText")
             await is_(page, row(2, "health"), "■ stuck")
             await is_(page, row(0, "health"), "◐ waiting")
             columns = "[...document.querySelectorAll('#stacks-list article:not(.report)')].map(one => one.innerText)"
-            await page.wait_for(f"{columns}.length === 2")
+            await wait_for(page, f"{columns}.length === 2")
             assert await page.evaluate(columns) == [f"■ rank 2\n{stuck}", f"rank 0, 1, 3\n{others}"]
             # Who waits for whom, where the pointer is.
             reading = "document.getElementById('reading').textContent"
             await page.evaluate("document.getElementById('timeline').scrollIntoView({block: 'end'})")
-            await page.wait_for(f"{reading}.includes('rank 0 · collective · waits for rank 2 (data)')")
+            await wait_for(page, f"{reading}.includes('rank 0 · collective · waits for rank 2 (data)')")
             # It goes on by itself.
             await made.seconds(50, 51)
-            await page.wait_for("document.getElementById('verdicts').hidden")
-            await page.wait_for("document.getElementById('stacks').hidden")
+            await wait_for(page, "document.getElementById('verdicts').hidden")
+            await wait_for(page, "document.getElementById('stacks').hidden")
 
     stage.play(act())
 
@@ -219,14 +221,14 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
             told,
         )
         async with looked_at(stage.chromium, made) as page:
-            await page.press("l")
-            await page.wait_for("document.getElementById('log').textContent.includes('red')")
+            await page.keyboard.press("l")
+            await wait_for(page, "document.getElementById('log').textContent.includes('red')")
             assert await page.evaluate("document.getElementById('log').textContent") == f"{evil}\nred\n30%\n"
-            await page.press("/")
-            await page.type("onerror")
-            await page.press("Enter")
-            await page.wait_for("document.querySelector('#found button')")
-            await page.wait_for("document.querySelector('#stacks-list pre')")
+            await page.keyboard.press("/")
+            await page.keyboard.insert_text("onerror")
+            await page.keyboard.press("Enter")
+            await wait_for(page, "document.querySelector('#found button')")
+            await wait_for(page, "document.querySelector('#stacks-list pre')")
             assert await page.evaluate("document.querySelectorAll('img, script:not([src])').length") == 0
             assert await page.evaluate("document.getElementById('name').textContent") == f"{evil}�"
 
@@ -245,32 +247,32 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
             names = "[...document.querySelectorAll('#charts figure')].map(one => one.dataset.curve)"
             assert await page.evaluate(names) == ["loss", "accuracy", "steps/s", "samples/s"]
             loss = "document.querySelector('#charts canvas')"
-            await page.wait_for(f"{drawn}({loss}).includes('43,106,163')")  # the curve
+            await wait_for(page, f"{drawn}({loss}).includes('43,106,163')")  # the curve
             assert await page.evaluate(f"{drawn}({loss}).includes('179,33,27')")  # the fault, on the time axis
-            await page.press("x")
-            await page.wait_for(f"!{drawn}({loss}).includes('179,33,27')")
+            await page.keyboard.press("x")
+            await wait_for(page, f"!{drawn}({loss}).includes('179,33,27')")
             assert await page.evaluate("document.getElementById('over-steps').getAttribute('aria-pressed')") == "true"
-            assert "loss over steps" in await page.wait_for(f"{loss}.ariaLabel.includes('steps') && {loss}.ariaLabel")
+            assert "loss over steps" in await wait_for(page, f"{loss}.ariaLabel.includes('steps') && {loss}.ariaLabel")
 
             await page.evaluate("document.getElementById('timeline').scrollIntoView({block: 'center'})")
             lanes = "document.querySelector('#lanes canvas')"
-            await page.wait_for(f"{drawn}({lanes}).includes('215,154,52')")  # data loading
+            await wait_for(page, f"{drawn}({lanes}).includes('215,154,52')")  # data loading
             x, y = await page.evaluate(f"(box => [box.right - 4, box.bottom - 16])({lanes}.getBoundingClientRect())")
             x0 = await page.evaluate(f"{lanes}.getBoundingClientRect().left")
-            await page.move(x0 + (x - x0) * 0.2, y)
-            text = await page.wait_for(
-                "!document.getElementById('tip').hidden && document.getElementById('tip').textContent"
+            await page.mouse.move(x0 + (x - x0) * 0.2, y)
+            text = await wait_for(
+                page, "!document.getElementById('tip').hidden && document.getElementById('tip').textContent"
             )
             assert text.startswith("rank 3 · ")
             assert text.split(" · ")[1] in events.LETTERS
             # Less time, and back, and on: the one button that says it is live does so.
             live = "document.getElementById('now').getAttribute('aria-pressed')"
             await is_(page, live, "true")
-            await page.press("+")
-            await page.press("+")
-            await page.press("ArrowLeft")
+            await page.keyboard.press("+")
+            await page.keyboard.press("+")
+            await page.keyboard.press("ArrowLeft")
             await is_(page, live, "false")
-            await page.press("f")
+            await page.keyboard.press("f")
             await is_(page, live, "true")
 
     stage.play(act())
@@ -279,7 +281,7 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
 def test_links_and_the_slow_one(stage: Stage) -> None:
     async def act() -> None:
         async with looked_at(stage.chromium, await begun(32)) as page:
-            await page.wait_for("document.querySelectorAll('.ring circle').length === 4")
+            await wait_for(page, "document.querySelectorAll('.ring circle').length === 4")
             slow = "[...document.querySelectorAll('.pairs .slow')].map(one => one.textContent)"
             assert (await page.evaluate(slow))[0] == "▾ slow node0 ↔ node3: 1.1 GB/s there, 11.5 GB/s back, 21 µs"
             assert len(await page.evaluate(slow)) == 3
@@ -304,18 +306,18 @@ def test_by_keyboard(stage: Stage) -> None:
         await made.seconds(1, 2)
         async with looked_at(stage.chromium, made) as page:
             for key, wanted in (("j", 1), ("ArrowDown", 2), ("k", 1), ("G", 3), ("j", 3), ("g", 0), ("k", 0)):
-                await page.press(key)
+                await page.keyboard.press(key)
                 await is_(page, chosen, wanted)
-            await page.press("j")
-            await page.press("j")
-            await page.press("Enter")
+            await page.keyboard.press("j")
+            await page.keyboard.press("j")
+            await page.keyboard.press("Enter")
             await is_(page, "document.getElementById('log').textContent", "of rank two\n")
-            await page.press("/")
+            await page.keyboard.press("/")
             await is_(page, "document.activeElement.id", "search-text")
-            await page.type("a warn")
-            await page.press("j")  # is only a letter there
-            await page.press("Backspace")
-            await page.press("Enter")
+            await page.keyboard.insert_text("a warn")
+            await page.keyboard.press("j")  # is only a letter there
+            await page.keyboard.press("Backspace")
+            await page.keyboard.press("Enter")
             await is_(page, "document.querySelector('#found button')?.textContent", "rank 2 stderra warning")
             # What the search says itself is nobody's line.
             said = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
@@ -324,29 +326,29 @@ def test_by_keyboard(stage: Stage) -> None:
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
             # Of a long log the line that was found is what one sees.
             await page.evaluate("document.getElementById('search-text').value = 'needle'")
-            await page.press("/")
-            await page.press("Enter")
-            await page.wait_for("document.querySelector('#found button')?.textContent.includes('the needle')")
+            await page.keyboard.press("/")
+            await page.keyboard.press("Enter")
+            await wait_for(page, "document.querySelector('#found button')?.textContent.includes('the needle')")
             await page.click("#found button")
             await is_(page, "document.querySelector('#log mark')?.textContent", "the needle")
             seen = """(([box, mark]) => mark.top > box.top && mark.bottom < box.bottom)(
                 ['#log', '#log mark'].map(each => document.querySelector(each).getBoundingClientRect()))"""
-            await page.wait_for(seen)
+            await wait_for(page, seen)
             await asyncio.sleep(1.2)  # it is looked at once a second: nothing runs on
             assert await page.evaluate(seen)
             assert await page.evaluate("document.getElementById('log').textContent.length") < 100_000
             await page.evaluate("document.getElementById('search-ranks').value = '0-1,3'")
             await page.evaluate("document.getElementById('search-text').value = 'a warn'")
-            await page.press("/")
-            await page.press("Enter")
+            await page.keyboard.press("/")
+            await page.keyboard.press("Enter")
             await is_(page, "document.querySelector('#found li').textContent", 'no matches for "a warn"')
             assert "search a warn [0, 1, 3]" in made.asked
-            await page.press("Escape")
-            await page.press("?")
-            await page.wait_for("document.getElementById('keys').open")
+            await page.keyboard.press("Escape")
+            await page.keyboard.press("?")
+            await wait_for(page, "document.getElementById('keys').open")
             assert "next rank" in await page.evaluate("document.getElementById('keys').innerText")
-            await page.press("Escape")
-            await page.wait_for("!document.getElementById('keys').open")
+            await page.keyboard.press("Escape")
+            await wait_for(page, "!document.getElementById('keys').open")
             # Only those that are well, by the button that says how many they are.
             await page.click("#healths [data-health=healthy]")
             await is_(page, "document.querySelector('#healths button').getAttribute('aria-pressed')", "true")
@@ -361,9 +363,9 @@ def test_light_and_dark(stage: Stage) -> None:
     async def act() -> None:
         async with looked_at(stage.chromium, await begun()) as page:
             await is_(page, paper, light)
-            await page.prefer(color_scheme="dark")
+            await page.emulate_media(color_scheme="dark")
             await is_(page, paper, dark)
-            await page.press("t")
+            await page.keyboard.press("t")
             await is_(page, paper, light)
             await page.reload()
             await is_(page, paper, light)  # what was chosen is chosen again
@@ -378,9 +380,9 @@ def test_on_a_phone_nothing_lies_beside_the_screen(stage: Stage, ranks: int) -> 
         made = await begun(ranks)
         made.because = WhyAnswer(report="", stacks=dict.fromkeys(range(ranks), "a long line " * 30))
         await made.seconds(38, 43)
-        async with looked_at(stage.chromium, made, width=390, height=844) as page:
-            await page.size(390, 844, mobile=True, scale=2)
-            await page.wait_for("document.querySelector('#stacks-list pre')")
+        phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}
+        async with looked_at(stage.chromium, made, **phone, is_mobile=True, has_touch=True) as page:
+            await wait_for(page, "document.querySelector('#stacks-list pre')")
             wide = await page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
             assert wide == [390, 390]
             beside = """[...document.querySelectorAll('#view *')].filter(one => one.checkVisibility()
@@ -416,10 +418,10 @@ def test_names_and_contrast(stage: Stage) -> None:
         await made.seconds(18, 20)
         await made.seconds(38, 43)
         async with looked_at(stage.chromium, made) as page:
-            await page.wait_for("!document.getElementById('verdicts').hidden")
+            await wait_for(page, "!document.getElementById('verdicts').hidden")
             assert await page.evaluate(nameless) == []
             assert await page.evaluate(faint) == []
-            await page.prefer(color_scheme="dark")
+            await page.emulate_media(color_scheme="dark")
             assert await page.evaluate(faint) == []
 
     stage.play(act())
@@ -451,11 +453,11 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
             # 17 ms, as the screen has it. A slow machine makes some frames late, but no row is ever made anew.
             assert median(frames) < 300
             assert await page.evaluate("document.querySelectorAll('.row.rank').length") < 60
-            await page.wait_for(f"{steps}.every(text => text === '35')")
+            await wait_for(page, f"{steps}.every(text => text === '35')")
             late = await page.evaluate("phalanx.latency")
             assert len(late) >= 5
             assert 0 < median(late) < 8000  # 20 to 40 ms when nobody else has work to do
-            await page.press("G")
+            await page.keyboard.press("G")
             await is_(page, row(511, "step"), "35")
             assert await page.evaluate("document.activeElement === document.body")
 
@@ -472,7 +474,7 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             page = await stack.enter_async_context(opened(stage.chromium, f"{address}#{KEY}"))
             await is_(page, row(0, "step"), "3")
             await first.aclose()
-            await page.wait_for("!document.getElementById('notice').hidden")
+            await wait_for(page, "!document.getElementById('notice').hidden")
             assert "Connection lost" in await page.evaluate("document.getElementById('notice').textContent")
             assert await page.evaluate(row(0, "step")) == "3"  # the last that was heard stays
             await made.seconds(4, 5)
@@ -480,11 +482,11 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             second = contextlib.AsyncExitStack()
             await second.enter_async_context(served(made, port))
             await is_(page, row(0, "step"), "5")
-            await page.wait_for("document.getElementById('notice').hidden")
+            await wait_for(page, "document.getElementById('notice').hidden")
             # It is gone, and another run has its port: what was seen stays, and nobody asks any more.
             await second.aclose()
             await stack.enter_async_context(served(Made(), port, key="another"))
-            await page.wait_for("phalanx.status === 'denied'")
+            await wait_for(page, "phalanx.status === 'denied'")
             assert "No more updates" in await page.evaluate("document.getElementById('notice').textContent")
             assert await page.evaluate(row(0, "step")) == "5"
 
@@ -505,17 +507,18 @@ def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> No
     file.write_text(assets.inlined(msgspec.json.encode({"whole": whole, "logs": logs, "why": because}).decode()))
 
     async def act() -> None:
-        async with opened(stage.chromium, file.as_uri()) as page:
+        errors: list[str] = []
+        async with opened(stage.chromium, file.as_uri(), errors=errors) as page:
             await is_(page, "document.getElementById('notice').textContent", "This run succeeded.")
             await is_(page, row(3, "step"), "59")
-            await page.press("l")
+            await page.keyboard.press("l")
             await is_(page, "document.getElementById('log').textContent", "first\nsecond </script> line\n")
-            await page.press("/")
-            await page.type("SECOND")
-            await page.press("Enter")
+            await page.keyboard.press("/")
+            await page.keyboard.insert_text("SECOND")
+            await page.keyboard.press("Enter")
             await is_(page, "document.querySelector('#found mark')?.textContent", "second")
             assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
-            assert page.errors == []
+            assert errors == []
 
     stage.play(act())
 

@@ -275,35 +275,24 @@ def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Pat
     (tmp_path / "report.html").write_text(reported(tmp_path, failed_run()))
     asked: list[str] = []
 
-    class Noted(browser.Page):
-        def _hear(self, method: str, params: dict[str, Any]) -> None:
-            if method == "Network.requestWillBeSent":
-                asked.append(params["request"]["url"])
-            super()._hear(method, params)
-
     async def look() -> None:
-        async with browser.started() as chromium:
-            outside = await chromium.page()
-            await outside.goto(f"file://{tmp_path}/report.html")
-            assert "It survived 1 fault" in await outside.evaluate("document.body.innerText")
-            assert await outside.evaluate("typeof window.evil") == "undefined"
-            # A frame that is not in sample draws nothing.
-            await outside.evaluate("document.querySelector('iframe').scrollIntoView()")
-            # The frame is nobody's, so that it has a process of its own, and is asked by itself.
-            targets = (await chromium.call("Target.getTargets"))["targetInfos"]
-            (framed,) = [each["targetId"] for each in targets if each["type"] == "iframe"]
-            session = (await chromium.call("Target.attachToTarget", targetId=framed, flatten=True))["sessionId"]
-            inside = chromium._pages[session] = Noted(chromium, session, "")
-            for domain in ("Runtime", "Log", "Network"):
-                await inside.call(f"{domain}.enable")
-            await inside.wait_for("document.querySelectorAll('#grid [role=row]').length == 4")
+        async with browser.launched() as chromium:
+            page = await chromium.new_page()
+            errors = browser.collect_errors(page)
+            page.on("request", lambda request: asked.append(request.url))
+            await page.goto(f"file://{tmp_path}/report.html")
+            assert "It survived 1 fault" in await page.evaluate("document.body.innerText")
+            assert await page.evaluate("typeof window.evil") == "undefined"
+            # A frame that is not visible draws nothing.
+            await page.evaluate("document.querySelector('iframe').scrollIntoView()")
+            (inside,) = page.main_frame.child_frames
+            await browser.wait_for(inside, "document.querySelectorAll('#grid [role=row]').length == 4")
             assert await inside.evaluate("typeof window.evil") == "undefined"
             assert (
                 await inside.evaluate("fetch('http://127.0.0.1:9/').then(() => 'let out', () => 'kept in')")
                 == "kept in"
             )
-            assert [error for error in inside.errors if "127.0.0.1:9" not in error] == []
-            assert outside.errors == []
+            assert [error for error in errors if "127.0.0.1:9" not in error] == []
 
     asyncio.run(look())
     assert [url for url in asked if not url.startswith(("file:", "about:", "http://127.0.0.1:9/"))] == []

@@ -135,7 +135,7 @@ def test_one_that_cannot_be_forgotten_does_not_keep_the_others(capsys: pytest.Ca
     assert main(["ps", "--forget", "--older", "30d"]) == 2
     told = capsys.readouterr()
     assert told.out == "forgot b\n"
-    assert "a may be running on other" in told.err
+    assert "a may still be running on other" in told.err
     assert os.listdir(home() / "runs") == ["a"]
 
 
@@ -178,7 +178,7 @@ def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFi
         (home() / "runs" / name).symlink_to(target)
     record_at(part, id="team", node=1, host="other", ended=None, code=None)
     assert main(["ps", "--forget", "team"]) == 2
-    assert "may be running on other" in capsys.readouterr().err
+    assert "may still be running on other" in capsys.readouterr().err
     record_at(part, id="team", node=1, host="other")
     assert main(["ps", "--forget", "team"]) == 0
     assert os.listdir(home() / "runs") == []

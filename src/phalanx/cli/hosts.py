@@ -206,7 +206,7 @@ class HostLinks:
             make = ssh.near if self._near[node] else ssh.ssh
             link = make(node, self._hosts[node].name, environ=self._environ, cwd=cwd)
             links.append(link)
-            link.tell(self.specs[node])
+            link.send(self.specs[node])
 
 
 def _cwd(environ: Mapping[str, str]) -> str:
@@ -241,10 +241,10 @@ class LocalLeader:
         from phalanx.launch.remote.ssh import SshStarter
 
         go = _go(sockets)
-        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), patience=self._patience * 0.95)
+        self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), timeout=self._patience * 0.95)
         self._hosts.start(range(1, len(self._hosts.specs)), self._links)
         for link in self._links:
-            link.tell(go)
+            link.send(go)
 
     def begin(self, agent: NodeAgent) -> None:
         """Read what the hosts answer, now that there is an event loop."""
@@ -284,7 +284,7 @@ class LocalLeader:
 
         if self._agent is None:
             return
-        error = ssh.combined({link.host: ssh.last_words(link, code)})
+        error = ssh.combined({link.host: ssh.explain_end(link, code)})
         if not self._agent.together:
             self._agent.fail(error)
         elif code:
@@ -311,7 +311,7 @@ class RemoteLeader:
 
         self._done = asyncio.Event()
         patience = self._options.rendezvous.join_timeout * 0.95
-        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), patience=patience)
+        starter = self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), timeout=patience)
         together, linger = False, 0.0
         try:
             self._hosts.start(range(len(self._hosts.specs)), self._links)
@@ -356,7 +356,7 @@ class RemoteLeader:
     def _pass_on(self, number: signal.Signals) -> None:
         """Forward a signal to the workers that does not end the run."""
         if self._links[0].answer is not None:
-            self._links[0].tell(Signal(number=number))
+            self._links[0].send(Signal(number=number))
 
     def _signalled(self, number: signal.Signals) -> None:
         self._signals += 1
@@ -366,7 +366,7 @@ class RemoteLeader:
         elif self._links[0].answer is None or self._interrupts >= _FORCE_AFTER:
             self._conclude(128 + number)
         else:
-            self._links[0].tell(Signal(number=number))
+            self._links[0].send(Signal(number=number))
 
     # -- called by SshStarter
 
@@ -374,7 +374,7 @@ class RemoteLeader:
         """Send the address of node 0 to the other hosts."""
         if link.node == 0 and isinstance(link.answer, Ready):
             for other in self._links[1:]:
-                other.tell(Go(addresses=link.answer.addresses, port=link.answer.port))
+                other.send(Go(addresses=link.answer.addresses, port=link.answer.port))
 
     def failed(self, error: JoinError) -> None:
         """End the run: a host cannot take part."""
@@ -386,9 +386,9 @@ class RemoteLeader:
 
         if link.node:
             if code:
-                trouble = ssh.last_words(link, code)
+                trouble = ssh.explain_end(link, code)
                 fail = Fail(host=link.host, what=trouble.what, details=trouble.details, fix=trouble.fix)
-                self._links[0].tell(fail)
+                self._links[0].send(fail)
             return
         if code == ssh.SSH_FAILED:
             why = "the connection was cut, or that is how node 0 ended"

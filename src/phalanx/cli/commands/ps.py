@@ -106,7 +106,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     refused: UsageError | None = None  # one that cannot be deleted does not keep the others
     for run in chosen:
         try:
-            deletion.forget(base, run)
+            deletion.delete(base, run)
             sys.stdout.write(f"forgot {run.id}\n")
         except UsageError as error:
             refused = refused or error

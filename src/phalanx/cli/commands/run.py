@@ -153,7 +153,7 @@ def _started(plan: Plan, base: str, folder: RunFolder) -> Started:
     try:
         if plan.start.fresh:
             return Started(fork_servers.make(plan, None, log=log))
-        lesson = preload_hints.recall(plan.command, base, plan.environ)
+        lesson = preload_hints.load(plan.command, base, plan.environ)
         if lesson.varying:
             return Started(fork_servers.make(plan, None, log=log), words=(_varies(plan, lesson),))
         words = [_assumes(plan, lesson)] if lesson.variables else []

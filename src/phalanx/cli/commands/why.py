@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
             return _ended(run, as_json=options.json)
         answer = _ask(run, "why")
         if options.timings:
-            paces = _ask(run, "paces")
-            answer["report"] += "\n\n" + "\n".join([*paces["late"], *(paces["table"] or ["no steps yet"])])
+            timings = _ask(run, "timings")
+            answer["report"] += "\n\n" + "\n".join([*timings["late"], *(timings["table"] or ["no steps yet"])])
     if options.json:
         sys.stdout.write(json.dumps({name: answer[name] for name in ("verdicts", "evidence")}) + "\n")
     else:
@@ -83,7 +83,7 @@ def _ask(run: RunRecord, what: str) -> dict[str, Any]:
     if received is None:
         raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}")
     if received[0].get("is") != what:
-        notes = [event.text for event in postmortem.read(run).happened if isinstance(event, events.NoteEvent)]
+        notes = [event.text for event in postmortem.read(run).history if isinstance(event, events.NoteEvent)]
         raise LaunchError(
             f"{run.id} cannot be asked: {received[0].get('why', '')}",
             details=[f"its last message: {note}" for note in notes[-1:]],
@@ -101,7 +101,7 @@ def _ended(run: RunRecord, *, as_json: bool) -> int:
             "code": run.code,
             "first": postmortem.first(remains),
             "verdicts": msgspec.to_builtins(remains.verdicts),
-            "events": [msgspec.to_builtins(event) for event in remains.happened],
+            "events": [msgspec.to_builtins(event) for event in remains.history],
         }
         sys.stdout.write(json.dumps(found) + "\n")
     else:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # they are not needed in the first second, and cost as much a
     from phalanx.launch.agent.exits import Exits
     from phalanx.launch.hangs.detector import HangDetector
     from phalanx.launch.telemetry.collector import Collector
+    from phalanx.launch.telemetry.node_sampler import NodeSampler
     from phalanx.launch.telemetry.step_timings import StepTimings
 
 _LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
@@ -140,6 +141,7 @@ class NodeAgent:
         self._observing: asyncio.Task[None] | None = None
         self._paces: StepTimings | None = None  # how fast each of them is
         self._sights: Collector | None = None  # what is to be seen of all of them
+        self._sampler: NodeSampler | None = None  # reads the workers, for those three
         self._exits: Exits | None = None  # looks whether processes end
         self.post = NodeRpc(coordinator)
 
@@ -155,15 +157,17 @@ class NodeAgent:
         self._board, self._desk = StatusBoard(checks=self._plan.hang.check_collectives), ControlSocket(self._folder)
         gathering = self._plan.rendezvous
         trusted = gathering is None or bool(gathering.token.key)
-        self._debugging = DebugSessions(self, self._coordinator, self._console, self._folder, trusted=trusted)
-        self._desk.answers("attach", self._debugging.attach)
+        self._debugging = DebugSessions(
+            self, self._coordinator, self.post, console=self._console, folder=self._folder, trusted=trusted
+        )
+        self._desk.on("attach", self._debugging.attach)
         self._audience = EventServer(self, self._coordinator, self.post, self._desk, self._folder)
         code, text, began = 1, "", time.monotonic()
         with self._signals.taken(
             end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
         ):
             try:
-                self._onlookers.begin(leads=self._coordinator.leads)
+                self._onlookers.start(leads=self._coordinator.leads)
                 await self._onlookers.screen(self.note)
                 self.together = await self._come_together()
                 if self.together:
@@ -180,7 +184,7 @@ class NodeAgent:
             finally:
                 if self._observing is not None:
                     self._observing.cancel()
-                for watcher in (self._observer, self._paces, self._sights, self._exits):
+                for watcher in (self._sampler, self._observer, self._sights, self._exits):
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
@@ -227,7 +231,7 @@ class NodeAgent:
         return self._attempt is not None and self._attempt.knows(pid)
 
     def letter(self, who: int | None, letter: messages.RpcFrame) -> None:
-        self.post.heard(who, letter)
+        self.post.receive(who, letter)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
         """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
@@ -304,7 +308,7 @@ class NodeAgent:
         return await self._ready
 
     def _heard(self) -> None:
-        message = self._fork_server.hear()
+        message = self._fork_server.receive()
         if message is None:
             self._fork_server_gone()
             return
@@ -418,7 +422,7 @@ class NodeAgent:
         """Empty if it is gone."""
         self._asked = asyncio.get_running_loop().create_future()
         try:
-            self._fork_server.order({"do": what})
+            self._fork_server.send({"do": what})
         except OSError:
             return {}
         return await self._asked
@@ -436,7 +440,7 @@ class NodeAgent:
         ended: asyncio.Future[bool] = loop.create_future()
         loop.add_reader(fork_server.sock.fileno(), _hear_end, fork_server, ended)
         with contextlib.suppress(OSError):
-            fork_server.order({"do": "end", "leave": self._leaves})
+            fork_server.send({"do": "end", "leave": self._leaves})
         await asyncio.wait((ended,), timeout=_PATIENCE)
         loop.remove_reader(fork_server.sock.fileno())
         fork_server.sock.close()
@@ -476,12 +480,12 @@ class NodeAgent:
             next_ = await self._conclude(attempt)
         if self._failure is not None:
             raise self._failure
-        standing = self._observer.last_words if self._observer is not None else ""
+        standing = self._observer.final_report if self._observer is not None else ""
         if self._signal is not None:
             if standing:
                 self._console.say(standing)
             return 128 + self._signal, ""
-        paces = self._paces.last_words(well=next_.code == 0) if self._paces is not None else ""
+        paces = self._paces.final_report(succeeded=next_.code == 0) if self._paces is not None else ""
         if paces:
             self.say(paces)
         if next_.text:
@@ -507,7 +511,7 @@ class NodeAgent:
             echo=coordinator.relay is None or gathering is None or gathering.echo,
             memory=self._vault.name if self._vault is not None else "",
             board=self._board,
-            witnessed=self._debugging.heard if self._debugging is not None else None,
+            witnessed=self._debugging.probe_message if self._debugging is not None else None,
             measured=self._measured,
             blame=self._blame,
         )
@@ -530,16 +534,16 @@ class NodeAgent:
 
     async def _observe(self, attempt: WorkerGroup) -> None:
         await asyncio.sleep(_LATER)
-        exits, observer, paces, sights = await asyncio.to_thread(_watchers)
+        exits, detector, timings, collector, sampler = await asyncio.to_thread(_watchers)
         if self._desk is not None:
-            looks = self._observer = observer(
-                self, self._coordinator, self.post, self._desk, self._folder, attempt=attempt
-            )
-            self._exits = exits(self, looks.vitals)
-            rates = self._paces = paces(self, self._coordinator, self.post, self._desk, self._folder)
-            self._sights = sights(
-                self, self._coordinator, self.post, self._folder, vitals=looks.vitals, gpus=rates.gpus
-            )
+            nodes = (self, self._coordinator, self.post)
+            self._sampler = sampler(*nodes, attempt=attempt)
+            stats = self._sampler.stats
+            self._exits = exits(self, stats)
+            self._observer = detector(*nodes, self._desk, self._folder, stats=stats, attempt=attempt)
+            self._paces = timings(*nodes, self._desk, self._folder)
+            self._sights = collector(*nodes, self._folder)
+            self._sampler.start(self._observer, self._paces, self._sights)
 
     async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
         if self._observer is None and self._observing is not None:
@@ -555,9 +559,8 @@ class NodeAgent:
         if self._renewing is not None:
             await asyncio.wait((self._renewing,))
         await self._coordinator.settled()
-        for watcher in (self._paces, self._sights):
-            if watcher is not None:
-                watcher.concluded()
+        if self._sampler is not None:
+            self._sampler.concluded()
         attempt.concluded()
         if self._may_linger(attempt):
             return await self._conclude_well(attempt)
@@ -840,13 +843,14 @@ class NodeAgent:
                     self._attempt.tell(name, signal.SIGWINCH)
 
 
-def _watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector]]:
+def _watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
     from phalanx.launch.agent.exits import Exits
     from phalanx.launch.hangs.detector import HangDetector
     from phalanx.launch.telemetry.collector import Collector
+    from phalanx.launch.telemetry.node_sampler import NodeSampler
     from phalanx.launch.telemetry.step_timings import StepTimings
 
-    return Exits, HangDetector, StepTimings, Collector
+    return Exits, HangDetector, StepTimings, Collector, NodeSampler
 
 
 def _few(ranks: list[int]) -> str:
@@ -856,7 +860,7 @@ def _few(ranks: list[int]) -> str:
 def _hear_end(fork_server: ForkServerClient, ended: asyncio.Future[bool]) -> None:
     """True: it has ended all that was below it, and is about to exit."""
     try:
-        message = fork_server.hear()
+        message = fork_server.receive()
     except (OSError, ValueError):
         message = None
     if message is None or message["is"] == "ended":

@@ -77,7 +77,7 @@ class WorkerGroup:
     ) -> None:
         self.number = number
         self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
-        self.output = OutputCapture(asyncio.get_running_loop(), stage.console, relay=stage.relay, echo=stage.echo)
+        self.output = OutputCapture(asyncio.get_running_loop(), stage.console, forwarder=stage.relay, echo=stage.echo)
         self.over = asyncio.Event()
         self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
         self.generation = generation
@@ -207,7 +207,7 @@ class WorkerGroup:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = os.open(f"{path}/store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            self._fork_server.order(order, [nowhere, log, log, listener.fileno()])
+            self._fork_server.send(order, [nowhere, log, log, listener.fileno()])
         os.close(nowhere)
         os.close(log)
 
@@ -248,7 +248,7 @@ class WorkerGroup:
             probe.seat(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, probe=probe)
         try:
-            self._fork_server.order(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
+            self._fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
             self._forget(name)  # the fork server is gone: its reader says so
         else:
@@ -294,7 +294,7 @@ class WorkerGroup:
             names = ", ".join(message["variables"])
             self._stage.note(f"rank {worker.seat.rank} set {names} before an import that reads it: {does}")
         self._set.append(message["variables"])
-        self._lesson.learned(self._set).keep()
+        self._lesson.learned(self._set).save()
         if message["late"]:
             self._lesson.refuse()
 
@@ -461,7 +461,7 @@ class WorkerGroup:
     def tell(self, name: str, number: int, *, alone: bool = False) -> None:
         """To a worker and all it has started, or to it alone."""
         with contextlib.suppress(OSError):
-            self._fork_server.order({"do": "signal", "name": name, "signal": int(number), "alone": alone})
+            self._fork_server.send({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
     def end_as(self, name: str, code: int) -> None:
         """End a worker whose script is over and whose process hangs: it counts as one that has ended with `code`."""
@@ -768,7 +768,7 @@ class WorkerGroup:
             error=error,
             stderr=self.output.tail(worker.seat.rank, "stderr", _DUMP if code < 0 else _TAIL),
             memory=kills if code == -signal.SIGKILL else "",
-            told=worker.told,
+            stop_sent=worker.told,
             blame=worker.blame,
         )
 

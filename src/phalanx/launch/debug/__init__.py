@@ -1,1 +1,1 @@
-"""Debuggers in ranks, and the terminal that they borrow."""
+"""Debug sessions in ranks, and the terminal that they use."""

@@ -1,4 +1,4 @@
-"""The terminal of `phalanx run`, while the debugger of a rank has it."""
+"""Lends the terminal of `phalanx run` to the debugger of a rank."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from phalanx.forkserver.debug.terminal import LEAVE
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.filters import Std
 
-_LATER = 0.3  # seconds until it is looked again whether we are in front
+_RECHECK = 0.3  # seconds until the next check whether we are in the foreground
 
 
 class TtyLease:
-    """It stays as it is: the terminal itself edits lines and shows what is typed."""
+    """Passes keys to the debugger and its output to the terminal. The terminal stays in line mode, with echo."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.rank: int | None = None  # who has it
+        self.rank: int | None = None  # that has the terminal
 
     @property
-    def there(self) -> bool:
-        """We have a terminal, and in front: one that runs in the background gets nothing of what is typed."""
-        return self._console.terminal(Std.OUT) and not self._console.hidden and _in_front()
+    def available(self) -> bool:
+        """Return whether there is a terminal and we are in the foreground: only then can we read keys."""
+        return self._console.terminal(Std.OUT) and not self._console.hidden and _in_foreground()
 
     async def lend(self, rank: int, sock: socket.socket, catch_up: Callable[[], None]) -> None:
-        """Until the debugger is through. `catch_up`: what the rank has printed before comes before."""
+        """Lend the terminal until the debugger ends. `catch_up` shows what the rank printed before."""
         loop = asyncio.get_running_loop()
         screen = _Screen(self._console, catch_up)
         transport, _ = await loop.create_unix_connection(lambda: screen, sock=sock)
         self.rank = rank
         self._console.lend(rank)
-        keys = _opened()
+        keys = _open_tty()
         waits: asyncio.TimerHandle | None = None
 
         def listen() -> None:
@@ -42,16 +42,16 @@ class TtyLease:
 
         def typed() -> None:
             nonlocal waits
-            if not _in_front():
+            if not _in_foreground():
                 loop.remove_reader(keys)
-                if os.isatty(keys):  # Ctrl-Z, bg: what is typed is the shell's, and to read it would stop us
-                    waits = loop.call_later(_LATER, listen)
-                else:  # it is gone; the rank waits for another one
+                if os.isatty(keys):  # Ctrl-Z, bg: keys are the shell's, and reading would stop us
+                    waits = loop.call_later(_RECHECK, listen)
+                else:  # the terminal is gone; the rank waits for another one
                     transport.close()
                 return
             try:
                 data = os.read(keys, 4096)
-            except BlockingIOError:  # somebody else has read it: a rank that has this terminal for its input
+            except BlockingIOError:  # a rank whose stdin is this terminal has read it
                 return
             except OSError:
                 loop.remove_reader(keys)
@@ -74,14 +74,14 @@ class TtyLease:
             self._console.lend(None)
 
 
-def _in_front() -> bool:
+def _in_foreground() -> bool:
     with contextlib.suppress(OSError):
         return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     return False
 
 
-def _opened() -> int:
-    """The terminal once more, for us alone: reads that do not wait, whoever else reads from it."""
+def _open_tty() -> int:
+    """Open the terminal again, so that O_NONBLOCK affects nobody else who reads from it."""
     with contextlib.suppress(OSError):
         return os.open(os.ttyname(0), os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     return 0

@@ -1,4 +1,4 @@
-"""The agent's side of a fork server: start one, give orders, hear what became of them."""
+"""The agent's side of a fork server: starting one, sending orders, receiving results."""
 
 from __future__ import annotations
 
@@ -22,40 +22,44 @@ _TORCH = ("torch", "torch.distributed")
 
 @dataclass
 class ForkServerClient:
-    """A process that makes workers. `way`: cold (imports, then forks), warm (imported already), fresh (executes)."""
+    """A connection to a fork server. `way`: cold (imports, then forks), warm (has imported), fresh (executes)."""
 
     sock: socket.socket
     way: str
-    process: subprocess.Popen[bytes] | None = None  # none: not our child, a warm one
-    ready: wire.Message | None = None  # said while it was found: a warm one has nothing left to import
+    process: subprocess.Popen[bytes] | None = None  # None: a warm one, which is not our child
+    ready: wire.Message | None = None  # its first message, if it is warm
 
     @property
     def pid(self) -> int:
+        """Return the pid of the fork server."""
         return self.process.pid if self.process is not None else int((self.ready or {})["pid"])
 
     @property
     def forks(self) -> bool:
+        """Return whether it forks workers rather than executing them."""
         return self.way != "fresh"
 
-    def order(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Send an order."""
         wire.send(self.sock, message, list(fds))
 
-    def hear(self) -> wire.Message | None:
+    def receive(self) -> wire.Message | None:
+        """Receive a message. None: the fork server has ended."""
         received = wire.receive(self.sock)
         return None if received is None else received[0]
 
     def gone(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """Close the connection and return the exit code of a fork server that has ended."""
         self.sock.close()
         return None if self.process is None else self.process.wait()
 
 
-def make(plan: Plan, lesson: PreloadHints | None, *, log: int) -> ForkServerClient:
-    """At the start of a run, and in the place of one that was killed. No lesson: fresh interpreters."""
-    if lesson is None:
+def make(plan: Plan, hints: PreloadHints | None, *, log: int) -> ForkServerClient:
+    """Start the fork server of a run, or a replacement. Without `hints` it is fresh."""
+    if hints is None:
         return fresh(plan.environ, log=log)
     required = [*_TORCH, *plan.start.preload]
-    return cold(plan.command, lesson.applied(plan.environ), required=required, welcome=lesson.modules, log=log)
+    return cold(plan.command, hints.applied(plan.environ), required=required, welcome=hints.modules, log=log)
 
 
 def cold(
@@ -66,7 +70,7 @@ def cold(
     welcome: Sequence[str],
     log: int,
 ) -> ForkServerClient:
-    """The script's own interpreter, paused before its main module."""
+    """Start the script's interpreter, paused before its main module."""
     ours, theirs = socket.socketpair()
     hooked = {
         **environ,
@@ -77,22 +81,22 @@ def cold(
         hooked["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     process = _spawn(command.line(0), hooked, theirs, log)
     fork_server = ForkServerClient(ours, "cold", process)
-    fork_server.order({"do": "import", "required": list(required), "optional": list(welcome), "path0": command.path0})
+    fork_server.send({"do": "import", "required": list(required), "optional": list(welcome), "path0": command.path0})
     return fork_server
 
 
 def fresh(environ: Mapping[str, str], *, log: int) -> ForkServerClient:
-    """A nursery without imports: every worker is an interpreter, or a program, of its own."""
+    """Start a fork server without imports: every worker is a new interpreter or program."""
     ours, theirs = socket.socketpair()
     line = [sys.executable, "-I", "-S", _FOLDER, str(theirs.fileno()), str(os.getpid())]
     process = _spawn(line, dict(environ), theirs, log)
     fork_server = ForkServerClient(ours, "fresh", process)
-    fork_server.order({"do": "import", "required": [], "optional": [], "path0": None})
+    fork_server.send({"do": "import", "required": [], "optional": [], "path0": None})
     return fork_server
 
 
 def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C in the terminal is for the agent, which then decides."""
+    """Start a process in its own session, because Ctrl-C in the terminal is for the agent."""
     with theirs:
         return subprocess.Popen(
             line,
@@ -106,7 +110,7 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
 
 
 def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Message:
-    """Fork the store from a fork server that has torch; execute it where there is none."""
+    """Return the order to start the store: forked if the fork server has torch, else executed."""
     order: wire.Message = {"do": "store", "name": "store", "address": plan.master_addr, "port": port}
     order["environ"] = dict(plan.environ)
     if not fork_server.forks:
@@ -117,7 +121,7 @@ def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Me
 def worker_order(
     fork_server: ForkServerClient, name: str, command: Command, seat: Seat, environ: Mapping[str, str]
 ) -> wire.Message:
-    """Fork a worker that goes on as this command, or execute the command."""
+    """Return the order to start a worker: forked and continuing as this command, or executed."""
     line = command.line(seat.local_rank)
     order: wire.Message = {
         "do": "start",
@@ -138,7 +142,7 @@ def worker_order(
 
 
 def _umask() -> int:
-    """The only way to read it is to set it."""
+    """Return the umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

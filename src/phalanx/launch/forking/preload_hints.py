@@ -1,4 +1,4 @@
-"""What a fork server should import for a script: guessed from its text, and learned from its earlier runs."""
+"""What a fork server should import for a script: guessed from its text, learned from earlier runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from phalanx.forkserver import paths
 from phalanx.launch.command import Command
 from phalanx.launch.forking import script_environment
 
-# Building an optimizer, wrapping or compiling a model each import this, slowly, in every rank.
+# Creating an optimizer, wrapping or compiling a model each import this, slowly, in every rank.
 _TRAINING = re.compile(
     r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat"
 )
 _DYNAMO = "torch._dynamo"
 _WITH_US = re.compile(r"^\s*(import|from) phalanx\b", re.MULTILINE)
-_OURS = (*paths.TRAINING, "psutil", "encodings.idna")  # what it takes to join, too
+_OURS = (*paths.TRAINING, "psutil", "encodings.idna")  # includes what joining needs
 
-# Known to start no thread, no process and no device when imported, and to read nothing that differs between ranks.
+# Known to start no thread, process or device on import, and to read nothing that differs between ranks.
 _SAFE = frozenset(
     """
     torch torchvision torchdata numpy scipy pandas PIL yaml sympy mpmath networkx jinja2 markupsafe packaging fsspec
@@ -34,27 +34,31 @@ _UNSAFE = ("torch._inductor", "torch.utils.tensorboard", "torch.testing", "torch
 
 @dataclass(frozen=True)
 class PreloadHints:
-    """Where a script's lesson lies, and what is known so far."""
+    """What is known about a script, and the file that keeps it."""
 
     path: str
-    modules: tuple[str, ...] = ()  # welcome, not required
-    variables: Mapping[str, str | None] = field(default_factory=dict)  # that the script sets before it imports torch
-    varying: tuple[str, ...] = ()  # the same, but not to one value: no import before the fork can know it
-    seen: bool = False  # in an earlier run; else these variables are a guess
-    script: str = ""  # a digest of its text: what is known about variables holds for that text alone
+    modules: tuple[str, ...] = ()  # that help, but are not required
+    variables: Mapping[str, str | None] = field(
+        default_factory=dict
+    )  # that the script sets before it imports torch; None: unset
+    varying: tuple[
+        str, ...
+    ] = ()  # the same, but with different values in different ranks: no import before the fork can know them
+    seen: bool = False  # the variables are from an earlier run, rather than guessed
+    script: str = ""  # digest of its text, for which the variables were learned
 
     def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the fork server's imports are to see."""
+        """Return the environment for the imports of the fork server."""
         merged = {**environ, **self.variables}
         return {name: value for name, value in merged.items() if value is not None}
 
     def refuse(self) -> None:
-        """What was learned made the fork server unsafe to fork: do not learn it again."""
+        """Record that the learned modules made the fork server unsafe to fork."""
         with contextlib.suppress(OSError), open(f"{self.path}.refused", "w"):
             pass
 
     def learned(self, ranks: Sequence[Mapping[str, str | None]]) -> PreloadHints:
-        """After ranks have imported torch with other values than were assumed: theirs, and which have more than one."""
+        """Return hints with the values that ranks had when they imported torch, and which of them vary."""
         values: dict[str, set[str | None]] = {}
         for variables in [*([self.variables] if self.seen else []), *ranks]:
             for name, value in variables.items():
@@ -63,8 +67,8 @@ class PreloadHints:
         known = {**self.variables, **{name: value for variables in ranks for name, value in variables.items()}}
         return replace(self, variables=known, varying=tuple(sorted({*self.varying, *several})), seen=True)
 
-    def keep(self) -> None:
-        """For the next run."""
+    def save(self) -> None:
+        """Save the variables for the next run."""
         record = {"script": self.script, "variables": dict(self.variables), "varying": self.varying}
         with contextlib.suppress(OSError):
             with open(f"{self.path}.variables.part", "w") as file:
@@ -72,10 +76,10 @@ class PreloadHints:
             os.replace(f"{self.path}.variables.part", f"{self.path}.variables")
 
 
-def recall(command: Command, base: str, environ: Mapping[str, str]) -> PreloadHints:
-    """What its text suggests, and what an earlier run has shown."""
+def load(command: Command, base: str, environ: Mapping[str, str]) -> PreloadHints:
+    """Return the hints for a command, from its text and earlier runs."""
     source = _source(command)
-    folder = os.path.join(base, "lessons")
+    folder = os.path.join(base, "hints")
     name = f"{command.python}\0{command.kind}\0{source or command.target}"
     key = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:24]
     path = os.path.join(folder, f"{key}.json")
@@ -83,36 +87,38 @@ def recall(command: Command, base: str, environ: Mapping[str, str]) -> PreloadHi
         os.makedirs(folder, mode=0o700, exist_ok=True)
     text = _read(source)
     sets = script_environment.read(source, command.path0, environ)
-    lesson = _variables(PreloadHints(path, variables=sets.before, script=hashlib.sha256(text.encode()).hexdigest()))
-    if os.path.exists(f"{path}.refused") or sets.later:  # each of these is read when one of those is imported
-        return lesson
+    hints = _variables(PreloadHints(path, variables=sets.before, script=hashlib.sha256(text.encode()).hexdigest()))
+    if (
+        os.path.exists(f"{path}.refused") or sets.later
+    ):  # modules would read these variables before the script sets them
+        return hints
     learned: list[str] = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         learned = [name for name in json.load(file) if isinstance(name, str) and _is_safe(name)]
     guessed = [name for name in guess(text) if name not in _OURS or not _shadowed(command.path0)]
-    return replace(lesson, modules=tuple(dict.fromkeys([*guessed, *learned])))
+    return replace(hints, modules=tuple(dict.fromkeys([*guessed, *learned])))
 
 
-def _variables(lesson: PreloadHints) -> PreloadHints:
-    """With what an earlier run of the same text has shown."""
+def _variables(hints: PreloadHints) -> PreloadHints:
+    """Add the variables learned in an earlier run of the same text."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        with open(f"{lesson.path}.variables") as file:
+        with open(f"{hints.path}.variables") as file:
             record = json.load(file)
-        if record["script"] == lesson.script:
+        if record["script"] == hints.script:
             variables = {
                 str(name): None if value is None else str(value) for name, value in record["variables"].items()
             }
-            return replace(lesson, variables=variables, varying=tuple(map(str, record["varying"])), seen=True)
-    return lesson
+            return replace(hints, variables=variables, varying=tuple(map(str, record["varying"])), seen=True)
+    return hints
 
 
 def guess(text: str) -> tuple[str, ...]:
-    """From a script's text alone: does it train, and with us?"""
+    """Guess modules from the text of a script: does it train, and does it use phalanx?"""
     return (*([_DYNAMO] if _TRAINING.search(text) else []), *(_OURS if _WITH_US.search(text) else ()))
 
 
 def _shadowed(path0: str | None) -> bool:
-    """Whether `import phalanx` is of something of the user's own beside the script."""
+    """Return whether `import phalanx` would import a file of the user beside the script."""
     own = os.path.dirname(paths.ROOT)
     found = [os.path.join(path0 or "", name) for name in ("phalanx", "phalanx.py")]
     return any(os.path.exists(path) and os.path.realpath(path) != os.path.realpath(own) for path in found)

@@ -1,4 +1,4 @@
-"""Environment variables that a script sets before it imports torch, found by reading its text.
+"""Finds the environment variables that a script sets before it imports torch, by reading its text.
 
     found = read("train.py", "/folder/of/the/script", environ)
     found.before   {"OMP_NUM_THREADS": "4"}: the fork server imports torch with these
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 _MENTIONS = re.compile(r"\b(environ|environb|putenv|dotenv|setenv)\b")
 _IMPORTS = re.compile(r"^\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
-# Packages that import torch themselves: what is set after them comes too late, as it does in plain Python.
+# Packages that import torch: variables set after them have no effect, as in plain Python.
 _IMPORT_TORCH = frozenset(
     """
     torch torchvision torchaudio torchtext torchdata torchmetrics lightning pytorch_lightning lightning_fabric
     transformers accelerate deepspeed diffusers peft trl timm fairscale phalanx
     """.split()  # noqa: SIM905
 )
-# Beginnings of names that torch and what it is built on read when they are imported.
+# Prefixes of variables that torch and its dependencies read on import.
 _READ_BY_IMPORTS = tuple(
     """
     TORCH PYTORCH OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ BLIS_ ONEDNN_ DNNL_ MKLDNN_ ATEN_ NPY_ NUMPY_ KINETO_ TQDM_ SYMPY_
@@ -38,12 +38,14 @@ _MOST_BYTES = 1 << 20
 
 @dataclass
 class ScriptEnvironment:
-    before: dict[str, str | None] = field(default_factory=dict)  # None: it is deleted
-    later: set[str] = field(default_factory=set)
+    """Variables that a script sets."""
+
+    before: dict[str, str | None] = field(default_factory=dict)  # before it imports torch; None: deleted
+    later: set[str] = field(default_factory=set)  # anywhere else
 
 
 def read(source: str, folder: str | None, environ: Mapping[str, str]) -> ScriptEnvironment:
-    """Of a script, and of the modules beside it that it imports before torch."""
+    """Read a script, and the modules beside it that it imports before torch."""
     found = ScriptEnvironment()
     texts = _texts(source, folder)
     if any(_MENTIONS.search(text) for text in texts.values()):
@@ -56,7 +58,7 @@ def read(source: str, folder: str | None, environ: Mapping[str, str]) -> ScriptE
 
 
 def _texts(source: str, folder: str | None) -> dict[str, str]:
-    """The script and what it imports from its folder, one after the other."""
+    """Return the text of the script and of the modules that it imports from its folder."""
     texts: dict[str, str] = {}
     waiting = [source]
     while waiting and len(texts) < _MOST_FILES:
@@ -70,7 +72,7 @@ def _texts(source: str, folder: str | None) -> dict[str, str]:
 
 
 def _files(name: str, folder: str | None) -> list[str]:
-    """Of a module and its packages, outermost first; nothing if it is not of this folder."""
+    """Return the files of a module and its packages in the folder, outermost first."""
     if folder is None:
         return []
     found = []
@@ -107,7 +109,7 @@ class _Reader:
         self._functions: dict[str, ast.FunctionDef] = {}
 
     def file(self, path: str) -> bool:
-        """False: torch is imported there."""
+        """Read a file. Return False if it imports torch."""
         if path in self._read or len(self._read) > _MOST_FILES:
             return True
         self._read.add(path)
@@ -153,12 +155,12 @@ class _Reader:
         if value is None or isinstance(value, str):
             self._before[name] = value
         else:
-            self._before.pop(name, None)  # not known: the worker will see
+            self._before.pop(name, None)  # unknown: the worker checks it
 
 
 _UNKNOWN = object()
 
-Write = tuple[str, object, bool]  # name, value (None: deleted), whether only where it is not set
+Write = tuple[str, object, bool]  # name, value (None: deleted), whether only if unset
 
 
 def _written(path: str, text: str) -> Iterator[str]:
@@ -234,12 +236,12 @@ def _variable(node: ast.expr) -> str | None:
 
 
 def _runs_always(test: ast.expr) -> bool:
-    """`if __name__ == "__main__"`"""
+    """Recognize `if __name__ == "__main__"`."""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def _asks_for(test: ast.expr) -> str | None:
-    """`if "NAME" not in os.environ`"""
+    """Recognize `if "NAME" not in os.environ` and return the name."""
     match test:
         case ast.Compare(left=ast.Constant(value=str(name)), ops=[ast.NotIn()], comparators=[owner]) if _is_environ(
             owner

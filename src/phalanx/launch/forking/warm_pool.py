@@ -1,7 +1,7 @@
-"""Fork servers kept between runs: find the one that fits this environment, start one, end them.
+"""Fork servers kept between runs: finding the one that fits this environment, starting and stopping them.
 
-A warm fork server may only serve a run that would have imported the very same thing, so its name is a digest of all
-that decides: interpreter, installed packages, the variables that imports read, limits and cgroup.
+A warm fork server may only serve runs that would have imported exactly the same. So its name is a digest of everything
+that matters: interpreter, installed packages, the variables that imports read, limits and cgroup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULES = ("torch", "torch.distributed", "torch._dynamo")
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 
-# Beginnings of names that some library reads when it is imported. CUDA_VISIBLE_DEVICES is read when CUDA starts.
+# Prefixes of variables that libraries read on import. CUDA_VISIBLE_DEVICES is read when CUDA starts.
 _READ_BY_IMPORTS = tuple(
     """
     PYTHON TORCH PYTORCH OMP_ MKL_ OPENBLAS_ BLIS_ KMP_ GOMP_ NUMEXPR_ ATEN_ NPY_ NUMPY_ TRITON_ HF_ TRANSFORMERS_
@@ -39,21 +39,24 @@ _NOT_READ = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class WarmPool:
-    """The place of one warm fork server."""
+    """The files of the warm fork server for one environment."""
 
     folder: str
     key: str
 
     @property
     def socket(self) -> str:
+        """Return the path of its socket."""
         return os.path.join(self.folder, f"{self.key}.sock")
 
     @property
     def log(self) -> str:
+        """Return the path of its log."""
         return os.path.join(self.folder, f"{self.key}.log")
 
 
 def place(base: str, python: str, environ: Mapping[str, str]) -> WarmPool:
+    """Return the files for an interpreter and environment."""
     digest = hashlib.sha256()
     for part in _identity(python, environ):
         digest.update(part.encode("utf-8", "surrogateescape") + b"\0")
@@ -80,9 +83,9 @@ def _identity(python: str, environ: Mapping[str, str]) -> Iterator[str]:
             yield os.readlink(f"/proc/self/ns/{space}")
 
 
-def find(warmth: WarmPool, required: Sequence[str], keep: float = 0.0) -> ForkServerClient | str | None:
-    """A fork server for this run; or why the one that is there will not do; or nothing, if there is none."""
-    sock = _connect(warmth.socket)
+def find(pool: WarmPool, required: Sequence[str], keep: float = 0.0) -> ForkServerClient | str | None:
+    """Return a fork server for this run, or why the existing one cannot be used, or None if there is none."""
+    sock = _connect(pool.socket)
     if sock is None:
         return None
     try:
@@ -96,30 +99,30 @@ def find(warmth: WarmPool, required: Sequence[str], keep: float = 0.0) -> ForkSe
     return ForkServerClient(sock, "warm", ready=answer[0])
 
 
-def start(warmth: WarmPool, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:
-    """Leave one running, and return once it listens. It imports meanwhile: whoever connects waits for that."""
+def start(pool: WarmPool, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:
+    """Start a warm fork server and return once it listens. It still imports: clients wait for that."""
     try:
-        os.makedirs(warmth.folder, mode=0o700, exist_ok=True)
+        os.makedirs(pool.folder, mode=0o700, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"nothing can be kept warm in {warmth.folder}: {error.strerror}",
-            fix="set PHALANX_HOME to a folder that can be written",
+            f"cannot keep a fork server warm in {pool.folder}: {error.strerror}",
+            fix="set PHALANX_HOME to a writable folder",
         ) from error
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(warmth.socket)
-    with socket.socket(socket.AF_UNIX) as listener, _short(warmth.socket) as path:
+        os.unlink(pool.socket)
+    with socket.socket(socket.AF_UNIX) as listener, _short(pool.socket) as path:
         mask = os.umask(0o177)
         try:
             listener.bind(path)
         finally:
             os.umask(mask)
         listener.listen(16)
-        line = [python, "-u", os.path.join(_FOLDER, "warm_main.py"), str(listener.fileno()), warmth.socket, str(idle)]
-        with open(warmth.log, "wb") as log:
+        line = [python, "-u", os.path.join(_FOLDER, "warm_main.py"), str(listener.fileno()), pool.socket, str(idle)]
+        with open(pool.log, "wb") as log:
             subprocess.Popen(
                 [*line, ",".join(modules), " " * 2048],
                 env=dict(environ),
-                cwd="/",  # it must not keep a folder of the user's from being unmounted
+                cwd="/",  # it must not keep a user's disk from being unmounted
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -129,26 +132,28 @@ def start(warmth: WarmPool, python: str, environ: Mapping[str, str], modules: Se
 
 
 def status(path: str) -> wire.Message | None:
-    """What the fork server at this socket says of itself; None if nobody is there."""
+    """Return the status of the fork server at a socket. None if there is none."""
     return _ask(path, {"do": "status"})
 
 
 def stop(path: str) -> wire.Message | None:
+    """Stop the fork server at a socket."""
     return _ask(path, {"do": "quit"})
 
 
 def sockets(base: str) -> list[str]:
+    """Return the sockets of all warm fork servers."""
     folder = os.path.join(base, "warm")
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in names if name.endswith(".sock")]
 
 
-def _ask(path: str, question: wire.Message) -> wire.Message | None:
+def _ask(path: str, request: wire.Message) -> wire.Message | None:
     sock = _connect(path)
     if sock is None:
         return None
     with sock, contextlib.suppress(OSError):
-        wire.send(sock, question)
+        wire.send(sock, request)
         answer = wire.receive(sock)
         return None if answer is None else answer[0]
     return None
@@ -172,7 +177,7 @@ def _connect(path: str) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _short(path: str) -> Iterator[str]:
-    """A Unix socket's path has at most 107 bytes; one through a descriptor of its folder is always shorter."""
+    """Yield a short path to a socket, through a descriptor of its folder: Unix allows at most 107 bytes."""
     folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"

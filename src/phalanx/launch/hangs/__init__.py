@@ -1,1 +1,1 @@
-"""Is the run stalled, and why: detection, evidence, stacks, dumps."""
+"""Stalled runs: detection, evidence, stacks, dumps."""

@@ -1,4 +1,4 @@
-"""What it means that ranks have called different things, from what each of them has told before it failed of that."""
+"""Explains a collective mismatch, from what each rank reported before it failed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.diagnose.rules.divergence import partings
 from phalanx.launch.hangs import node_evidence
 from phalanx.launch.hangs.source_lines import Sources
 
-_LONG = 60.0  # seconds: nobody goes on from there
+_LONG = 60.0  # seconds: long enough to count as stalled
 
 
-def words(told: Mapping[int, dict[str, Any]]) -> list[str]:
-    """By rank. Empty: nothing that its error does not say."""
+def words(reports: Mapping[int, dict[str, Any]]) -> list[str]:
+    """Return verdict and fix for the reports by rank. Empty if they add nothing to the error."""
     try:
         sources = Sources()
-        ranks = [_rank(number, told[number]) for number in sorted(told)]
+        ranks = [_rank(number, reports[number]) for number in sorted(reports)]
         evidence = Evidence(
             time=time.time(), waited=_LONG, ranks=tuple(map(sources.annotated, ranks)), world_size=len(ranks)
         )
@@ -34,13 +34,13 @@ def words(told: Mapping[int, dict[str, Any]]) -> list[str]:
 
 
 def _rank(number: int, message: dict[str, Any]) -> Rank:
-    said = node_evidence.read(message)
+    reply = node_evidence.read(message)
     return Rank(
         rank=number,
         node=0,
         since=_LONG,
         phase="collective",
-        threads=said.threads,
-        groups=said.groups,
-        calls=said.calls,
+        threads=reply.threads,
+        groups=reply.groups,
+        calls=reply.calls,
     )

@@ -1,7 +1,7 @@
-"""What the ranks of this node say when a run stands still, and what the kernel and the driver say about them.
+"""Evidence of this node about a stalled run: what its ranks, the kernel and the GPU driver report.
 
-All ranks are asked at once. Who does not answer holds Python's lock, is stopped, or is no Python of ours: its stacks
-come by a signal, or by py-spy. Nothing here waits for longer than its limit.
+All ranks are asked at once. A rank that does not answer holds the GIL, is stopped, or was not forked by phalanx: its
+stacks are obtained by a signal or by py-spy. Every step has a time limit.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
     from phalanx.launch.agent.worker import Worker, Workers
     from phalanx.launch.telemetry.process_stats import ProcessStatsReader
 
-ANSWER = 1.2  # seconds for a rank to tell: on a crowded machine it has to get to it
-_SILENT = 1.0  # for one that has published nothing for so long, a moment is enough
-_MOMENT = 0.3
-_STACKS = 0.7  # for one that has not, to write its stacks
-_LOOKS = 0.05  # between two looks at how often a main thread wakes
-_WAKES = 4  # times in between: it waits for Python's lock
-_CHILD = 0.15  # for a child of it
-_SPY = 1.2
-_DRIVER = 1.2  # for the GPUs' driver, which may hang when one of them is lost
+ANSWER = 1.2  # seconds for a rank to answer: on a busy host it may have to wait for a core
+_SILENT = 1.0  # seconds: a rank whose probe published nothing for so long gets less time
+_SILENT_ANSWER = 0.3
+_STACKS = 0.7  # seconds to write stacks on a signal
+_WAKE_INTERVAL = 0.05  # seconds over which wake-ups of the main thread are counted
+_WAKES = 4  # in that time: it waits for the GIL
+_CHILD = 0.15  # seconds for a child process to write its stacks
+_SPY = 1.2  # seconds for py-spy
+_DRIVER = 1.2  # seconds for the GPU driver, which may hang when a GPU is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
-_MOST_CHILDREN = 8  # of a rank, whose stacks are taken
-_MOST_RECORDED = 100_000  # collectives of a rank
+_MOST_CHILDREN = 8  # per rank whose stacks are taken
+_MOST_RECORDED = 100_000  # collectives per rank
 _STOPPED = ("T", "t", "Z", "X")
 
 
 class NodeEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one node."""
+    """What one node knows about itself and its ranks."""
 
     node: NodeFacts
     ranks: tuple[Rank, ...]
 
 
 class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's probe answers."""
+    """The answer of a rank's probe."""
 
     threads: tuple[ThreadStack, ...] = ()
     groups: tuple[GroupEvidence, ...] = ()
@@ -69,31 +69,33 @@ class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
 _decoder: msgspec.json.Decoder[NodeEvidence] = msgspec.json.Decoder(NodeEvidence)
 
 
-def encode(testimony: NodeEvidence) -> bytes:
-    return encoding.encode(testimony)
+def encode(evidence: NodeEvidence) -> bytes:
+    """Encode the evidence of a node as JSON."""
+    return encoding.encode(evidence)
 
 
 def decode(text: bytes) -> NodeEvidence:
+    """Decode what `encode` returned."""
     return _decoder.decode(text)
 
 
-async def take(attempt: Workers, looks: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
-    """Of all ranks here, the dead ones too."""
+async def take(attempt: Workers, stats: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
+    """Gather the evidence of all ranks of this node, dead ones included."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
-    below = await asyncio.to_thread(linux.families, pids)
+    families = await asyncio.to_thread(linux.families, pids)
     cards, ranks = await asyncio.gather(
-        gpus.asked([worker.seat.slot.device for worker in workers.values()], _DRIVER, health=True),
-        asyncio.gather(*(_rank(attempt, name, worker, looks, below) for name, worker in workers.items())),
+        gpus.query([worker.seat.slot.device for worker in workers.values()], _DRIVER, health=True),
+        asyncio.gather(*(_rank(attempt, name, worker, stats, families) for name, worker in workers.items())),
     )
     found = [replace(rank, node=node.node, gpu=card) for rank, card in zip(ranks, cards, strict=True)]
     return NodeEvidence(node=node, ranks=await asyncio.to_thread(_annotated, found))
 
 
-async def rank(attempt: Workers, name: str, worker: Worker, looks: ProcessStatsReader) -> Rank:
-    """Of one."""
-    below = await asyncio.to_thread(linux.families, [worker.pid])
-    return await _rank(attempt, name, worker, looks, below)
+async def rank(attempt: Workers, name: str, worker: Worker, stats: ProcessStatsReader) -> Rank:
+    """Gather the evidence of one rank."""
+    families = await asyncio.to_thread(linux.families, [worker.pid])
+    return await _rank(attempt, name, worker, stats, families)
 
 
 def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
@@ -101,43 +103,43 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 
 
 async def _rank(
-    attempt: Workers, name: str, worker: Worker, looks: ProcessStatsReader, below: dict[int, list[int]]
+    attempt: Workers, name: str, worker: Worker, stats: ProcessStatsReader, families: dict[int, list[int]]
 ) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
-    if (over := _over(bare, attempt, worker)) is not None:
-        return over
+    if (ended := _ended(bare, attempt, worker)) is not None:
+        return ended
     if not worker.pid:
         return replace(bare, note="it has not been started yet")
-    pulse = looks.pulse(worker.pid)
-    told, why = await _ask(worker, pulse.state)
-    process = await asyncio.to_thread(process_stats.look, worker.pid, pulse, below.get(worker.pid, []))
-    threads, note = stacks.clean(told.threads), why
+    now = stats.read(worker.pid)
+    reply, why = await _ask(worker, now.state)
+    process = await asyncio.to_thread(process_stats.describe, worker.pid, now, families.get(worker.pid, []))
+    threads, note = stacks.clean(reply.threads), why
     if not any(thread.frames for thread in threads):
-        threads, note = await _stacks(attempt, name, worker, pulse.state, why)
+        threads, note = await _stacks(attempt, name, worker, now.state, why)
     threads += await _of_children(worker, process)
-    if (over := _over(bare, attempt, worker)) is not None:  # meanwhile
-        return replace(over, process=process)
-    page = worker.probe.page if worker.probe is not None else None
-    # At its end it has no probe any more: then silence says nothing.
-    looked = page.looked if page is not None and not page.text.get("ending") else 0.0
+    if (ended := _ended(bare, attempt, worker)) is not None:  # meanwhile
+        return replace(ended, process=process)
+    status = worker.probe.page if worker.probe is not None else None
+    # A process that is ending has no probe any more: then silence means nothing.
+    looked = status.looked if status is not None and not status.text.get("ending") else 0.0
     return replace(
         bare,
         threads=threads,
-        groups=told.groups,
-        calls=told.calls,
-        history=told.history,
-        store=told.store,
-        given=told.given,
-        hosts=told.hosts,
+        groups=reply.groups,
+        calls=reply.calls,
+        history=reply.history,
+        store=reply.store,
+        given=reply.given,
+        hosts=reply.hosts,
         process=process,
-        silent=round(time.monotonic() - looked, 1) if looked and not told.threads else 0.0,
+        silent=round(time.monotonic() - looked, 1) if looked and not reply.threads else 0.0,
         note=note,
     )
 
 
-def _over(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
-    """Of one that has ended, or is about to because others did not come; None: it goes on."""
+def _ended(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
+    """Return the evidence of a rank that has ended, or is ending because it timed out. None: it runs."""
     if worker.code or worker.ending > time.monotonic():
         death = attempt.death(worker)
         if root_cause.gave_up(death):
@@ -146,25 +148,25 @@ def _over(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
 
 
 def _gave_up(bare: Rank, worker: Worker, death: root_cause.ProcessFailure) -> Rank:
-    """Where it waited for others, as if it still did: they did not come there."""
-    told = EvidenceReply()
+    """Return where the rank waited for others when it timed out, as if it still did."""
+    reply = EvidenceReply()
     with contextlib.suppress(msgspec.ValidationError, TypeError, ValueError, KeyError):
-        told = read(worker.raised) if worker.raised is not None else told
-    threads = stacks.clean(told.threads)
-    if not any(thread.frames for thread in threads):  # it could not tell: there is its traceback
+        reply = read(worker.raised) if worker.raised is not None else reply
+    threads = stacks.clean(reply.threads)
+    if not any(thread.frames for thread in threads):  # it reported none, so use its traceback
         lines = reversed(root_cause.report_of(death).stack)
         frames = tuple(Frame(file, number, function) for file, number, function, _ in lines)
         threads = (ThreadStack(name="MainThread", frames=frames, main=True),)
     timeout = root_cause.timeout(death) or Timeout()
-    calls = _undone(told.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
+    calls = _undone(reply.calls, {frame.function for thread in threads if thread.main for frame in thread.frames})
     if timeout.seq:  # NCCL's watchdog names the call, and ends the process without an exception
         calls = (*calls, CallEvidence(group=timeout.group, seq=timeout.seq, op=timeout.op))
-    found = replace(bare, threads=threads, groups=told.groups, calls=calls, history=told.history)
-    return replace(found, store=told.store, given=told.given, hosts=told.hosts)
+    found = replace(bare, threads=threads, groups=reply.groups, calls=calls, history=reply.history)
+    return replace(found, store=reply.store, given=reply.given, hosts=reply.hosts)
 
 
 def _undone(calls: tuple[CallEvidence, ...], functions: set[str]) -> tuple[CallEvidence, ...]:
-    """torch takes a call that failed for one that is over."""
+    """Mark the last call as not done if the rank failed in it: torch records it as completed."""
     last = calls[-1:]
     if last and last[0].done and (last[0].op in functions or "_engine_run_backward" in functions):
         return (*calls[:-1], replace(last[0], done=False))
@@ -175,20 +177,20 @@ async def _ask(worker: Worker, state: str) -> tuple[EvidenceReply, str]:
     if worker.probe is None:
         return EvidenceReply(), "it has no probe"
     if state in _STOPPED:
-        return EvidenceReply(), "it is stopped, and answers nobody" if state in "Tt" else "it is dead"
+        return EvidenceReply(), "it is stopped" if state in "Tt" else "it is dead"
     looked = worker.probe.page.looked
-    limit = _MOMENT if looked and time.monotonic() - looked > _SILENT else ANSWER
+    limit = _SILENT_ANSWER if looked and time.monotonic() - looked > _SILENT else ANSWER
     answer = await worker.probe.ask("report", timeout=limit)
     if answer is None:
         return EvidenceReply(), f"it has not answered for {limit} s"
     try:
         return read(answer), str(answer.get("why", ""))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
-        return EvidenceReply(), f"what it says cannot be read: {error}"
+        return EvidenceReply(), f"its answer cannot be read: {error}"
 
 
 def read(answer: dict[str, Any]) -> EvidenceReply:
-    """Frames come as [file, line, function]: most of an answer is frames."""
+    """Parse the answer of a probe, in which frames are [file, line, function] to save space."""
     threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
     calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
     rest: dict[str, Any] = {name: answer[name] for name in ("groups", "store", "given", "hosts") if name in answer}
@@ -196,20 +198,20 @@ def read(answer: dict[str, Any]) -> EvidenceReply:
     return replace(found, history=_history(answer.get("history") or {}))
 
 
-def _history(told: dict[str, Any]) -> History:
-    """A script may write what it likes where its records are: what does not fit together is left out."""
+def _history(recorded: dict[str, Any]) -> History:
+    """Parse the flight recorder of a rank. A script can overwrite it: return nothing if it is inconsistent."""
     try:
-        sites = [_framed(site) for site in told.get("sites", ())[:_MOST_RECORDED]]
-        found = msgspec.convert({**told, "sites": sites}, History, strict=False)
+        sites = [_framed(site) for site in recorded.get("sites", ())[:_MOST_RECORDED]]
+        found = msgspec.convert({**recorded, "sites": sites}, History, strict=False)
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError):
         return History()
-    recorded = sum(len(each.seqs) for each in found.groups)
+    count = sum(len(each.seqs) for each in found.groups)
     fits = all(
         len(each.seqs) == len(each.kinds) and all(0 <= kind < len(found.signatures) for kind in each.kinds)
         for each in found.groups
     )
     sited = all(-1 <= each.site < len(found.sites) for each in found.signatures)
-    return found if fits and sited and recorded <= _MOST_RECORDED else History()
+    return found if fits and sited and count <= _MOST_RECORDED else History()
 
 
 def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
@@ -217,14 +219,14 @@ def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """A file may be called by bytes that are no text, which JSON has no letters for."""
+    """Replace what JSON cannot encode: a file name may not be valid UTF-8."""
     return name if name.isascii() else name.encode(errors="replace").decode()
 
 
 async def _stacks(
     attempt: Workers, name: str, worker: Worker, state: str, why: str
 ) -> tuple[tuple[ThreadStack, ...], str]:
-    """By itself from C, or from outside. Its probe does not get Python's lock, so that another thread has it."""
+    """Get stacks from faulthandler, else from py-spy, when the probe does not answer because it lacks the GIL."""
     if worker.probe is not None and state not in _STOPPED and _stacks_by_signal(worker.probe, worker.pid):
         sent = lambda: attempt.tell(name, probe.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.probe.stacks, sent, _STACKS))
@@ -238,8 +240,7 @@ async def _stacks(
 
 
 def _stacks_by_signal(shown: ProbeClient, pid: int) -> bool:
-    """Not to whoever has another handler for it: a program that was executed, or a script with a use for it. Nor to one
-    that has closed the file."""
+    """Return whether the process writes its stacks on a signal: it has our handler and the file is open."""
     if not linux.handles(pid, probe.SIGNAL) or shown.page.text.get("signal_taken"):
         return False
     with contextlib.suppress(OSError):
@@ -252,17 +253,19 @@ def _stacks_by_signal(shown: ProbeClient, pid: int) -> bool:
 
 
 async def _with_holder(pid: int, threads: tuple[ThreadStack, ...]) -> tuple[ThreadStack, ...]:
-    """Who has Python's lock: the main thread, unless that waits for it, and wakes every 5 ms to look. Then it is
-    another, if only one is seen to wait for nothing."""
+    """Mark the thread that holds the GIL.
+
+    That is the main thread, unless it wakes every 5 ms because it waits for the GIL itself.
+    """
     before = process_stats.switches(pid)
-    await asyncio.sleep(_LOOKS)
+    await asyncio.sleep(_WAKE_INTERVAL)
     return holder(threads, waits=process_stats.switches(pid) - before >= _WAKES)
 
 
 def holder(threads: tuple[ThreadStack, ...], *, waits: bool) -> tuple[ThreadStack, ...]:
-    """`waits`: the main thread does, for the lock."""
-    able = [each for each in threads if each.main is not waits and (each.main or _at_work(each))]
-    return tuple(replace(each, holds_gil=[each] == able) for each in threads)
+    """Mark the holder of the GIL if only one thread can be it. `waits`: the main thread waits for it."""
+    candidates = [each for each in threads if each.main is not waits and (each.main or _at_work(each))]
+    return tuple(replace(each, holds_gil=[each] == candidates) for each in threads)
 
 
 def _at_work(thread: ThreadStack) -> bool:
@@ -270,8 +273,7 @@ def _at_work(thread: ThreadStack) -> bool:
 
 
 async def _of_children(worker: Worker, process: Process) -> tuple[ThreadStack, ...]:
-    """Of those that the rank has forked, which have its handler: workers of a DataLoader. One after the other, for they
-    write into the same file."""
+    """Get stacks of forked children, such as DataLoader workers, one at a time: they write into the same file."""
     found: tuple[ThreadStack, ...] = ()
     if worker.probe is None:
         return found
@@ -279,12 +281,12 @@ async def _of_children(worker: Worker, process: Process) -> tuple[ThreadStack, .
         pid, state, *words = child.split(maxsplit=2)
         if state in _STOPPED or not _stacks_by_signal(worker.probe, int(pid)):
             continue
-        sent = lambda pid=int(pid): stacks.poke(pid, probe.SIGNAL)  # noqa: E731
+        sent = lambda pid=int(pid): stacks.send_signal(pid, probe.SIGNAL)  # noqa: E731
         text = await stacks.written(worker.probe.stacks, sent, _CHILD)
         found += stacks.parsed(text, name=f"process {pid} {' '.join(words)}"[:80])[-1:]
     return found
 
 
-def silent(node: NodeFacts, ranks: tuple[int, ...], why: str) -> NodeEvidence:
-    """Of a node that does not answer, which is evidence too."""
+def of_silent_node(node: NodeFacts, ranks: tuple[int, ...], why: str) -> NodeEvidence:
+    """Return the evidence of a node that does not answer."""
     return NodeEvidence(node=node, ranks=tuple(Rank(rank=rank, node=node.node, note=why) for rank in ranks))

@@ -1,4 +1,4 @@
-"""The lines of the user's files around the frames of a stack: read here, where these files are."""
+"""Adds the source lines to stack frames in the user's code, on the node that has the files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from phalanx.diagnose.evidence import Frame, Rank
 from phalanx.diagnose.frames import mine
 
 _LARGEST = 1 << 20  # bytes of a file that is read
-_MOST = 300  # places that are looked up at once
+_MOST = 300  # frames per report
 
 
 class Sources:
-    """For one look: files may change."""
+    """Source files for one report. Files may change, so do not keep it."""
 
     def __init__(self) -> None:
         self._text = functools.cache(_read)
         self._known: dict[Frame, Frame] = {}
 
     def annotated(self, rank: Rank) -> Rank:
+        """Return the rank with source lines in all its frames."""
         threads = tuple(msgspec.structs.replace(each, frames=self._all(each.frames)) for each in rank.threads)
         calls = tuple(msgspec.structs.replace(each, site=self._all(each.site)) for each in rank.calls)
         history = msgspec.structs.replace(rank.history, sites=tuple(map(self._all, rank.history.sites)))

@@ -1,7 +1,7 @@
-"""Python stacks of a process that does not answer: it writes them itself when it gets a signal, or py-spy reads them.
+"""Python stacks of a process that does not answer: written by faulthandler on a signal, or read by py-spy.
 
-faulthandler writes from C, whoever holds Python's lock, into a file in memory that the agent has made. A process
-that is stopped, or was never ours, cannot; py-spy looks at its memory, where it is installed and allowed.
+faulthandler writes from C, whoever holds the GIL, into a memfd that the agent created. A process that is stopped, or
+that phalanx did not start, cannot do that; py-spy reads its memory, where it is installed and permitted.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import msgspec
 from phalanx.diagnose.evidence import Frame, ThreadStack
 from phalanx.forkserver import linux, paths
 
-_SETTLED = 0.03  # seconds without another line: it is complete
-_LOOK = 0.01
+_SETTLED = 0.03  # seconds without another line: the dump is complete
+_POLL = 0.01  # seconds
 
 _HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
 
 
 async def written(fd: int, send: Callable[[], object], limit: float) -> str:
-    """What a process writes there once it has its signal; empty: nothing, within the limit."""
+    """Send a signal and return what the process writes to `fd`. Empty if it writes nothing within `limit` seconds."""
     try:
-        own = os.dup(fd)  # the worker may be forgotten meanwhile, and its number be another file's
+        own = os.dup(fd)  # the worker may be released meanwhile, and the number reused
     except OSError:
         return ""
     try:
-        os.lseek(own, 0, os.SEEK_SET)  # theirs too: it is one open file
+        os.lseek(own, 0, os.SEEK_SET)  # moves the offset of the worker too: they share the open file
         os.ftruncate(own, 0)
         send()
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
         size, since = 0, loop.time()
         while loop.time() < end and not (size and loop.time() - since > _SETTLED):
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
             now = os.fstat(own).st_size
             if now != size:
                 size, since = now, loop.time()
@@ -52,7 +52,7 @@ async def written(fd: int, send: Callable[[], object], limit: float) -> str:
 
 
 def parsed(text: str, *, name: str = "") -> tuple[ThreadStack, ...]:
-    """Threads of a dump of faulthandler's: the main one was there first, and is written last."""
+    """Parse a dump of faulthandler, which writes the main thread last."""
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         head, frame = _HEAD.match(line), _FRAME.match(line)
@@ -73,7 +73,7 @@ def parsed(text: str, *, name: str = "") -> tuple[ThreadStack, ...]:
 
 
 def clean(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
-    """Without what is ours."""
+    """Remove threads and frames of phalanx itself."""
     return tuple(
         msgspec.structs.replace(
             thread, frames=tuple(frame for frame in thread.frames if f"/{paths.FORK_SERVER}" not in frame.file)
@@ -84,11 +84,11 @@ def clean(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
 
 
 async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[ThreadStack, ...], str]:
-    """By py-spy; and why there is nothing."""
+    """Return the stacks that py-spy reads, and if there are none, why."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=_beside())
     if program is None:
         return (), "py-spy is not installed"
-    # Without a pause it may read nonsense, but a process that is stopped stays as it is.
+    # --nonblocking may read inconsistent stacks, but a stopped process does not change.
     words = [program, "dump", "--json", "--native" if native else "--nonblocking", "--pid", str(pid)]
     process = await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -96,7 +96,7 @@ async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[ThreadSt
     try:
         out, err = await asyncio.wait_for(process.communicate(), limit)
     except TimeoutError:
-        return (), f"py-spy needs more than {limit:.0f} s"
+        return (), f"py-spy took more than {limit:.0f} s"
     finally:
         if process.returncode is None:
             process.kill()
@@ -105,11 +105,11 @@ async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[ThreadSt
         return (), f"py-spy: {(err.decode(errors='replace').strip().splitlines() or ['failed'])[-1][:200]}"
     with contextlib.suppress(ValueError, TypeError, KeyError):
         return clean(_spied(thread, pid) for thread in json.loads(out)), ""
-    return (), "py-spy has said what nobody understands"
+    return (), "py-spy printed something unexpected"
 
 
 def _spied(thread: dict[str, Any], pid: int) -> ThreadStack:
-    # It says of which class a method is; everybody else does not.
+    # py-spy prefixes methods with their class; faulthandler and tracebacks do not.
     frames = tuple(Frame(f["filename"], int(f["line"] or 0), f["name"].rpartition(".")[2]) for f in thread["frames"])
     main = thread.get("os_thread_id") == pid
     name = thread.get("thread_name") or ("MainThread" if main else f"thread {thread.get('os_thread_id')}")
@@ -117,24 +117,24 @@ def _spied(thread: dict[str, Any], pid: int) -> ThreadStack:
 
 
 def _beside() -> str:
-    """Where this interpreter's own programs are."""
+    """Return the folder of scripts beside this interpreter."""
     import sysconfig
 
     return sysconfig.get_path("scripts")
 
 
 def text_of(threads: tuple[ThreadStack, ...]) -> str:
-    """As Python shows a dump."""
+    """Return the stacks, formatted as faulthandler does."""
     lines = []
     for thread in threads:
-        lock = ", holds Python's lock" if thread.holds_gil else ""
+        lock = ", holds the GIL" if thread.holds_gil else ""
         lines.append(f"Thread {thread.name}{lock} (most recent call first):")
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in thread.frames]
     return "\n".join(lines)
 
 
-def poke(pid: int, number: int) -> bool:
-    """A signal for a process that is not our child, and may have ended since: by a handle, not by its number alone."""
+def send_signal(pid: int, number: int) -> bool:
+    """Signal a process that is not our child and has a handler. Uses a pidfd: the pid may have been reused."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -148,10 +148,6 @@ def poke(pid: int, number: int) -> bool:
         return False
     finally:
         os.close(handle)
-
-
-def _is_ours(frame: Frame) -> bool:
-    return f"/{paths.FORK_SERVER}" in frame.file
 
 
 def _is_probe(frame: Frame) -> bool:

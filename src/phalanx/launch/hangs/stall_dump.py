@@ -1,4 +1,4 @@
-"""What is kept of a stall in the run folder: the evidence, the stacks to read, the verdict. Whole or not at all."""
+"""Writes evidence, stacks and verdict of a stall into the run folder, all or nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.launch.hangs import stacks
 
 
 def write(folder: str, number: int, evidence: Evidence, verdicts: Sequence[Verdict]) -> str:
-    """Where it lies; empty: the disk does not take it."""
+    """Write the dump and return its folder, or "" if the disk does not accept it."""
     path = os.path.join(folder, f"stall_{number}")
     part = f"{path}.part"
     try:
@@ -33,7 +33,7 @@ def write(folder: str, number: int, evidence: Evidence, verdicts: Sequence[Verdi
 
 
 def text(evidence: Evidence) -> str:
-    """The stacks of all ranks, as Python shows them."""
+    """Return the stacks of all ranks, formatted as Python does."""
     blocks = []
     for rank in evidence.ranks:
         process = f", process {rank.process.pid} ({rank.process.state})" if rank.process is not None else ""

@@ -1,4 +1,4 @@
-"""What nodes write to each other beside the run itself: letters of a kind, to node 0 or from it."""
+"""Messages between the leader and the other nodes, beside those of the run itself. Each has a kind and a number."""
 
 from __future__ import annotations
 
@@ -8,73 +8,79 @@ from typing import Protocol
 
 from phalanx.control import messages
 
-Reader = Callable[[int | None, int, bytes], None]  # who wrote (None: this node itself, or node 0), number, content
+Handler = Callable[[int | None, int, bytes], None]  # sender (None: this node or the leader), number, content
 
 
 class RpcCarrier(Protocol):
-    """The company: it knows the ways."""
+    """The coordinator, as far as messages between nodes need it."""
 
     @property
-    def leads(self) -> bool: ...
+    def leads(self) -> bool:
+        """Return whether this node is the leader."""
+        ...
+
     def members(self) -> dict[int, tuple[int, ...]]:
-        """Of whom this node is the leader, itself left out: their ranks."""
+        """Return the ranks of each follower. Empty on a node that does not lead."""
         ...
 
     @property
     def skew(self) -> float:
-        """The clock of this node minus that of the one that leads."""
+        """Return the clock of this node minus the leader's, in seconds."""
         ...
 
     def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
-        """To a member; None: to the leader, where that is another node."""
+        """Send a frame to a member or, if `to` is None, to the leader."""
 
     def address(self, member: int) -> str:
-        """Of a member, as seen from here; empty: nobody knows."""
+        """Return the address of a member as seen from here. Empty if unknown."""
         ...
 
 
 class NodeRpc:
+    """Sends messages to other nodes, in frames of limited size, and dispatches those that arrive."""
+
     def __init__(self, carrier: RpcCarrier) -> None:
         self._carrier = carrier
-        self._readers: dict[str, Reader] = {}
-        self._begun: dict[int | None, _Begun] = {}  # by who writes: the parts of a letter come one after the other
+        self._handlers: dict[str, Handler] = {}
+        self._partial: dict[int | None, _PartialMessage] = {}  # by sender: its frames arrive in order
 
-    def reads(self, kind: str, reader: Reader) -> None:
-        self._readers[kind] = reader
+    def on(self, kind: str, handler: Handler) -> None:
+        """Call `handler` for messages of this kind."""
+        self._handlers[kind] = handler
 
     def send(self, kind: str, number: int, content: bytes, to: int | None = None) -> None:
-        """To a member, or to the leader (None), which may be this node itself."""
+        """Send a message to a member or, if `to` is None, to the leader, which may be this node."""
         if to is None and self._carrier.leads:
-            self._deliver(None, kind, number, content)
+            self._dispatch(None, kind, number, content)
             return
         size = messages.RPC_FRAME_LIMIT
         parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
         for index, part in enumerate(parts):
-            letter = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
-            self._carrier.carry(letter, to)
+            frame = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
+            self._carrier.carry(frame, to)
 
-    def heard(self, who: int | None, letter: messages.RpcFrame) -> None:
-        """Of a letter that is too long, nothing is read, and nobody has more than one that is not at its end."""
-        begun = self._begun.pop(who, None)
-        if begun is None or begun.of != (letter.kind, letter.number):
-            begun = _Begun((letter.kind, letter.number))
-        begun.add(letter.content)
-        if letter.more:
-            self._begun[who] = begun
-        elif not begun.too_long:
-            self._deliver(who, letter.kind, letter.number, bytes(begun.content))
+    def receive(self, sender: int | None, frame: messages.RpcFrame) -> None:
+        """Take a frame. Each sender can have one unfinished message; one that is too long is dropped."""
+        partial = self._partial.pop(sender, None)
+        if partial is None or partial.key != (frame.kind, frame.number):
+            partial = _PartialMessage((frame.kind, frame.number))
+        partial.add(frame.content)
+        if frame.more:
+            self._partial[sender] = partial
+        elif not partial.too_long:
+            self._dispatch(sender, frame.kind, frame.number, bytes(partial.content))
 
-    def _deliver(self, who: int | None, kind: str, number: int, content: bytes) -> None:
-        reader = self._readers.get(kind)
-        if reader is not None:
-            reader(who, number, content)
+    def _dispatch(self, sender: int | None, kind: str, number: int, content: bytes) -> None:
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            handler(sender, number, content)
 
 
 @dataclass
-class _Begun:
-    """A letter, as far as it has come."""
+class _PartialMessage:
+    """A message of which more frames follow."""
 
-    of: tuple[str, int]  # kind and number
+    key: tuple[str, int]  # kind and number
     content: bytearray = field(default_factory=bytearray)
     too_long: bool = False
 

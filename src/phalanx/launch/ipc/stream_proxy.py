@@ -1,7 +1,7 @@
-"""A stream between a socket here and one on another node, carried by letters: bytes, their end, the end of both.
+"""A byte stream between a socket here and one on another node, carried by RPC messages.
 
-Whoever reads says how much it has read, so that no more is on its way than fits: a terminal that is held, or a rank
-that does not read, holds back the one who writes, and fills nobody's memory.
+The reader acknowledges what it has read, and the sender stops at a window of unacknowledged bytes: a terminal or a rank
+that does not read slows the sender down and does not fill memory.
 """
 
 from __future__ import annotations
@@ -10,48 +10,49 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-WINDOW = 1 << 20  # bytes on their way, at most
-_CHUNK = 1 << 16  # bytes in a letter
-_MOST = 4096  # letters that wait for a socket
-_PAUSE = 0.02  # seconds between two: whatever a debugger prints, the run's own messages get through
+WINDOW = 1 << 20  # bytes in flight, at most
+_CHUNK = 1 << 16  # bytes in a message
+_MAX_EARLY = 4096  # messages that wait for the socket
+_PAUSE = 0.02  # seconds between two reads: the run's own messages must get through a debugger's output
 
 Send = Callable[[bytes], None]
 
 
 class StreamProxy(asyncio.Protocol):
-    """`start` it once there is a socket; what arrives before waits.
+    """One end of a stream. Call `start` once there is a socket; messages that arrive earlier wait.
 
-    d data   a as many bytes of them have been read   e end of one direction   c closed
+    Messages: d data, a number of bytes read, e end of one direction, c closed.
     """
 
-    def __init__(self, rank: int, send: Send, ended: Callable[[], None]) -> None:
+    def __init__(self, rank: int, send: Send, on_end: Callable[[], None]) -> None:
         self.rank = rank
         self._send = send
-        self._ended = ended
+        self._on_end = on_end
         self._transport: asyncio.Transport | None = None
         self._early: list[bytes] = []
-        self._eofs = 0  # of the two directions
+        self._eofs = 0  # directions that have ended
         self._closed = False  # by the other side
-        self._underway = 0  # bytes that the other side has not read yet
-        self._unread = 0  # bytes that came, and are not read here
-        self._full = False  # nobody reads at the moment
-        self._resting = False
+        self._in_flight = 0  # bytes that the other side has not read yet
+        self._unread = 0  # bytes received and not acknowledged
+        self._full = False  # the local socket takes no more at the moment
+        self._pausing = False
         self._loop = asyncio.get_running_loop()
         self._starting: asyncio.Task[object] | None = None
 
     def start(self, sock: socket.socket) -> None:
+        """Connect the stream to a local socket."""
         self._starting = self._loop.create_task(self._loop.create_unix_connection(lambda: self, sock=sock))
 
-    def arrived(self, kind: bytes, data: bytes) -> None:
-        """Raises ValueError where the other side does not keep to what was said."""
+    def receive(self, kind: bytes, data: bytes) -> None:
+        """Process a message of the other side. Raises ValueError if it violates the protocol."""
         transport = self._transport
         if kind == b"d":
             self._unread += len(data)
             if self._unread > 2 * WINDOW:
                 self.close()
-                raise ValueError("more than was to be on its way")
+                raise ValueError("more bytes in flight than the window allows")
         if transport is None:
-            if len(self._early) < _MOST:
+            if len(self._early) < _MAX_EARLY:
                 self._early.append(kind + data)
         elif transport.is_closing():
             pass
@@ -59,54 +60,59 @@ class StreamProxy(asyncio.Protocol):
             transport.write(data)
             self._acknowledge()
         elif kind == b"a":
-            self._underway -= int(data)
-            self._go_on()
+            self._in_flight -= int(data)
+            self._resume()
         elif kind == b"e":
             transport.write_eof()
-            self._one_way_less()
+            self._direction_ended()
         elif kind == b"c":
             self._closed = True
             transport.close()
 
     def close(self) -> None:
+        """Close the local socket, or do not connect it."""
         if self._transport is not None:
             self._transport.close()
         elif self._starting is not None:
             self._starting.cancel()
 
-    # -- asyncio's
+    # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Process what arrived before the connection."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101
         self._transport = transport
         self._unread = 0
-        for letter in self._early:
-            self.arrived(letter[:1], letter[1:])
+        for message in self._early:
+            self.receive(message[:1], message[1:])
         self._early.clear()
 
     def data_received(self, data: bytes) -> None:
+        """Send data to the other side, then pause."""
         for at in range(0, len(data), _CHUNK):
             self._send(b"d" + data[at : at + _CHUNK])
-        self._underway += len(data)
+        self._in_flight += len(data)
         if self._transport is not None:
-            self._resting = True
+            self._pausing = True
             self._transport.pause_reading()
-            self._loop.call_later(_PAUSE, self._rested)
+            self._loop.call_later(_PAUSE, self._end_pause)
 
-    def _rested(self) -> None:
-        self._resting = False
-        self._go_on()
+    def _end_pause(self) -> None:
+        self._pausing = False
+        self._resume()
 
-    def _go_on(self) -> None:
-        if self._transport is None or self._transport.is_closing() or self._resting:
+    def _resume(self) -> None:
+        if self._transport is None or self._transport.is_closing() or self._pausing:
             return
-        if self._underway < WINDOW:
+        if self._in_flight < WINDOW:
             self._transport.resume_reading()
 
     def pause_writing(self) -> None:
+        """Stop acknowledging: the local socket is full."""
         self._full = True
 
     def resume_writing(self) -> None:
+        """Acknowledge again."""
         self._full = False
         self._acknowledge()
 
@@ -116,16 +122,18 @@ class StreamProxy(asyncio.Protocol):
             self._unread = 0
 
     def eof_received(self) -> bool:
+        """Tell the other side that this direction has ended."""
         self._send(b"e")
-        self._one_way_less()
+        self._direction_ended()
         return True
 
-    def _one_way_less(self) -> None:
+    def _direction_ended(self) -> None:
         self._eofs += 1
         if self._eofs > 1 and self._transport is not None:
             self._transport.close()
 
     def connection_lost(self, _: Exception | None) -> None:
+        """Tell the other side, if it does not know, and report the end."""
         if not self._closed:
             self._send(b"c")
-        self._ended()
+        self._on_end()

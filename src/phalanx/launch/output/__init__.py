@@ -1,1 +1,1 @@
-"""What workers write: captured in log files, shown on the console."""
+"""Output of workers: captured in log files, shown on the console."""

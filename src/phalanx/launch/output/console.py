@@ -1,17 +1,15 @@
-"""What people see: whole lines of every rank, the bars of rank 0 alive below them, and what phalanx says.
+"""Shows the output of all ranks: whole lines of every rank, the progress bars of rank 0 below, and phalanx's messages.
 
-A thread of its own reads the log files, as far as the pump has written them. However slow the terminal is, it
-holds back nobody, costs no memory, and nothing is missing on it in the end.
+A thread reads the log files as they grow. A slow terminal delays nobody, costs no memory and misses nothing.
 
-On a terminal, rank 0 is live: it has a pseudo-terminal, and its unfinished rows (a prompt, a bar, several
-bars) are an area at the bottom that is painted again below whatever else is printed. Rows are painted from
-a model (`Lines`), never passed through, so that nothing of another rank lands in the middle of a sequence.
-The model knows what bars are made of: return, newline, cursor up and down, erase; colours are text. While
-nobody else has printed, a cursor that moves up reaches rows that are finished already, as on a terminal of
-its own; after that they belong to the past, and the bars begin again below. While a debugger has the terminal,
-what other ranks write waits in their logs, and what its own rank writes has no prefix. What needs the whole screen
-(cursor addressing, the alternate screen) cannot be shared by ranks, and is dropped. The bytes of a world of one
-rank pass unchanged.
+On a terminal, rank 0 is live: it has a pseudo-terminal, and its unfinished rows (a prompt, one or more bars) form an
+area at the bottom that is repainted below other output. Rows are painted from a `LineModel` and never passed through,
+so that nothing of another rank lands within an escape sequence. The model understands what bars use: return, newline,
+cursor up and down, erase; colours are text. As long as nobody else has printed, a cursor that moves up reaches
+finished rows too, as on a terminal; after that they are final, and the bars start again below. While a debugger has
+the terminal, output of other ranks waits in their logs, and the debugged rank has no prefix. What needs the whole
+screen (cursor addressing, the alternate screen) cannot be shared by ranks and is dropped. The output of a single rank
+passes unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from phalanx.launch.output.line_model import LineModel, columns
 from phalanx.launch.output.log_tail import LogTail
 from phalanx.launch.output.sink import Sink, attributes, restore
 
-BATCH = 1 << 22  # gathered before it is written
+BATCH = 1 << 22  # bytes collected before they are written
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
-_SAID = 500  # lines of our own that are kept while nothing is shown
-_PATIENCE = 5.0  # seconds for a terminal to take what there is
+_MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden
+_HIDE_TIMEOUT = 5.0  # seconds for the terminal to accept pending output
 
-_MODES_SHARED = (b"25", b"2004")  # rank 0 may change these where it is not alone
+_MODES_SHARED = (b"25", b"2004")  # that rank 0 may change when there are other ranks
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,16 @@ class _Loan:
 
 
 @dataclass(frozen=True)
-class _Veil:
+class _Visibility:
     on: bool
     done: threading.Event
 
 
 class Console:
-    """`console = Console(world)`, then `say`, and an `Output` for what workers write; `close` at the end.
+    """Create it with the world size, then call `say`, and `attach` for each stream of a worker; `close` at the end.
 
-    `colour` and `terminal` are what to take for granted; None asks the two descriptors. The thread starts
-    with the first thing to show, so that a process that has not shown anything may fork.
+    `colour` and `terminal` override what the descriptors say. The thread starts with the first output, so that a
+    process that has shown nothing may fork.
     """
 
     def __init__(
@@ -66,25 +64,25 @@ class Console:
         terminal: bool | None = None,
         prefixes: Mapping[int, str] | None = None,
         quiet: float = 0.1,
-        life: float = 10.0,
+        bar_interval: float = 10.0,
     ) -> None:
         self.lock = threading.RLock()
         self._prefixes = prefixes or {}
         self._alone = world == 1 and not self._prefixes
         self._digits = len(str(world - 1))
         self._colour = colour
-        self._quiet = quiet  # after which an unfinished line is shown
-        self._life = life  # between two signs of life of a bar without a terminal
+        self._quiet = quiet  # seconds after which an unfinished line is shown
+        self._bar_interval = bar_interval  # seconds between two states of a bar where there is no terminal
         self._out = Sink(out, terminal=terminal)
         self._err = self._out if _same(out, err) else Sink(err, terminal=terminal)
         self._attributes = attributes((out, err, 0))
         self._wake = threading.Condition(self.lock)
-        self._queue: deque[LogTail | str | bytes | _Loan | _Veil] = deque()
-        self._borrower: int | None = None  # the rank whose debugger has the terminal
-        self._later: list[LogTail] = []  # what there is to show once it is through
-        self._said: deque[str] | None = None  # while nothing is shown: what is to be said afterwards
-        self.hidden = False  # or about to be
-        self._feeds: list[LogTail] = []
+        self._queue: deque[LogTail | str | bytes | _Loan | _Visibility] = deque()
+        self._debugged: int | None = None  # the rank whose debugger has the terminal
+        self._deferred: list[LogTail] = []  # to be shown when it ends
+        self._held_messages: deque[str] | None = None  # while hidden: messages to print afterwards
+        self.hidden = False  # or about to be hidden
+        self._tails: list[LogTail] = []
         self._live: list[LogTail] = []
         self._closing = False
         self._abandoned = False
@@ -93,28 +91,28 @@ class Console:
         self._status: str | None = None
 
     def settle(self, world: int, prefixes: Mapping[int, str]) -> None:
-        """Before the first `attach`: how many ranks there are in the end, and what stands before their lines."""
+        """Set the final number of ranks and the prefixes of their lines. Call it before the first `attach`."""
         self._prefixes = prefixes
         self._digits = len(str(world - 1))
 
     def waiting(self, text: str | None) -> None:
-        """A line at the bottom of a terminal that says what we wait for, until there is another one, or none."""
+        """Show a status line at the bottom of a terminal, until the next call. None removes it."""
         with self.lock:
             if self._err.terminal and not self._closed and text != self._status:
                 self._status = text
                 self.ready("")
 
     def terminal(self, stream: Std) -> bool:
-        """Whether this stream of ours is a terminal."""
+        """Return whether our stdout or stderr is a terminal."""
         return self._sink(stream).terminal
 
     @property
     def together(self) -> bool:
-        """Whether stdout and stderr of ours lead to one place, and so have one order."""
+        """Return whether our stdout and stderr lead to the same place, and so have one order."""
         return self._out is self._err
 
     def window(self, rank: int, stream: Std) -> tuple[int, int]:
-        """Rows and columns that a rank's lines have: what their prefix takes is not theirs."""
+        """Return the rows and columns available to a rank, without its prefix."""
         sink = self._sink(stream)
         rows, width = sink.size()
         return rows, max(width - columns(self._prefix(rank, sink)), 1) if width else 0
@@ -123,64 +121,65 @@ class Console:
         """Show what is appended to the log from here on."""
         sink = self._sink(stream)
         lines = None if self._alone else LineModel(live=live)
-        feed = LogTail(self, sink, lines, None if log is None else os.dup(log), size)
-        feed.rank, feed.prefix = rank, self._prefix(rank, sink)
+        tail = LogTail(self, sink, lines, None if log is None else os.dup(log), size)
+        tail.rank, tail.prefix = rank, self._prefix(rank, sink)
         with self.lock:
-            self._feeds.append(feed)
-            if live and lines is not None:  # stdout is painted last: there a prompt is, and people type
-                feed.live = True
-                self._live.insert(0 if stream == Std.ERR else len(self._live), feed)
-        return feed
+            self._tails.append(tail)
+            if live and lines is not None:  # stdout is painted last: a prompt is there, and users type
+                tail.live = True
+                self._live.insert(0 if stream == Std.ERR else len(self._live), tail)
+        return tail
 
-    def renumber(self, feed: LogTail, rank: int) -> None:
-        """Its lines are another rank's from here on."""
+    def renumber(self, tail: LogTail, rank: int) -> None:
+        """Label further lines with another rank."""
         with self.lock:
-            feed.rank, feed.prefix = rank, self._prefix(rank, feed.sink)
+            tail.rank, tail.prefix = rank, self._prefix(rank, tail.sink)
 
     def lend(self, rank: int | None) -> None:
-        """The terminal, to the debugger of a rank; None: it is through."""
+        """Lend the terminal to the debugger of a rank. None takes it back."""
         with self.lock:
             self.ready(_Loan(rank))
 
     def hide(self) -> None:
-        """Write nothing to the terminal: somebody else draws there. Waits until all that came before is written.
+        """Write nothing to the terminal, which another process uses. Returns when all earlier output is written.
 
-        Meanwhile what ranks write is in their logs alone, and what we say is kept. A file or a pipe (`2>errors`) gets
-        it as ever.
+        Meanwhile output of ranks is only in their logs, and messages are kept. A file or pipe (`2>errors`) is not
+        affected.
         """
         self.hidden = True
         done = threading.Event()
         with self.lock:
-            self.ready(_Veil(True, done))
-        done.wait(_PATIENCE)
+            self.ready(_Visibility(True, done))
+        done.wait(_HIDE_TIMEOUT)
 
     def show(self) -> None:
-        """From here on, as before: what we have said meanwhile, and what ranks write next."""
+        """Undo `hide`: print the kept messages, and show further output."""
         self.hidden = False
         with self.lock:
-            self.ready(_Veil(False, threading.Event()))
+            self.ready(_Visibility(False, threading.Event()))
 
     def debugger(self, data: bytes) -> None:
-        """What the debugger writes."""
+        """Write output of the debugger."""
         with self.lock:
             self.ready(data)
 
     def typed(self) -> None:
+        """Note that the user pressed Enter, which moves the cursor to a new line."""
         with self.lock:
             self._out.entered()
             self._err.entered()
 
     def say(self, text: str) -> None:
-        """A line of our own, on stderr. Further lines of the text are details."""
+        """Print a message of phalanx on stderr. Further lines of the text are details."""
         with self.lock:
             if self._closed:
-                self._speak(text)
+                self._print(text)
                 self._err.flush([], 0.0)
             else:
                 self.ready(text)
 
-    def ready(self, item: LogTail | str | bytes | _Loan | _Veil) -> None:
-        """There is something to show."""
+    def ready(self, item: LogTail | str | bytes | _Loan | _Visibility) -> None:
+        """Queue something to show."""
         if isinstance(item, LogTail):
             if item.queued or self._abandoned:
                 return
@@ -192,16 +191,16 @@ class Console:
         self._wake.notify()
 
     def abandon(self) -> None:
-        """Show nothing more of the workers. From any thread, also while `close` waits."""
+        """Show no more output of workers. Can be called from any thread, also while `close` waits."""
         with self.lock:
             self._abandoned = True
             self._out.abandoned = self._err.abandoned = True
             self._wake.notify()
 
     def close(self) -> None:
-        """Returns when everything has been shown, however long that takes, and the terminal is as it was.
+        """Show everything, however long that takes, and restore the terminal.
 
-        It waits: from a coroutine, `await asyncio.to_thread(console.close)`.
+        It blocks: from a coroutine, `await asyncio.to_thread(console.close)`.
         """
         with self.lock:
             if self._closing:
@@ -216,17 +215,17 @@ class Console:
             self._closed = True
             for sink in dict.fromkeys((self._out, self._err)):
                 sink.leave()
-            self._unveil()
+            self._unhide()
             for item in self._queue:
-                if isinstance(item, str) and item:  # our own last words are shown even if the rest is not
-                    self._speak(item)
+                if isinstance(item, str) and item:  # messages are printed even if output is abandoned
+                    self._print(item)
             self._queue.clear()
             if self._out.unwritten and not self.together:
-                self._speak(f"{self._out.unwritten} bytes of output could not be written to stdout: the disk is full")
+                self._print(f"{self._out.unwritten} bytes of output could not be written to stdout: the disk is full")
             self._err.flush([], 0.0)
             if self._thread is None:
-                for feed in self._feeds:
-                    feed.close()
+                for tail in self._tails:
+                    tail.close()
         restore(self._attributes)
 
     def _sink(self, stream: Std) -> Sink:
@@ -242,7 +241,7 @@ class Console:
             text = b"\x1b[%dm%b\x1b[0m" % (COLOURS[rank % len(COLOURS)], text)
         return text + b" "
 
-    # -- in the thread
+    # -- the thread
 
     def _run(self) -> None:
         while True:
@@ -256,239 +255,239 @@ class Console:
                     break
                 batch = list(self._queue)
                 self._queue.clear()
-                last = self._closing and not batch and not self._later
+                last = self._closing and not batch and not self._deferred
             if self._closing and not batch:
-                self._unveil()
-                if self._later:
+                self._unhide()
+                if self._deferred:
                     self._lend(None)
             for item in batch:
                 if isinstance(item, str):
                     if item:
-                        self._speak(item)
-                elif isinstance(item, _Veil):
-                    self._veil() if item.on else self._unveil()
+                        self._print(item)
+                elif isinstance(item, _Visibility):
+                    self._hide() if item.on else self._unhide()
                     item.done.set()
-                elif self._said is not None:
-                    self._pass_over(item)
+                elif self._held_messages is not None:
+                    self._skip(item)
                 elif isinstance(item, bytes):
                     self._out.straight(item)
                 elif isinstance(item, _Loan):
                     self._lend(item.rank)
-                elif self._held(item):
-                    self._later.append(item)
+                elif self._is_held(item):
+                    self._deferred.append(item)
                 else:
                     self._show(item)
                     if item.sink.waiting > BATCH:
                         self._flush()
             if last:
-                for feed in list(self._feeds):
-                    self._end(feed)
-            self._lapse(time.monotonic())
+                for tail in list(self._tails):
+                    self._end(tail)
+            self._tick(time.monotonic())
             self._flush()
             if last:
                 break
-        for feed in self._feeds:
-            feed.close()
+        for tail in self._tails:
+            tail.close()
 
     def _due(self) -> float | None:
-        """Seconds until something is to be done although nothing comes."""
-        times = [sink.repaint_at for sink in (self._out, self._err) if sink.late and not self._veiled(sink)]
-        for feed in self._feeds:
-            if self._held(feed):
+        """Return the seconds until the next timed action, or None."""
+        times = [sink.repaint_at for sink in (self._out, self._err) if sink.late and not self._is_hidden(sink)]
+        for tail in self._tails:
+            if self._is_held(tail):
                 continue
-            if feed.sign_at is not None:
-                times.append(feed.sign_at)
-            if feed.lines is not None and feed.lines.rest:
-                times.append(feed.heard + feed.lines.rest * self._quiet)
-        for feed in self._live if self._borrower is None and self._said is None else ():
-            if feed.lines is not None and feed.lines.pending and not feed.showing:
-                times.append(feed.heard + self._quiet)
+            if tail.bar_due is not None:
+                times.append(tail.bar_due)
+            if tail.lines is not None and tail.lines.rest:
+                times.append(tail.last_data + tail.lines.rest * self._quiet)
+        for tail in self._live if self._debugged is None and self._held_messages is None else ():
+            if tail.lines is not None and tail.lines.pending and not tail.showing:
+                times.append(tail.last_data + self._quiet)
         return min(times) - time.monotonic() if times else None
 
     def _lend(self, rank: int | None) -> None:
-        """No area is painted meanwhile; what waited is shown afterwards."""
-        self._borrower = rank
+        """Lend or take back the terminal. No area is painted while it is lent."""
+        self._debugged = rank
         for sink in dict.fromkeys((self._out, self._err)):
-            self._gone_by(sink, None)
+            self._seal_past(sink, None)
             sink.flush([], max(time.monotonic(), sink.repaint_at))
         if rank is None:
             with self.lock:
-                self._queue.extend(self._later)
-            self._later.clear()
+                self._queue.extend(self._deferred)
+            self._deferred.clear()
 
-    def _veil(self) -> None:
+    def _hide(self) -> None:
         for sink in dict.fromkeys((self._out, self._err)):
-            self._gone_by(sink, None)
+            self._seal_past(sink, None)
             sink.flush([], max(time.monotonic(), sink.repaint_at))
-        self._said = self._said if self._said is not None else deque(maxlen=_SAID)
+        self._held_messages = self._held_messages if self._held_messages is not None else deque(maxlen=_MOST_MESSAGES)
 
-    def _unveil(self) -> None:
-        if self._said is None:
+    def _unhide(self) -> None:
+        if self._held_messages is None:
             return
-        said, self._said = self._said, None
-        for feed in self._feeds:
-            if feed.sink.terminal:
-                feed.pass_over()
-        for text in said:
-            self._speak(text)
+        messages, self._held_messages = self._held_messages, None
+        for tail in self._tails:
+            if tail.sink.terminal:
+                tail.skip()
+        for text in messages:
+            self._print(text)
 
-    def _veiled(self, sink: Sink) -> bool:
-        return self._said is not None and sink.terminal
+    def _is_hidden(self, sink: Sink) -> bool:
+        return self._held_messages is not None and sink.terminal
 
-    def _pass_over(self, item: LogTail | bytes | _Loan) -> None:
-        """What would be shown if anything were."""
+    def _skip(self, item: LogTail | bytes | _Loan) -> None:
+        """Process an item while the console is hidden."""
         if isinstance(item, _Loan):
-            self._borrower = item.rank
+            self._debugged = item.rank
         elif isinstance(item, LogTail) and not item.sink.terminal:
             self._show(item)
-        elif isinstance(item, LogTail) and item.pass_over() and item in self._feeds:
+        elif isinstance(item, LogTail) and item.skip() and item in self._tails:
             with self.lock:
-                self._feeds.remove(item)
+                self._tails.remove(item)
                 if item.live:
                     self._live.remove(item)
             item.close()
 
-    def _held(self, feed: LogTail) -> bool:
-        return self._borrower not in (None, feed.rank) or self._veiled(feed.sink)
+    def _is_held(self, tail: LogTail) -> bool:
+        return self._debugged not in (None, tail.rank) or self._is_hidden(tail.sink)
 
-    def _show(self, feed: LogTail) -> None:
-        data, last = feed.take()
-        if feed.lines is None:
-            feed.sink.straight(data)
+    def _show(self, tail: LogTail) -> None:
+        data, last = tail.take()
+        if tail.lines is None:
+            tail.sink.straight(data)
         elif data:
-            self._read_on(feed, feed.lines, data)
+            self._process(tail, tail.lines, data)
         if last:
-            self._end(feed)
+            self._end(tail)
 
-    def _read_on(self, feed: LogTail, lines: LineModel, data: bytes) -> None:
-        feed.heard = time.monotonic()
-        if feed.live and self._borrower is None:
-            self._leave_prompts(feed)
+    def _process(self, tail: LogTail, lines: LineModel, data: bytes) -> None:
+        tail.last_data = time.monotonic()
+        if tail.live and self._debugged is None:
+            self._leave_prompts(tail)
         done = lines.feed(data)
-        if feed.live:
+        if tail.live:
             for mode in lines.modes:
                 if mode[3:-1] in _MODES_SHARED:
-                    feed.sink.mode(mode)
-            if self._borrower is None:
-                feed.sink.reclaim(self._line(feed, line) for line in lines.reclaimed)
+                    tail.sink.mode(mode)
+            if self._debugged is None:
+                tail.sink.reclaim(self._line(tail, line) for line in lines.reclaimed)
         lines.modes.clear()
         lines.reclaimed.clear()
-        if done and feed.sign:
-            done = done.removeprefix(feed.sign)
-            feed.sign = b""
-        self._put(feed, done)
-        if feed.sink.terminal or not (lines.bar and lines.pending):
-            feed.sign_at = None
-        elif feed.sign_at is None:
-            feed.sign_at = feed.heard + self._life
+        if done and tail.bar_shown:
+            done = done.removeprefix(tail.bar_shown)
+            tail.bar_shown = b""
+        self._put(tail, done)
+        if tail.sink.terminal or not (lines.bar and lines.pending):
+            tail.bar_due = None
+        elif tail.bar_due is None:
+            tail.bar_due = tail.last_data + self._bar_interval
 
     def _leave_prompts(self, writer: LogTail) -> None:
-        """A rank that writes to one stream does not wait at a prompt on the other."""
-        for feed in self._live:
-            if feed is writer or feed.sink is not writer.sink or feed.lines is None:
+        """Finish prompts on the other stream of a rank that writes: it does not wait there any more."""
+        for tail in self._live:
+            if tail is writer or tail.sink is not writer.sink or tail.lines is None:
                 continue
-            if feed.showing and not feed.lines.bar:
-                if feed.sink.waiting:
+            if tail.showing and not tail.lines.bar:
+                if tail.sink.waiting:
                     self._flush()
-                if feed.sink.let_go(self._line(feed, feed.lines.states()[0])):
-                    feed.lines.let_go()
-                    feed.showing = False
+                if tail.sink.let_go(self._line(tail, tail.lines.states()[0])):
+                    tail.lines.let_go()
+                    tail.showing = False
 
-    def _line(self, feed: LogTail, line: bytes) -> bytes:
-        return self._rendered(feed, line + b"\n")[:-1]
+    def _line(self, tail: LogTail, line: bytes) -> bytes:
+        return self._rendered(tail, line + b"\n")[:-1]
 
-    def _rendered(self, feed: LogTail, lines: bytes) -> bytes:
-        if feed.sink.terminal and b"\x1b" in lines:
+    def _rendered(self, tail: LogTail, lines: bytes) -> bytes:
+        if tail.sink.terminal and b"\x1b" in lines:
             lines = b"\n".join(map(_reset, lines.split(b"\n")))
-        if not feed.prefix:
+        if not tail.prefix:
             return lines
-        return feed.prefix + lines[:-1].replace(b"\n", b"\n" + feed.prefix) + b"\n"
+        return tail.prefix + lines[:-1].replace(b"\n", b"\n" + tail.prefix) + b"\n"
 
-    def _put(self, feed: LogTail, lines: bytes) -> None:
-        if feed.noise is not None:
-            lines = feed.noise.without(lines)
+    def _put(self, tail: LogTail, lines: bytes) -> None:
+        if tail.noise is not None:
+            lines = tail.noise.without(lines)
         if not lines:
             return
-        self._gone_by(feed.sink, feed)
-        if self._borrower is None:
-            feed.sink.put(self._rendered(feed, lines))
+        self._seal_past(tail.sink, tail)
+        if self._debugged is None:
+            tail.sink.put(self._rendered(tail, lines))
         else:
-            feed.sink.interject(lines)
+            tail.sink.interject(lines)
 
-    def _gone_by(self, sink: Sink, writer: LogTail | None) -> None:
-        """Finished rows are out of reach once somebody else has written below them."""
-        for feed in self._live:
-            if feed is not writer and feed.sink is sink and feed.lines is not None:
-                feed.lines.past.clear()
+    def _seal_past(self, sink: Sink, writer: LogTail | None) -> None:
+        """Make finished rows final, because another writer has printed below them."""
+        for tail in self._live:
+            if tail is not writer and tail.sink is sink and tail.lines is not None:
+                tail.lines.past.clear()
 
-    def _speak(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         sink = self._err
-        if self._said is not None and sink.terminal:
-            self._said.append(text)
+        if self._held_messages is not None and sink.terminal:
+            self._held_messages.append(text)
             return
-        self._gone_by(sink, None)
+        self._seal_past(sink, None)
         lines = f"phalanx: {text.rstrip()}\n"
         if sink.terminal:
             lines = _wrapped(lines, sink.size()[1] or 80)
-        if self._alone or self._borrower is not None:
+        if self._alone or self._debugged is not None:
             sink.interject(lines.encode(errors="replace"))
         else:
             sink.put(lines.encode(errors="replace"))
 
-    def _end(self, feed: LogTail) -> None:
-        if feed not in self._feeds:
+    def _end(self, tail: LogTail) -> None:
+        if tail not in self._tails:
             return
-        if feed.lines is not None:
-            done = feed.lines.end()
-            self._put(feed, done.removeprefix(feed.sign) if feed.sign else done)
+        if tail.lines is not None:
+            done = tail.lines.end()
+            self._put(tail, done.removeprefix(tail.bar_shown) if tail.bar_shown else done)
         with self.lock:
-            self._feeds.remove(feed)
-            if feed.live:
-                self._live.remove(feed)
-        if feed.lines is None or feed.live:
-            feed.sink.restore()  # now: what is said about its end must not be lost with the alternate screen
-        if feed.skipped:
-            self._speak(f"{feed.skipped} bytes of output could be neither kept nor shown")
-        feed.close()
+            self._tails.remove(tail)
+            if tail.live:
+                self._live.remove(tail)
+        if tail.lines is None or tail.live:
+            tail.sink.restore()  # before messages about its end, which would be lost with the alternate screen
+        if tail.skipped:
+            self._print(f"{tail.skipped} bytes of output were neither logged nor shown")
+        tail.close()
 
-    def _lapse(self, now: float) -> None:
-        for feed in list(self._feeds):
-            if feed.lines is None or self._held(feed):
+    def _tick(self, now: float) -> None:
+        for tail in list(self._tails):
+            if tail.lines is None or self._is_held(tail):
                 continue
-            rest = feed.lines.rest * self._quiet
-            if feed.lines.rest and not feed.queued and now - feed.heard >= rest:
-                self._put(feed, feed.lines.settle())
-            if feed.sign_at is not None and now >= feed.sign_at:
-                feed.sign_at = now + self._life
-                sign = b"".join(state + b"\n" for state in feed.lines.states() if state)
-                if sign != feed.sign:
-                    feed.sign = sign
-                    self._put(feed, sign)
+            rest = tail.lines.rest * self._quiet
+            if tail.lines.rest and not tail.queued and now - tail.last_data >= rest:
+                self._put(tail, tail.lines.settle())
+            if tail.bar_due is not None and now >= tail.bar_due:
+                tail.bar_due = now + self._bar_interval
+                bar_shown = b"".join(state + b"\n" for state in tail.lines.states() if state)
+                if bar_shown != tail.bar_shown:
+                    tail.bar_shown = bar_shown
+                    self._put(tail, bar_shown)
 
     def _flush(self) -> None:
         now = time.monotonic()
         for sink in dict.fromkeys((self._out, self._err)):
-            if not self._veiled(sink):
+            if not self._is_hidden(sink):
                 sink.flush(self._area(sink, now), now)
 
     def _area(self, sink: Sink, now: float) -> list[bytes]:
         rows: list[bytes] = []
-        if self._borrower is not None:
+        if self._debugged is not None:
             return rows
         if self._status and sink is self._err:
             rows.append(f"phalanx: {self._status}"[: max((sink.size()[1] or 80) - 1, 20)].encode(errors="replace"))
-        for feed in self._live:
-            if feed.sink is not sink or feed.lines is None:
+        for tail in self._live:
+            if tail.sink is not sink or tail.lines is None:
                 continue
-            quiet = not feed.queued and now - feed.heard >= self._quiet
-            feed.showing = feed.lines.pending and (feed.lines.bar or feed.showing or quiet)
-            if feed.showing:
-                rows += [self._line(feed, state) if state else b"" for state in feed.lines.states()]
+            quiet = not tail.queued and now - tail.last_data >= self._quiet
+            tail.showing = tail.lines.pending and (tail.lines.bar or tail.showing or quiet)
+            if tail.showing:
+                rows += [self._line(tail, state) if state else b"" for state in tail.lines.states()]
         return rows
 
 
 def _same(one: int, other: int) -> bool:
-    """Whether both lead to one place; then there is one order of what is written."""
+    """Return whether both descriptors lead to the same place."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(one), os.fstat(other))
     return False
@@ -513,5 +512,5 @@ def _wrapped(lines: str, width: int) -> str:
 
 
 def _reset(line: bytes) -> bytes:
-    """A colour ends with its line: the next one is somebody else's."""
+    """End colours with the line: the next line may be of another rank."""
     return line + b"\x1b[0m" if b"\x1b[" in line and not line.endswith((b"\x1b[0m", b"\x1b[m")) else line

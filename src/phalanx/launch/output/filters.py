@@ -1,4 +1,4 @@
-"""Which stream of which rank is shown, and which lines are kept twice: torchrun's options, and ours."""
+"""Which streams of which ranks are shown, and which lines are duplicated: torchrun's options and ours."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Streams:
     by_local_rank: Mapping[int, Std] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> dict[int, Std]:
+        """Return the streams of one local rank."""
         return {local_rank: self.by_local_rank.get(local_rank, self.every)}
 
 
@@ -38,8 +39,8 @@ def shown(
     local_ranks: Collection[int] | None = None,
     ranks: Collection[int] | None = None,
 ) -> Std:
-    """What of a rank is on the console: what is not redirected, or is teed; nothing if it is filtered out."""
-    if local_ranks and local_rank not in local_ranks:  # an empty filter is none: torchrun's default is ""
+    """Return the streams of a rank that the console shows: those not redirected or teed, unless filtered out."""
+    if local_ranks and local_rank not in local_ranks:  # torchrun's default is "": no filter
         return Std.NONE
     if ranks and rank not in ranks:
         return Std.NONE
@@ -48,17 +49,17 @@ def shown(
 
 
 def duplicated(local_rank: int, *, tee: Mapping[int, Std], local_ranks: Collection[int] | None = None) -> Std:
-    """What of a rank is searched for needles: as in torchrun, what is teed and not filtered out."""
+    """Return the streams of a rank that are searched for needles: as in torchrun, those teed and not filtered out."""
     if local_ranks and local_rank not in local_ranks:
         return Std.NONE
     return tee.get(local_rank, Std.NONE)
 
 
 class Duplicate:
-    """Bytes of one stream in; out come the lines that contain a needle, each behind its header.
+    """Selects the lines of a stream that contain a needle, and prefixes them with a header.
 
-    A carriage return ends a line as well, as it does for torchrun, which reads the logs with universal
-    newlines: a progress bar would otherwise be one line for hours.
+    A carriage return ends a line too, as in torchrun, which reads logs with universal newlines: otherwise a progress
+    bar would be one line for hours.
     """
 
     def __init__(self, needles: Collection[str], header: str) -> None:
@@ -67,9 +68,10 @@ class Duplicate:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
+        """Return the selected lines of the next bytes."""
         data = self._rest + data
         if b"\r" in data:
-            kept = b"\r" if data.endswith(b"\r") else b""  # the newline may be still to come
+            kept = b"\r" if data.endswith(b"\r") else b""  # the newline may follow
             data = data[: len(data) - len(kept)].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + kept
         whole, newline, self._rest = data.rpartition(b"\n")
         if len(self._rest) > LONGEST_LINE:
@@ -77,6 +79,7 @@ class Duplicate:
         return self._matching(whole) if newline else b""
 
     def end(self) -> bytes:
+        """Return the last line, if it is selected."""
         rest, self._rest = self._rest.removesuffix(b"\r"), b""
         return self._matching(rest) if rest else b""
 

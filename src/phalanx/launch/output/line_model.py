@@ -1,29 +1,29 @@
-"""A model of what a stream shows: finished lines, and the rows that may still change. Never loses its place."""
+"""A model of what a stream shows on a terminal: finished lines, and rows that may still change."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
 
-LINE_LIMIT = 1 << 26  # a line is broken here: memory is bounded even without newlines
-LIVE_LIMIT = 1 << 20  # the same of a row that is painted again and again
-REACH = 60  # rows that a cursor can move up
+LINE_LIMIT = 1 << 26  # bytes after which a line is broken, to bound memory
+LIVE_LIMIT = 1 << 20  # the same, for rows that are repainted
+REACH = 60  # rows that the cursor can move up
 
 _CSI = re.compile(rb"\x1b\[([0-?]{0,32})[ -/]{0,4}([@-~])")
 _TOKEN = re.compile(rb"[\n\r]|" + _CSI.pattern)
-CUT = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4})?")  # the beginning of a sequence
+CUT = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4})?")  # an incomplete sequence
 _MOVES = re.compile(rb"\x1b(?!\[[0-9;:]*m)")  # anything but colours
 _ESCAPE = re.compile(_CSI.pattern + rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_HALF = re.compile(rb"(?:[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf7][\x80-\xbf]{0,2})\Z")  # of a character
+_PARTIAL = re.compile(rb"(?:[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf7][\x80-\xbf]{0,2})\Z")  # character
 
 
 def plain(text: bytes) -> str:
-    """As text, without colours, links and cursor movement."""
+    """Return the text without colours, links and cursor movement."""
     return _ESCAPE.sub(b"", text).decode(errors="replace")
 
 
 def columns(text: bytes) -> int:
-    """How wide a terminal shows it."""
+    """Return the width of a text on a terminal."""
     shown = plain(text)
     if shown.isascii():
         return len(shown.expandtabs())
@@ -34,7 +34,7 @@ def columns(text: bytes) -> int:
 
 
 def overwrite(old: bytes, new: bytes) -> bytes:
-    """What a row shows when `new` is written from its first column on."""
+    """Return what a row shows after `new` is written from its first column."""
     if not old or not new:
         return new or old
     rest = old.decode(errors="surrogateescape")
@@ -42,11 +42,11 @@ def overwrite(old: bytes, new: bytes) -> bytes:
         rest = _beyond(rest, len(plain(new)))
     else:
         rest = rest[len(new.decode(errors="surrogateescape")) :]
-    return (new + rest.encode(errors="surrogateescape")).rstrip(b" ")  # bars are wiped with spaces
+    return (new + rest.encode(errors="surrogateescape")).rstrip(b" ")  # bars are erased with spaces
 
 
 def _beyond(text: str, count: int) -> str:
-    """What is left of it behind so many characters, in its colours."""
+    """Return the text after `count` characters, with its colours."""
     escapes = ""
     for token in re.finditer(r"\x1b\[[0-9;:]*m|.", text, re.DOTALL):
         if token[0][0] == "\x1b" and len(token[0]) > 1:
@@ -59,7 +59,7 @@ def _beyond(text: str, count: int) -> str:
 
 
 class ConsoleRow:
-    """A line in the making."""
+    """A row that may still change."""
 
     __slots__ = ("base", "phantom", "returned", "text")
 
@@ -67,55 +67,60 @@ class ConsoleRow:
         self.base = base  # before the last carriage return
         self.text = bytearray()  # since
         self.returned = bool(base)
-        self.phantom = phantom  # stands for one that was finished long ago
+        self.phantom = phantom  # stands for a row that was finished long ago
 
     @property
     def state(self) -> bytes:
+        """Return what the row shows."""
         return overwrite(self.base, bytes(self.text))
 
     def rewind(self) -> None:
+        """Move to the first column."""
         self.base, self.text, self.returned = self.state, bytearray(), True
 
 
 class LineModel:
-    """Bytes of one stream in, finished lines out; `rows` are what may still change.
+    """Turns the bytes of a stream into finished lines; `rows` may still change.
 
-    Mostly that is one row, the line being written. A program that moves up (tqdm with a position, rich.Live)
-    keeps as many rows unfinished as it reaches up to, until it rests below them.
+    Usually that is one row, the line being written. If a program moves the cursor up (tqdm with a position, rich.Live),
+    all rows that it reaches stay unfinished until it rests below them.
     """
 
     def __init__(self, *, live: bool = False, limit: int | None = None) -> None:
         self.rows = [ConsoleRow()]
-        self.past: deque[bytes] = deque(maxlen=REACH if live else 0)  # finished, and still within reach
-        self.reclaimed: list[bytes] = []  # from the past, to be taken off the screen
+        self.past: deque[bytes] = deque(maxlen=REACH if live else 0)  # finished, and within reach of the cursor
+        self.reclaimed: list[bytes] = []  # finished lines to remove from the screen
         self.modes: list[bytes] = []
         self._limit = limit or (LIVE_LIMIT if live else LINE_LIMIT)
         self._at = 0
         self._reach = 0
-        self._cut = b""  # an escape sequence of which the end is still to come
-        self._hidden = False  # the cursor, as rich does while it repaints
+        self._cut = b""  # an incomplete escape sequence
+        self._hidden = False  # the cursor is, as with rich while it repaints
 
     @property
     def pending(self) -> bool:
+        """Return whether there is unfinished text."""
         return len(self.rows) > 1 or bool(self.rows[0].text or self.rows[0].base)
 
     @property
     def bar(self) -> bool:
+        """Return whether the unfinished rows are progress bars."""
         return len(self.rows) > 1 or self.rows[0].returned
 
     @property
     def rest(self) -> int:
-        """After how many short silences the rows above the cursor are finished. 0: they may still change."""
+        """Return after how many quiet intervals the rows above the cursor are finished. 0: never."""
         if len(self.rows) == 1 or self._at < len(self.rows) - 1 or self._hidden:
             return 0
         last = self.rows[-1]
         return 1 if not last.returned or not (last.text or last.base) else 10
 
     def states(self) -> list[bytes]:
-        """What the rows show now; of a character only when it is whole."""
-        return [overwrite(row.base, _HALF.sub(b"", row.text)) for row in self.rows]
+        """Return what the rows show, without incomplete characters."""
+        return [overwrite(row.base, _PARTIAL.sub(b"", row.text)) for row in self.rows]
 
     def feed(self, data: bytes) -> bytes:
+        """Process the next bytes and return the finished lines."""
         data = self._cut + data
         self._cut = b""
         if b"\r" in data:
@@ -126,7 +131,7 @@ class LineModel:
         return self._moving(data)
 
     def settle(self) -> bytes:
-        """Nothing came for a while, and the cursor is at rest on the lowest row: those above are finished."""
+        """Finish the rows above the cursor, which rests on the lowest one, and return them."""
         done: list[bytes] = []
         for row in self.rows[:-1]:
             self._finish(row, done)
@@ -135,10 +140,11 @@ class LineModel:
         return _joined(done)
 
     def let_go(self) -> None:
-        """The one row there is was shown, and is no longer ours."""
+        """Drop the only row: it stays on the screen as it is."""
         self.rows = [ConsoleRow()]
 
     def end(self) -> bytes:
+        """Finish all rows and return them."""
         done: list[bytes] = []
         self._write(self._cut, done)
         rows = self.rows
@@ -150,7 +156,7 @@ class LineModel:
         return _joined(done)
 
     def _straight(self, data: bytes) -> bytes:
-        """No cursor moves: everything up to the last newline at once."""
+        """Process data without cursor movement, up to the last newline at once."""
         done: list[bytes] = []
         last = data.rfind(b"\n")
         if last >= 0:
@@ -194,7 +200,7 @@ class LineModel:
                 self.rows[self._at].rewind()
             case b"B":
                 self._at = min(self._at + (number or 1), len(self.rows) - 1)
-            case b"K" | b"J" if number >= 2:  # all of it; of the screen we own no more than this row
+            case b"K" | b"J" if number >= 2:  # the whole row; of the screen, this row is all we have
                 row.base, row.text = b"", bytearray()
             case b"K" if number == 0:
                 row.base = b""
@@ -229,7 +235,7 @@ class LineModel:
             self._at -= 1
 
     def _up(self, number: int, done: list[bytes]) -> None:
-        first = not self.rows[self._at].text  # its column, which a move up keeps
+        first = not self.rows[self._at].text  # a move up keeps the column
         self._at -= number
         while self._at < 0 and len(self.rows) <= REACH:
             self.rows.insert(0, self._reclaim(done))

@@ -1,7 +1,7 @@
-"""What the workers of a member write, on its way to the terminal of node 0: within a rate, and never in their way.
+"""Forwards the output of a follower's workers to the leader's terminal, at a limited rate.
 
-The files of a node are complete; what is relayed is read from them. Where workers write faster than the rate allows,
-the oldest that waits is left out, and that is said in its place.
+It reads the log files, which are complete. If workers write faster than the rate allows, the oldest pending bytes are
+skipped, and a note says so.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable
 from phalanx.control.messages import Log
 from phalanx.launch.output.filters import Std
 
-RATE = 1 << 20  # bytes a second, of one node
+RATE = 1 << 20  # bytes per second and node
 BURST = 1 << 20
 CHUNK = 1 << 16
-BEHIND = BURST  # bytes of one stream that may wait
-_PAUSE = 0.05  # between two rounds: lines that come together go together
-_QUEUED = 64  # messages that may wait for the wire
+BEHIND = BURST  # bytes per stream that may be pending
+_PAUSE = 0.05  # seconds between two rounds, to send lines in batches
+_QUEUED = 64  # messages that may be queued for the connection
 
 
-class ForwarderThread:
-    """One stream of one rank."""
+class ForwardedStream:
+    """One stream of one rank, and how much of it was sent."""
 
-    def __init__(self, relay: LogForwarder, rank: int, std: Std, log: int | None, size: int) -> None:
+    def __init__(self, forwarder: LogForwarder, rank: int, std: Std, log: int | None, size: int) -> None:
         self.rank = rank
         self.std = std
         self.log = None if log is None else os.dup(log)
@@ -34,25 +34,27 @@ class ForwarderThread:
         self.ended = False
         self.closed = False
         self.skipped = 0
-        self._relay = relay
+        self._forwarder = forwarder
 
     def grew(self, size: int) -> None:
+        """Note the new size of the log."""
         self.size = size
-        self._relay.wake()
+        self._forwarder.wake()
 
     def unkept(self, data: bytes) -> None:
-        """What the disk did not take is not sent either: only the terminal of its own node shows it."""
+        """Count bytes that could not be written to the log: they are not sent either."""
         self.skipped += len(data)
 
     def end(self) -> None:
+        """Note that the log is complete."""
         self.ended = True
-        self._relay.wake()
+        self._forwarder.wake()
 
     def take(self, most: int) -> bytes:
-        """The next whole lines, or what there is of a very long one, or of one that waits to be finished."""
+        """Return the next whole lines, or a part of a very long line."""
         if self.size - self.sent > BEHIND:
             at = self.size - CHUNK
-            at += self._read(at, CHUNK - 1).find(b"\n") + 1  # of one endless line at least its end
+            at += self._read(at, CHUNK - 1).find(b"\n") + 1  # if it is one endless line, send at least its end
             self.skipped += at - self.sent
             self.sent = at
         data = self._read(self.sent, min(self.size - self.sent, most))
@@ -69,6 +71,7 @@ class ForwarderThread:
         return b""
 
     def close(self) -> None:
+        """Close the log."""
         self.closed = True
         if self.log is not None:
             os.close(self.log)
@@ -76,40 +79,43 @@ class ForwarderThread:
 
 
 class LogForwarder:
-    """`follow` a stream; what it writes is given to `send`. `waiting` says how much of it has not gone out yet."""
+    """Passes the output of followed streams to `send`. `waiting` returns the number of queued messages."""
 
     def __init__(self, send: Callable[[Log], None], waiting: Callable[[], int]) -> None:
         self._send = send
         self._waiting = waiting
-        self._threads: list[ForwarderThread] = []
+        self._streams: list[ForwardedStream] = []
         self._awake = asyncio.Event()
         self._idle = asyncio.Event()
         self._allowance = float(BURST)
         self._last = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    def follow(self, rank: int, std: Std, log: int | None, size: int) -> ForwarderThread:
-        thread = ForwarderThread(self, rank, std, log, size)
-        self._threads.append(thread)
+    def follow(self, rank: int, std: Std, log: int | None, size: int) -> ForwardedStream:
+        """Forward a stream from this position of its log."""
+        stream = ForwardedStream(self, rank, std, log, size)
+        self._streams.append(stream)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-        return thread
+        return stream
 
     def wake(self) -> None:
+        """Note that there is something to send."""
         self._idle.clear()
         self._awake.set()
 
     async def drained(self, timeout: float) -> None:
-        """Until what there is has been sent."""
+        """Wait until everything is sent."""
         if self._task is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout)
 
     def close(self) -> None:
+        """Stop forwarding."""
         if self._task is not None:
             self._task.cancel()
-        for thread in self._threads:
-            thread.close()
+        for stream in self._streams:
+            stream.close()
 
     async def _run(self) -> None:
         while True:
@@ -122,23 +128,23 @@ class LogForwarder:
                 self._idle.set()
 
     def _round(self) -> bool:
-        """A chunk of every stream. Whether there is more."""
+        """Send a chunk of every stream. Return whether there is more."""
         now = time.monotonic()
         self._allowance = min(self._allowance + (now - self._last) * RATE, BURST)
         self._last = now
-        for thread in list(self._threads):
+        for stream in list(self._streams):
             if self._waiting() > _QUEUED or self._allowance <= 0:
                 return True
-            self._send_some(thread)
-        return any(thread.ended or thread.size - thread.sent > CHUNK for thread in self._threads)
+            self._send_some(stream)
+        return any(stream.ended or stream.size - stream.sent > CHUNK for stream in self._streams)
 
-    def _send_some(self, thread: ForwarderThread) -> None:
-        data = thread.take(CHUNK)
-        last = thread.ended and thread.sent >= thread.size
-        if data or thread.skipped or last:
+    def _send_some(self, stream: ForwardedStream) -> None:
+        data = stream.take(CHUNK)
+        last = stream.ended and stream.sent >= stream.size
+        if data or stream.skipped or last:
             self._allowance -= len(data)
-            self._send(Log(rank=thread.rank, stream=int(thread.std), data=data, skipped=thread.skipped, ended=last))
-            thread.skipped = 0
+            self._send(Log(rank=stream.rank, stream=int(stream.std), data=data, skipped=stream.skipped, ended=last))
+            stream.skipped = 0
         if last:
-            thread.close()
-            self._threads.remove(thread)
+            stream.close()
+            self._streams.remove(stream)

@@ -1,4 +1,4 @@
-"""What ranks have written, from their files: a part of it, or lines that are looked for. Bounded, whatever it is."""
+"""Reads and searches the logs of ranks, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from phalanx.contract import events
 from phalanx.watch.source import LogPart, SearchResult, Stream
 
-PART = 1 << 16  # bytes of a log that are given at a time
-LOOKED = 1 << 26  # bytes of one that are looked through, the newest
-PATIENCE = 2.0  # seconds to do it in, for all of them
+PART = 1 << 16  # bytes returned at a time
+SEARCHED = 1 << 26  # bytes per log that are searched, the newest
+TIMEOUT = 2.0  # seconds for a search in all logs
 _BLOCK = 1 << 20
 _LINE = 500  # bytes of a line that are shown
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -24,7 +24,7 @@ _ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
 def part(folder: str | None, stream: Stream, start: int | None, size: int = PART) -> LogPart:
-    """From there on, in whole characters; None: the end of it, from the beginning of a line."""
+    """Return a part of a log in whole characters, from `start`. None: the end of it, from the start of a line."""
     size = max(1, min(size, PART))
     if folder is None:
         return LogPart(start=0, end=0, text="")
@@ -42,7 +42,7 @@ def part(folder: str | None, stream: Stream, start: int | None, size: int = PART
 
 
 def _whole(data: bytes) -> bytes:
-    """Without the beginning of a character whose end is still to come."""
+    """Remove an incomplete character at the end."""
     for back in range(1, min(4, len(data))):
         byte = data[-back]
         if byte >= 0xC0:
@@ -52,28 +52,28 @@ def _whole(data: bytes) -> bytes:
     return data
 
 
-def search(folders: Mapping[int, str], text: str, most: int, *, patience: float = PATIENCE) -> list[SearchResult]:
-    """Lines that have it, in capitals or not, the newest of each file. Those of rank -1 say what was left out."""
-    looks = _Looks(text.encode().lower(), most, time.monotonic() + patience)
+def search(folders: Mapping[int, str], text: str, most: int, *, timeout: float = TIMEOUT) -> list[SearchResult]:
+    """Return lines that contain a text, ignoring case, the newest of each log. Rank -1: notes on what was left out."""
+    searcher = _Searcher(text.encode().lower(), most, time.monotonic() + timeout)
     files = [(rank, stream) for rank in sorted(folders) for stream in _STREAMS]
-    found = [looks.into(os.path.join(folders[rank], f"{stream}.log"), rank, stream) for rank, stream in files]
+    found = [searcher.search(os.path.join(folders[rank], f"{stream}.log"), rank, stream) for rank, stream in files]
     found = [lines for lines in found if lines]
     if sum(map(len, found)) > most:
-        looks.left.add(f"only {most} lines are shown, of more")
+        searcher.notes.add(f"only {most} lines are shown, of more")
         share = max(1, most // len(found))
         found = [lines[-share:] for lines in found]
     shown = [line for lines in found for line in lines][:most]
-    return shown + [SearchResult(rank=-1, stream="stdout", at=0, line=why) for why in sorted(looks.left)]
+    return shown + [SearchResult(rank=-1, stream="stdout", at=0, line=why) for why in sorted(searcher.notes)]
 
 
-class _Looks:
+class _Searcher:
     def __init__(self, needle: bytes, most: int, end: float) -> None:
-        self.left: set[str] = set()  # what was left out
+        self.notes: set[str] = set()  # on what was left out
         self._needle = needle
         self._most = most
         self._end = end
 
-    def into(self, path: str, rank: int, stream: Stream) -> list[SearchResult]:
+    def search(self, path: str, rank: int, stream: Stream) -> list[SearchResult]:
         try:
             file = open(path, "rb")  # noqa: SIM115
         except OSError:
@@ -81,14 +81,14 @@ class _Looks:
         found: deque[SearchResult] = deque(maxlen=max(1, self._most))
         with file:
             length = os.fstat(file.fileno()).st_size
-            at = max(0, length - LOOKED)
+            at = max(0, length - SEARCHED)
             if at:
-                self.left.add(f"of rank {rank}, only the last {LOOKED >> 20} MiB were looked through")
+                self.notes.add(f"only the last {SEARCHED >> 20} MiB of rank {rank} were searched")
             file.seek(at)
-            rest = b""  # of a line that goes on in the next block
+            rest = b""  # start of a line that ends in the next block
             while at < length:
                 if time.monotonic() > self._end:
-                    self.left.add(f"there was no time for all of it, beginning with rank {rank}")
+                    self.notes.add(f"the search timed out at rank {rank}")
                     break
                 block = file.read(min(_BLOCK, length - at))
                 if not block:
@@ -116,25 +116,24 @@ class _Looks:
 
 
 def folders(run: str) -> dict[int, str]:
-    """Of each rank of the newest attempt, where it writes, or has written last."""
+    """Return the folder of each rank in the newest attempt."""
     newest = max((int(match[1]) for name in _names(run) if (match := _ATTEMPT.fullmatch(name))), default=None)
     if newest is None:
         return {}
     inside = os.path.join(run, f"attempt_{newest}")
     found: dict[int, tuple[float, str]] = {}
     for name in _names(inside):
-        rank = name.partition(".")[0]  # of one that has taken the rank of one that lived: 3.1
+        rank = name.partition(".")[0]  # a replacement has a suffix: 3.1
         path = os.path.join(inside, name)
         if rank.isdigit() and os.path.isdir(path):
             found[int(rank)] = max(found.get(int(rank), (-1.0, "")), (_written(path), path))
-    for number, path in _stood_in(run, newest).items():
+    for number, path in _reassigned(run, newest).items():
         found[number] = max(found.get(number, (-1.0, "")), (_written(path), path))
     return {number: path for number, (_, path) in found.items()}
 
 
-def _stood_in(run: str, attempt: int) -> dict[int, str]:
-    """Workers that have another rank than at first, and spares that have one by now. They are numbered as they are
-    started, which is the order they are born in."""
+def _reassigned(run: str, attempt: int) -> dict[int, str]:
+    """Return the folders of workers whose rank changed, and of spares that got one. Spares are numbered by start."""
     inside = os.path.join(run, f"attempt_{attempt}")
     born: dict[int, str] = {}  # pid -> folder
     seated: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""A stream of a rank on its way to the console: what is still to be read of its log."""
+"""What the console has not yet shown of a rank's log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.launch.output.noise import Noise
 from phalanx.launch.output.sink import Sink
 
 CHUNK = 1 << 18  # read from a log at once
-UNKEPT_LIMIT = 1 << 22  # of a stream that a full disk does not take, waiting for the console
+UNKEPT_LIMIT = 1 << 22  # bytes in memory that a full disk did not accept
 
 
 class TailReader(Protocol):
@@ -21,23 +21,24 @@ class TailReader(Protocol):
 
     lock: RLock
 
-    def ready(self, tail: LogTail) -> None: ...
+    def ready(self, tail: LogTail) -> None:
+        """Queue a tail that has something to show."""
 
 
 class LogTail:
-    """A stream of a rank on its way to the console: extents of its log, and what the log did not take."""
+    """The pending part of a stream: ranges of its log, and bytes that could not be written there."""
 
     def __init__(self, console: TailReader, sink: Sink, lines: LineModel | None, log: int | None, size: int) -> None:
         self.sink = sink
-        self.lines = lines  # None: straight through
+        self.lines = lines  # None: pass bytes unchanged
         self.prefix = b""
         self.rank = 0
         self.live = False  # its unfinished rows are painted
-        self.heard = 0.0
-        self.noise: Noise | None = None  # what is left out
+        self.last_data = 0.0
+        self.noise: Noise | None = None  # hides lines
         self.showing = False  # an unfinished line is on the screen
-        self.sign_at: float | None = None  # when to show how far a bar is that has no terminal
-        self.sign = b""
+        self.bar_due: float | None = None  # when to show the state of a bar where there is no terminal
+        self.bar_shown = b""
         self.queued = False
         self.ended = False
         self.skipped = 0
@@ -48,7 +49,7 @@ class LogTail:
         self._unkept = 0
 
     def grew(self, size: int) -> None:
-        """The log has `size` bytes now."""
+        """Note the new size of the log."""
         with self._console.lock:
             last = self._parts[-1] if self._parts else b""
             if isinstance(last, range):
@@ -59,7 +60,7 @@ class LogTail:
             self._console.ready(self)
 
     def unkept(self, data: bytes) -> None:
-        """What the log could not take. It is in memory only, so there is a bound to it."""
+        """Take bytes that could not be written to the log. Only a limited number is kept in memory."""
         with self._console.lock:
             kept = data[: UNKEPT_LIMIT - self._unkept]
             self.skipped += len(data) - len(kept)
@@ -69,12 +70,13 @@ class LogTail:
                 self._console.ready(self)
 
     def end(self) -> None:
+        """Note that the log is complete."""
         with self._console.lock:
             self.ended = True
             self._console.ready(self)
 
     def take(self) -> tuple[bytes, bool]:
-        """The next bytes, and whether they are the last."""
+        """Return the next bytes, and whether they are the last."""
         with self._console.lock:
             self.queued = False
             part = self._parts.popleft() if self._parts else b""
@@ -90,8 +92,8 @@ class LogTail:
             return b"", last
         return (self._read(part) if isinstance(part, range) else part), last
 
-    def pass_over(self) -> bool:
-        """Go on behind all that there is. Whether nothing more comes."""
+    def skip(self) -> bool:
+        """Skip everything that is pending. Return whether the stream has ended."""
         with self._console.lock:
             self.queued = False
             self._parts.clear()
@@ -105,6 +107,7 @@ class LogTail:
         return b""
 
     def close(self) -> None:
+        """Close the log."""
         if self._log is not None:
             os.close(self._log)
             self._log = None

@@ -1,5 +1,5 @@
-"""What torch and NCCL print when a rank that can regroup loses a peer: dozens of lines for each rank, about an abort
-that is expected. They stay in the rank's log, and the console has one line of ours instead.
+"""Hides what torch and NCCL print when a rank that can regroup loses a peer: dozens of lines per rank about an expected
+abort. They stay in the rank's log; the console shows one line of phalanx instead.
 
     noise = Noise()
     shown = noise.without(b"…whole lines…")
@@ -16,14 +16,14 @@ _WARNING = re.compile(
     rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|ProcessGroupGloo|TCPStore)\.cpp:\d+\].*"
     rb"(?:unbatched P2P op|recvValue failed|Failed to check the|should dump|ProcessGroupGloo::split)"
 )
-# The other lines of one message: NCCL's own words, and two kinds of stacks.
+# Further lines of a message: NCCL's own, and two kinds of stacks.
 _MORE = re.compile(rb"nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
-_RAISED = b"Exception raised from "  # a stack may follow a warning, too
-_QUOTED = b"Last error:"  # the next line is NCCL's, in any words
+_RAISED = b"Exception raised from "  # a stack may follow a warning too
+_QUOTED = b"Last error:"  # the next line is NCCL's, with any text
 
 
 class Noise:
-    """Of one stream: a message may be cut anywhere between two of its lines."""
+    """Filters one stream. A message may arrive in several parts."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -31,6 +31,7 @@ class Noise:
         self._quoted = False
 
     def without(self, lines: bytes) -> bytes:
+        """Return the lines without noise."""
         return b"".join(line for line in lines.splitlines(keepends=True) if not self._drops(line))
 
     def _drops(self, line: bytes) -> bool:
@@ -45,7 +46,7 @@ class Noise:
             self._inside = True
         elif self._inside and _MORE.match(text):
             self._quoted = text.startswith(_QUOTED)
-            self._inside = bool(text.strip())  # an empty line is the last one
+            self._inside = bool(text.strip())  # an empty line ends the message
         else:
             self._inside = False
             return False

@@ -1,4 +1,4 @@
-"""Where the console writes to: a file, a pipe, or a terminal with an area at the bottom that is painted again."""
+"""Where the console writes: a file, a pipe, or a terminal with a repainted area at the bottom."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from phalanx.launch.output.line_model import CUT, columns
 REPAINT = 0.03  # seconds between two states of a bar
 
 _MODE = re.compile(rb"\x1b\[\?([0-9;]+)([hl])")
-_MODES_ON = (b"7", b"25")  # of a terminal at rest: it wraps, and shows its cursor
+_MODES_ON = (b"7", b"25")  # of a terminal at rest: line wrap and cursor
 
-Attributes = tuple[int, list[int | list[bytes | int]]]  # of which descriptor, and what termios says
+Attributes = tuple[int, list[int | list[bytes | int]]]  # a descriptor and its termios attributes
 
 
 class Sink:
-    """A place to write to: a file, a pipe, or a terminal with an area at the bottom that is painted again."""
+    """One output of the console."""
 
     def __init__(self, fd: int, *, terminal: bool | None) -> None:
         self.fd = fd
         self.dead = False
         self.abandoned = False
-        self.waiting = 0  # bytes to be written
-        self.unwritten = 0  # bytes that a full disk did not take
+        self.waiting = 0  # bytes that are not written yet
+        self.unwritten = 0  # bytes that a full disk did not accept
         self.repaint_at = 0.0
-        self.late = False  # the area is not painted as it is
+        self.late = False  # the area must be repainted
         try:
             os.fstat(fd)
             self.terminal = os.isatty(fd) if terminal is None else terminal
-        except OSError:  # closed by whoever started us: there is nobody to show anything to
+        except OSError:  # it was closed by whoever started us
             self.dead, self.terminal = True, False
         self._lines: list[bytes] = []
         self._painted = b""
@@ -44,22 +44,23 @@ class Sink:
         self._fresh = True  # the cursor is at the start of a line
 
     def size(self) -> tuple[int, int]:
+        """Return rows and columns, or zeros if it is not a terminal."""
         with contextlib.suppress(OSError, termios.error):
             return termios.tcgetwinsize(self.fd)
         return 0, 0
 
     def put(self, lines: bytes) -> None:
-        """Whole lines, written with the next flush."""
+        """Add whole lines to the next flush."""
         if lines:
             self._lines.append(lines)
             self.waiting += len(lines)
 
     def reclaim(self, lines: Iterable[bytes]) -> None:
-        """Lines above the area become part of it."""
+        """Make lines above the area part of it."""
         self._painted = b"".join(line + b"\n" for line in lines) + self._painted
 
     def flush(self, rows: list[bytes], now: float) -> None:
-        """Write the lines, and below them the area."""
+        """Write the added lines and, below them, the area."""
         area = b"\n".join(self._fitting(rows))
         new = b"".join(self._lines) + area
         self.late = False
@@ -71,7 +72,7 @@ class Sink:
             return
         self._lines.clear()
         self.waiting = 0
-        if grown:  # no need to paint again; and what the user has typed behind a prompt stays
+        if grown:  # append only: what the user typed after a prompt stays
             self._write(new[len(self._painted) :])
         else:
             self._write(self._erasure() + new)
@@ -80,37 +81,38 @@ class Sink:
         self.repaint_at = now + REPAINT
 
     def let_go(self, row: bytes) -> bool:
-        """If this row is all there is in the area: leave it where it is, and go on below."""
+        """If the area is this row only, leave it on the screen and continue below. Return whether it was."""
         if self._painted != row:
             return False
-        # A user who answered has moved the cursor to the next line, one who did not has not, and we cannot ask.
-        # As many blanks as almost fill a line lead to the next one only from behind its first column.
+        # The cursor is on the next line only if the user has answered the prompt, which we cannot know. Almost a line
+        # of blanks wraps to the next line unless the cursor is in the first column.
         self._write(b"\x1b[K%b\r\x1b[K" % (b" " * ((self.size()[1] or 80) - 1)))
         self._painted, self._fresh = b"", True
         return True
 
     def straight(self, data: bytes) -> None:
-        """Bytes that are nobody else's business, unchanged."""
+        """Write bytes unchanged."""
         if data:
             self._watch_modes(data)
             self._write(data)
             self._fresh = data.endswith(b"\n")
 
     def interject(self, lines: bytes) -> None:
-        """Whole lines between bytes that came straight."""
+        """Write whole lines between bytes that were written by `straight`."""
         self.put(lines if self._fresh else b"\n" + lines)
         self.flush([], 0.0)
 
     def entered(self) -> None:
-        """The user has typed a line, and the cursor is at the start of the next."""
+        """Note that the user typed a line, and the cursor is at the start of the next."""
         self._fresh = True
 
     def mode(self, sequence: bytes) -> None:
+        """Change a mode of the terminal."""
         self._watch_modes(sequence)
         self._write(sequence)
 
     def restore(self) -> None:
-        """Cursor, screen, keys and colour as in a terminal at rest. A file has what was written, and no more."""
+        """Restore cursor, screen, keys and colour of a terminal."""
         if not self.terminal:
             return
         changed = [(mode, on) for mode, on in self._modes.items() if on != (mode in _MODES_ON)]
@@ -120,8 +122,8 @@ class Sink:
         self._escaped = False
 
     def leave(self) -> None:
-        """The last thing: whatever comes next finds a terminal as it was."""
-        if self.abandoned:  # it may be stopped, by Ctrl-S or a stuck connection: never wait for it
+        """Restore the terminal at the end, without blocking if it was abandoned."""
+        if self.abandoned:  # it may be blocked, by Ctrl-S or a stuck connection
             ready = select.poll()
             ready.register(self.fd, select.POLLOUT)
             self.dead = self.dead or not any(event & select.POLLOUT for _, event in ready.poll(0))
@@ -132,7 +134,7 @@ class Sink:
             self._fresh, self._painted = True, b""
 
     def _fitting(self, rows: list[bytes]) -> list[bytes]:
-        """Of an area higher than the screen the lowest rows: what has left it cannot be painted again."""
+        """Return the lowest rows that fit on the screen: rows above it cannot be repainted."""
         left = self._height() - 1 if rows else 0
         for at in range(len(rows) - 1, -1, -1):
             left -= self._height_of(rows[at])
@@ -167,7 +169,7 @@ class Sink:
         while left and not self.dead and not self.abandoned:
             try:
                 left = left[os.write(self.fd, left[:65536]) :]
-            except BlockingIOError:  # somebody else who has this open has made it non-blocking
+            except BlockingIOError:  # another process has made it non-blocking
                 ready = select.poll()
                 ready.register(self.fd, select.POLLOUT)
                 ready.poll(100)
@@ -175,10 +177,11 @@ class Sink:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     self.unwritten += len(left)
                     return
-                self.dead = True  # the reader has gone (`| head`), or the terminal: the run goes on unseen
+                self.dead = True  # the reader (`| head`) or the terminal is gone
 
 
 def attributes(descriptors: Iterable[int]) -> Attributes | None:
+    """Return the attributes of the first descriptor that is a terminal."""
     for fd in descriptors:
         with contextlib.suppress(OSError, termios.error):
             return fd, termios.tcgetattr(fd)
@@ -186,12 +189,12 @@ def attributes(descriptors: Iterable[int]) -> Attributes | None:
 
 
 def restore(saved: Attributes | None) -> None:
-    """The terminal's attributes: a worker that reads from it may have changed them, and died."""
+    """Restore the attributes of a terminal: a worker that read from it may have changed them and died."""
     if saved is None:
         return
     fd, attributes = saved
     with contextlib.suppress(OSError):
-        if os.tcgetpgrp(fd) != os.getpgrp():  # in the background this would stop us; the shell sees to it
+        if os.tcgetpgrp(fd) != os.getpgrp():  # in the background it would stop us; the shell restores them
             return
     with contextlib.suppress(OSError, termios.error):
         if termios.tcgetattr(fd) != attributes:

@@ -1,4 +1,4 @@
-"""What a worker wrote about its own end: error.json, a traceback in stderr, a dump of faulthandler. Pure functions."""
+"""Parses what a worker wrote about its failure: error.json, a traceback, a faulthandler dump. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Line = tuple[str, int, str, str]  # file, line number, function, source
 
 @dataclass(frozen=True)
 class Root:
-    """The exception at the other end of a chain: the one that the last exception was raised because of."""
+    """The first exception of a chain, from which the last one was raised."""
 
     link: str  # "caused by", "while handling", "first of 2"
     exception: str
@@ -26,16 +26,18 @@ class Root:
 
 @dataclass(frozen=True)
 class TracebackReport:
+    """What a traceback says."""
+
     exception: str = ""  # "ValueError: no such key"
     when: float | None = None
     frames: tuple[Line, ...] = ()  # those to show, outermost first
-    code: int = 1  # exit code that the process would have ended with
+    code: int = 1  # exit code that the exception leads to
     root: Root | None = None
     stack: tuple[Line, ...] = ()  # all frames, outermost first
 
 
 _HEAD = "Traceback (most recent call last):"
-_ORIGINAL = f"Original {_HEAD}"  # in the message that a DataLoader worker's exception is re-raised with
+_ORIGINAL = f"Original {_HEAD}"  # in the message of a DataLoader worker's re-raised exception
 _LINKS = {
     "The above exception was the direct cause of the following exception:": "caused by",
     "During handling of the above exception, another exception occurred:": "while handling",
@@ -49,15 +51,15 @@ _FIRST_OF_GROUP = re.compile(r"^[ |]*\+-\+-+ 1 -+$", re.MULTILINE)
 _NEXT_OF_GROUP = re.compile(r"^[ |]*\+-+( \d+ -+)?$", re.MULTILINE)
 _BARS = re.compile(r"^[ |]*\| ", re.MULTILINE)
 _SUB_EXCEPTIONS = re.compile(r"\((\d+) sub-exceptions?\)")
-_IGNORED = re.compile(r"^Exception ignored (in|on)\b|^Error in atexit")  # Python goes on after these
+_IGNORED = re.compile(r"^Exception ignored (in|on)\b|^Error in atexit")  # Python continues after these
 _IN_THREAD = re.compile(r"^Exception in thread (?P<name>.+):$")
-_IN_WORDS = ("CollectiveMismatchError", f"errors.{paths.MISMATCH}")  # their text names the lines that matter
+_IN_WORDS = ("CollectiveMismatchError", f"errors.{paths.MISMATCH}")  # their text contains the relevant lines
 _UNNAMED = re.compile(r"^phalanx\.(\w+\.)*")
 _EMPTY = re.compile(r"^([\w.]+): *$")  # an exception without a message
 
 
 def read_error_file(text: str) -> TracebackReport:
-    """error.json as written by us or by torch's @record; nothing in it is trusted to have a shape."""
+    """Parse error.json, written by phalanx or by torch's @record. Malformed content gives an empty report."""
     try:
         record = json.loads(text)
         message = record["message"]
@@ -65,15 +67,14 @@ def read_error_file(text: str) -> TracebackReport:
             return TracebackReport(exception=message)
         when = record.get("time") or float(message["extraInfo"]["timestamp"])
         frames = tuple((str(f[0]), int(f[1]), str(f[2]), str(f[3])) for f in record.get("frames", ()))
-        story = str(message["extraInfo"].get("py_callstack", ""))
-        told = _last(story)
-        whole = _frames(told)
+        chain = str(message["extraInfo"].get("py_callstack", ""))
+        whole = _frames(_last(chain))
         return TracebackReport(
             exception=_EMPTY.sub(r"\1", str(message["message"])),
             when=float(when),
             frames=_once(frames) or shown(whole),
             code=int(record.get("code", 1)),
-            root=root(story),
+            root=root(chain),
             stack=whole or frames,
         )
     except (ValueError, KeyError, TypeError, IndexError):
@@ -81,7 +82,7 @@ def read_error_file(text: str) -> TracebackReport:
 
 
 def read_traceback(lines: Sequence[str]) -> TracebackReport:
-    """The last traceback in a worker's stderr, for workers that could not write an error file."""
+    """Parse the last traceback in stderr, for workers that could not write an error file."""
     text = _RANK.sub("", "\n".join(lines))
     while (start := _start(text)) >= 0:
         before = text[:start].rstrip("\n").rpartition("\n")[2]
@@ -97,7 +98,7 @@ def read_traceback(lines: Sequence[str]) -> TracebackReport:
 
 
 def _start(text: str) -> int:
-    """Where the last traceback begins, its head line included; not one that is part of a message or a group."""
+    """Return where the last traceback starts, ignoring those within a message or a group."""
     end = len(text)
     while (start := text.rfind(_HEAD, 0, end)) >= 0:
         line = text.rfind("\n", 0, start) + 1
@@ -111,22 +112,22 @@ def _start(text: str) -> int:
 
 def _read(trace: str, text: str) -> TracebackReport:
     frames = _frames(trace.partition(_ORIGINAL)[0])
-    told = _MARGIN.sub("", trace).splitlines()
-    for at, line in enumerate(told[1:], 1):
+    lines = _MARGIN.sub("", trace).splitlines()
+    for at, line in enumerate(lines[1:], 1):
         if not line or line.startswith((" ", "\t")):
             continue
         if line.partition(":")[0].endswith(_IN_WORDS):
-            more = list(itertools.takewhile(lambda line: line.startswith("  "), told[at + 1 :]))
+            more = list(itertools.takewhile(lambda line: line.startswith("  "), lines[at + 1 :]))
             exception = "\n".join([_UNNAMED.sub("", line), *more])
             return TracebackReport(exception, frames=() if more else shown(frames), stack=frames)
         return TracebackReport(_EMPTY.sub(r"\1", line), frames=shown(frames), root=root(text), stack=frames)
     return TracebackReport(frames=shown(frames), stack=frames)
 
 
-def _last(story: str) -> str:
-    """The traceback of the exception that was raised last, without those of its chain and of its message."""
-    start = _start(story)
-    return story[start:].partition(_ORIGINAL)[0] if start >= 0 else story
+def _last(chain: str) -> str:
+    """Return the traceback of the last exception, without those of its chain and its message."""
+    start = _start(chain)
+    return chain[start:].partition(_ORIGINAL)[0] if start >= 0 else chain
 
 
 def _frames(trace: str) -> tuple[Line, ...]:
@@ -137,45 +138,46 @@ def _frames(trace: str) -> tuple[Line, ...]:
 
 
 def mine(line: Line) -> bool:
+    """Return whether a line is in the user's own code."""
     return stack.mine(Frame(line[0], line[1], line[2]))
 
 
 def shown(frames: Sequence[Line]) -> tuple[Line, ...]:
-    """The last ones, and in any case the innermost of the user's own: libraries raise deep inside."""
+    """Return the frames to show: the last ones, including the innermost of the user's own code."""
     own = [frame for frame in frames if mine(frame)]
     found = frames[-3:] if not own or own[-1] in frames[-3:] else [own[-1], *frames[-2:]]
     return _once(found)
 
 
 def _once(frames: Sequence[Line]) -> tuple[Line, ...]:
-    """A recursion is one frame."""
+    """Collapse repeated frames of a recursion."""
     return tuple(frame for frame, _ in itertools.groupby(frames))
 
 
-def root(story: str) -> Root | None:
-    """Where the chain of the last exception begins, or what a group or a DataLoader worker had raised."""
-    story = _RANK.sub("", story)
-    inner = _inner(story[max(_start(story), 0) :])
+def root(chain: str) -> Root | None:
+    """Return the first exception of the chain, or the one raised in a group or a DataLoader worker."""
+    chain = _RANK.sub("", chain)
+    inner = _inner(chain[max(_start(chain), 0) :])
     if inner is not None:
         return inner
     found, link = None, "caused by"
-    while (start := _start(story)) >= 0:
-        before = story[:start].rstrip()
+    while (start := _start(chain)) >= 0:
+        before = chain[:start].rstrip()
         kind = next((_LINKS[line] for line in _LINKS if before.endswith(line)), None)
         if kind is None:
             break
         link = "while handling" if kind == "while handling" else link
-        story = before[: before.rfind("\n")] if "\n" in before else ""
-        start = _start(story)
+        chain = before[: before.rfind("\n")] if "\n" in before else ""
+        start = _start(chain)
         if start < 0:
             break
-        part = story[start:]
+        part = chain[start:]
         found = _inner(part) or _rooted(link, part)
     return found
 
 
 def _inner(part: str) -> Root | None:
-    """What stands inside an exception: the first of a group, or what a DataLoader worker has raised."""
+    """Return the exception inside another: the first of a group, or that of a DataLoader worker."""
     if "Exception Group" in part[:80] and (first := _FIRST_OF_GROUP.search(part)):
         count = _SUB_EXCEPTIONS.search(part[: first.start()])
         return _rooted(f"first of {count[1] if count else 'several'}", _first_of_group(part))
@@ -184,7 +186,7 @@ def _inner(part: str) -> Root | None:
 
 
 def _first_of_group(part: str) -> str:
-    """Its traceback, without the bars around it; of groups within groups, the innermost first."""
+    """Return the traceback of the innermost first exception of a group, without the bars."""
     end = None
     while (first := _FIRST_OF_GROUP.search(part)) and (end is None or first.start() < end.start()):
         part = part[first.end() + 1 :]
@@ -193,8 +195,8 @@ def _first_of_group(part: str) -> str:
 
 
 def _rooted(link: str, part: str) -> Root | None:
-    told = (line for line in part.splitlines() if line and not line.startswith((" ", "\t", _HEAD)))
-    exception = next(told, "")
+    lines = (line for line in part.splitlines() if line and not line.startswith((" ", "\t", _HEAD)))
+    exception = next(lines, "")
     if not exception:
         return None
     own = [frame for frame in _frames(part) if mine(frame)]
@@ -207,23 +209,23 @@ _DUMPED = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<
 
 
 def read_dump(lines: Sequence[str]) -> TracebackReport:
-    """What faulthandler has written in a worker that crashed, or whose dump_traceback_later() has ended it."""
+    """Parse a faulthandler dump of a crash, or of dump_traceback_later()."""
     text = "\n".join(lines)
     fatal = list(_FATAL.finditer(text))
     if not fatal:
         return TracebackReport()
-    said = fatal[-1]
+    head_line = fatal[-1]
     threads: list[tuple[bool, list[Line]]] = []
-    for line in text[said.end() :].splitlines():
+    for line in text[head_line.end() :].splitlines():
         head, frame = _THREAD.match(line), _DUMPED.match(line)
         if head:
             threads.append((head["current"].startswith("Current"), []))
         elif frame and threads:
             number = int(frame["line"]) if frame["line"].isdigit() else 0
             threads[-1][1].append((frame["file"], number, frame["name"], ""))
-    # Of a crash, the thread that crashed; of a timeout, the main thread, which is written last.
+    # For a crash, the thread that crashed; for a timeout, the main thread, which is written last.
     chosen = next((frames for current, frames in threads if current), threads[-1][1] if threads else [])
     frames = tuple(reversed(chosen))
-    later = said[1].startswith("Timeout")
-    exception = f"faulthandler.dump_traceback_later: {said[1]}" if later else said[1]
+    later = head_line[1].startswith("Timeout")
+    exception = f"faulthandler.dump_traceback_later: {head_line[1]}" if later else head_line[1]
     return TracebackReport(exception, frames=shown(frames), stack=frames)

@@ -1,1 +1,1 @@
-"""Nodes that are started from here: ssh and srun; and jobs that phalanx did not start."""
+"""Other hosts: nodes started through ssh and srun, and jobs that phalanx did not start."""

@@ -1,4 +1,4 @@
-"""Ranks of a job that phalanx did not start: which processes they are, as far as can be seen from outside."""
+"""Finds the ranks of a job that phalanx did not start among processes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from dataclasses import dataclass
 from phalanx.errors import UsageError
 from phalanx.forkserver import linux
 
-# Who says which rank a process is: torchrun and its like, Slurm, Open MPI, MPICH.
+# Set by torchrun and similar launchers, Slurm, Open MPI, MPICH.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
 class ForeignProcess:
+    """A process that is a rank of a job."""
+
     pid: int
     rank: int
     world_size: int
 
 
 def below(pids: Sequence[int]) -> list[ForeignProcess]:
-    """The ranks among these processes and all that they have started, by rank."""
+    """Return the ranks among these processes and their descendants, ordered by rank."""
     found: dict[int, ForeignProcess] = {}
     for pid in pids:
         if linux.start_time(pid) is None:
             raise UsageError(f"there is no process {pid} here", fix="ps -ef | grep python")
         for one in (pid, *linux.descendants(pid)):
             rank = _rank(one)
-            # A rank's own children inherit its variables: the first on the way down is the rank itself.
+            # Children inherit the variables of a rank: the topmost process is the rank.
             if rank is not None and rank.rank not in found:
                 found[rank.rank] = rank
     if found:
@@ -40,7 +42,7 @@ def below(pids: Sequence[int]) -> list[ForeignProcess]:
 
 
 def _rank(pid: int) -> ForeignProcess | None:
-    """Python with a rank in its environment. Not this one, which srun may have started among the job's own."""
+    """Return the rank of a Python process, by its environment. Excludes this process, which srun may have started."""
     if pid == os.getpid():
         return None
     try:
@@ -61,7 +63,7 @@ def _first(environ: dict[str, str], names: Sequence[str]) -> int | None:
 
 
 def nodes_of(job: str) -> list[str]:
-    """Where a Slurm job runs."""
+    """Return the hosts of a Slurm job."""
     if not job.isdigit():
         raise UsageError(f"--slurm {job}: a job is a number", fix="squeue --me")
     squeue, scontrol = _slurm("squeue"), _slurm("scontrol")
@@ -72,14 +74,14 @@ def nodes_of(job: str) -> list[str]:
 
 
 def of_job(job: str) -> list[int]:
-    """The processes of a Slurm job on this node."""
+    """Return the pids of a Slurm job on this node."""
     program = _slurm("scontrol")
     done = _run([program, "listpids", job])
     pids = [int(words[0]) for line in done.stdout.splitlines()[1:] if (words := line.split()) and words[0].isdigit()]
     if not pids:
-        said = (done.stderr or done.stdout).strip().splitlines()
+        output = (done.stderr or done.stdout).strip().splitlines()
         raise UsageError(
-            f"job {job} has no process on this node", details=said[:1], fix=f"squeue -j {job} shows where it runs"
+            f"job {job} has no process on this node", details=output[:1], fix=f"squeue -j {job} shows where it runs"
         )
     return [pid for pid in pids if linux.start_time(pid) is not None]
 
@@ -87,7 +89,7 @@ def of_job(job: str) -> list[int]:
 def _slurm(name: str) -> str:
     program = shutil.which(name)
     if program is None:
-        raise UsageError(f"there is no {name} here: this is no node of a Slurm cluster", fix="phalanx why --pid PID")
+        raise UsageError(f"{name} was not found: this is not a node of a Slurm cluster", fix="phalanx why --pid PID")
     return program
 
 

@@ -1,11 +1,11 @@
-"""What `run --hosts` and the nodes that it starts say to each other: a line of JSON each, over ssh's stdin and stdout.
+"""Messages between `run --hosts` and the nodes that it starts: one line of JSON each, over ssh's stdin and stdout.
 
-starter                        phalanx node
-  | ------- Order -------------> |   everything that it has to know; nothing of it is on a command line
-  | <------ Ready | Refused ---- |   once it has checked what it can check alone; node 0 tells where it listens
-  | ------- Go ----------------> |   where node 0 listens: from here on the control plane does the rest
-  | ------- Signal | Fail -----> |   to node 0, where it does not run in the starter itself
-  | ------- (the end) ---------> |   the connection is cut, or the starter is gone: end what runs there
+starter                            phalanx node
+  | ------- NodeSpec --------------> |   all settings; none of them is on a command line
+  | <------ Ready | NodeRefused ---- |   after its own checks; node 0 reports where it listens
+  | ------- Go --------------------> |   where node 0 listens: the control plane does the rest
+  | ------- Signal | Fail ---------> |   to node 0, if it does not run in the starter itself
+  | ------- (end of input) --------> |   the connection or the starter is gone: end what runs there
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from msgspec import Meta
 
 from phalanx.contract.variables import ERROR_FORMAT
 
-MARK = b"phalanx-node "  # before an answer: login shells write what they like to stdout
-LIMIT = 1 << 24  # bytes of a line: arguments and variables of a process may be megabytes
+MARK = b"phalanx-node "  # before an answer: login shells may write to stdout too
+LIMIT = 1 << 24  # bytes of a line: arguments and variables may be megabytes
 
-# What a rank needs from the shell of the user, and a login over ssh does not set. PATH, CUDA_VISIBLE_DEVICES and the
-# like describe a machine, and stay there; for everything else there is --env.
+# Variables of the user's shell that ranks need and a login over ssh does not set. PATH, CUDA_VISIBLE_DEVICES and the
+# like describe a host, and are not copied; for everything else there is --env.
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TP_", "UCX_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "PYTHON"),
@@ -32,16 +32,18 @@ _NAMES = (
     *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "TOKENIZERS_PARALLELISM"),
     ERROR_FORMAT,
 )
-_ABOUT_A_MACHINE = ("PYTHONHOME", "PYTHONSTARTUP", "PYTHON_EXEC")
+_OF_HOST = ("PYTHONHOME", "PYTHONSTARTUP", "PYTHON_EXEC")
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class SshMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", omit_defaults=True):
-    pass
+    """Base of all messages."""
 
 
 class NodeSpec(SshMessage, frozen=True, kw_only=True, tag="order"):
+    """All that a node must know to take part."""
+
     node: int
     nodes: int
     token: str  # hexadecimal
@@ -49,24 +51,28 @@ class NodeSpec(SshMessage, frozen=True, kw_only=True, tag="order"):
     digest: str  # of the script; empty: it is not a file
     versions: dict[str, str]
     env: dict[str, str]  # what ranks inherit from the starter's shell
-    home: str  # PHALANX_HOME of the starter, for a host that has none of its own
+    home: str  # PHALANX_HOME of the starter, for a host without one
     names: tuple[str, ...]  # of all hosts
     promised: tuple[int, ...]
     host: str | None  # of node 0
-    port: Port  # the one that the user wants node 0 to listen on
+    port: Port  # on which the user wants node 0 to listen
 
 
 class Go(SshMessage, frozen=True, kw_only=True, tag="go"):
+    """Where node 0 listens."""
+
     addresses: tuple[str, ...]
     port: Port
 
 
 class Signal(SshMessage, frozen=True, kw_only=True, tag="signal"):
+    """A signal to handle."""
+
     number: Annotated[int, Meta(ge=1, le=64)]
 
 
 class Fail(SshMessage, frozen=True, kw_only=True, tag="fail"):
-    """A host that will not come."""
+    """A host that cannot take part."""
 
     host: str
     what: str
@@ -75,6 +81,8 @@ class Fail(SshMessage, frozen=True, kw_only=True, tag="fail"):
 
 
 class Ready(SshMessage, frozen=True, kw_only=True, tag="ready"):
+    """The node can take part."""
+
     host: str
     pid: int
     addresses: tuple[str, ...] = ()  # of node 0
@@ -82,6 +90,8 @@ class Ready(SshMessage, frozen=True, kw_only=True, tag="ready"):
 
 
 class NodeRefused(SshMessage, frozen=True, kw_only=True, tag="refused"):
+    """The node cannot take part."""
+
     what: str
     details: tuple[str, ...] = ()
     fix: str = ""
@@ -91,27 +101,28 @@ ToNode = NodeSpec | Go | Signal | Fail
 FromNode = Ready | NodeRefused
 
 
-def encode(word: SshMessage) -> bytes:
-    # Not msgspec's own JSON: an argument may hold bytes that are no UTF-8, which Python keeps as lone surrogates.
-    return json.dumps(msgspec.to_builtins(word, str_keys=True)).encode() + b"\n"
+def encode(message: SshMessage) -> bytes:
+    """Encode a message as one line."""
+    # Not msgspec's JSON: an argument may contain bytes that are not UTF-8, which Python keeps as lone surrogates.
+    return json.dumps(msgspec.to_builtins(message, str_keys=True)).encode() + b"\n"
 
 
 def to_node(line: bytes) -> ToNode:
-    """Raises ValueError."""
-    word: ToNode = msgspec.convert(json.loads(line), ToNode)
-    return word
+    """Decode a message to a node. Raises ValueError."""
+    message: ToNode = msgspec.convert(json.loads(line), ToNode)
+    return message
 
 
 def from_node(line: bytes) -> FromNode:
-    """Raises ValueError."""
-    word: FromNode = msgspec.convert(json.loads(line), FromNode)
-    return word
+    """Decode a message from a node. Raises ValueError."""
+    message: FromNode = msgspec.convert(json.loads(line), FromNode)
+    return message
 
 
 def chosen(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along."""
+    """Return the variables that are copied to the hosts."""
     return {
         name: value
         for name, value in environ.items()
-        if name in _NAMES or (name.startswith(_PREFIXES) and name not in _ABOUT_A_MACHINE)
+        if name in _NAMES or (name.startswith(_PREFIXES) and name not in _OF_HOST)
     }

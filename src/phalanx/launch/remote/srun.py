@@ -1,4 +1,4 @@
-"""In a Slurm allocation without tasks yet, `phalanx run` becomes an `srun` of itself: one task a node."""
+"""In a Slurm allocation without tasks, `phalanx run` becomes an `srun` of itself with one task per node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.contract.variables import TOKEN
 from phalanx.control import tokens
 from phalanx.errors import LaunchError
 
-# They are about the tasks of the batch script, and would make srun share out devices that one task is to see.
+# Settings for the tasks of the batch script: srun would divide the devices, all of which our one task must see.
 _OF_TASKS = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_GPUS_PER_TASK",
@@ -26,15 +26,15 @@ _OF_TASKS = (
 def hand_over(
     allocation: Allocation, argv: Sequence[str], environ: Mapping[str, str], *, workers_told: bool
 ) -> NoReturn:
-    """Never returns: Slurm's signals then reach srun, which hands them to all tasks."""
+    """Replace this process by srun, so that Slurm's signals reach srun, which forwards them to all tasks."""
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None:
         raise LaunchError(
-            f"this is an allocation of {len(allocation.hosts)} nodes, but there is no srun to start tasks with",
-            fix="phalanx run --standalone … runs on this node alone",
+            f"this is an allocation of {len(allocation.hosts)} nodes, but srun was not found",
+            fix="phalanx run --standalone … runs on this node only",
         )
     kept = {name: value for name, value in environ.items() if name not in _OF_TASKS}
-    # All tasks have it from here, and it is on no command line.
+    # In the environment of all tasks, and not on a command line.
     kept.setdefault(TOKEN, tokens.new())
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,7 +42,7 @@ def hand_over(
 
 
 def words(allocation: Allocation, argv: Sequence[str], *, workers_told: bool) -> list[str]:
-    """One task a node, which sees all that the job has there; where the job asks for several tasks, as many ranks."""
+    """Return the srun command: one task per node with all its devices, and as many ranks as the job has tasks there."""
     count = len(allocation.hosts)
     workers = []
     if not workers_told and any(tasks > 1 for tasks in allocation.tasks):
@@ -55,7 +55,7 @@ def words(allocation: Allocation, argv: Sequence[str], *, workers_told: bool) ->
         "--cpu-bind=none",
         "--kill-on-bad-exit=1",
         sys.executable,
-        "-P",  # a phalanx.py in the current folder is not ours
+        "-P",  # ignore a phalanx.py in the current folder
         "-m",
         "phalanx",
         "run",

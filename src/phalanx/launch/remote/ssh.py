@@ -1,9 +1,9 @@
-"""The starter's side of `run --hosts`: a child process a host, what is said to it, and what it means when it ends.
+"""The starter's side of `run --hosts`: one child process per host, messages to it, and why it ended.
 
 links = [ssh(0, "a", environ=environ, cwd=cwd), near(1, "localhost", environ=environ, cwd=cwd)]
-starter = Starter(links, ears, hosts=2, patience=300)
-links[0].tell(order)
-starter.listen()                      # in the loop
+starter = SshStarter(links, events, hosts=2, timeout=300)
+links[0].send(spec)
+starter.listen()                      # in the event loop
 await starter.end(together=True)
 """
 
@@ -32,30 +32,32 @@ from phalanx.launch.runs.root_cause import in_words
 REMOTE_PYTHON = "PHALANX_REMOTE_PYTHON"
 
 OPTIONS = {
-    "BatchMode": "yes",  # nobody could answer a question
+    "BatchMode": "yes",  # nobody could answer a prompt
     "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "3",
-    # What a user's configuration may want of every connection, and no other program's.
+    # Override settings in the user's configuration that do not suit a program.
     "ControlMaster": "no",
     "ClearAllForwardings": "yes",
     "RemoteCommand": "none",
 }
 
 NO_FOLDER, NO_PYTHON, SSH_FAILED = 93, 94, 255
-# Quoted once and for any shell: what differs comes behind it, as $1 and $2. -P: no file here hides a module.
-_THERE = f'cd -- "$1" 2>/dev/null || exit {NO_FOLDER}; [ -x "$2" ] || exit {NO_PYTHON}; exec "$2" -P -m phalanx node'
+# Quoted once, for any shell: the variable parts follow as $1 and $2. -P: no file in that folder hides a module.
+_REMOTE_SCRIPT = (
+    f'cd -- "$1" 2>/dev/null || exit {NO_FOLDER}; [ -x "$2" ] || exit {NO_PYTHON}; exec "$2" -P -m phalanx node'
+)
 
-_NOISE = 1 << 20  # bytes of a login shell's own before an answer
-_STDERR = 40  # lines that are kept
-_OTHERS = 12.0  # seconds from the first host that fails until it is told: what else fails is told with it
-_LOOK = 0.5  # seconds between two looks at children that may have ended without a sound
-_PARTING = 3.0  # seconds for a node to end by itself once node 0 has ended
-_CUT = 10.0  # seconds for it to end its workers once it has been cut off
+_MOST_NOISE = 1 << 20  # bytes that a login shell may write before the answer
+_STDERR = 40  # lines kept
+_COLLECT = 12.0  # seconds after the first failure, to report other failures with it
+_POLL_INTERVAL = 0.5  # seconds
+_END_TIMEOUT = 3.0  # seconds for a node to end by itself after node 0
+_CUT_TIMEOUT = 10.0  # seconds for it to end its workers after its input was closed
 
 
 class SshLink:
-    """One host: the child process that leads there, and what has come from it."""
+    """One host: the child process that connects to it, and what it has sent."""
 
     def __init__(
         self, node: int, host: str, process: subprocess.Popen[bytes], *, cwd: str, python: str, near: bool
@@ -65,14 +67,14 @@ class SshLink:
         self.process = process
         self.cwd = cwd
         self.python = python
-        self.near = near  # on this machine, without ssh
+        self.near = near  # on this host, without ssh
         self.answer: Ready | None = None
         self.trouble: NodeRefused | None = None
         self.stderr: deque[str] = deque(maxlen=_STDERR)
-        self.out: Callable[[bytes], None] = lambda _: None  # what it writes behind its answer
+        self.out: Callable[[bytes], None] = lambda _: None  # takes what it writes after its answer
         self.err: Callable[[bytes], None] = lambda _: None
-        self._outbox = bytearray()
-        self._inbox = bytearray()
+        self._send_buffer = bytearray()
+        self._receive_buffer = bytearray()
         self._skipped = 0
         self._line = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,12 +84,14 @@ class SshLink:
 
     @property
     def settled(self) -> bool:
+        """Return whether the host has answered or failed."""
         return self.answer is not None or self.trouble is not None
 
-    # -- to it
+    # -- sending
 
-    def tell(self, word: SshMessage) -> None:
-        self._outbox += node_spec.encode(word)
+    def send(self, message: SshMessage) -> None:
+        """Send a message, as soon as possible."""
+        self._send_buffer += node_spec.encode(message)
         if self._loop is not None:
             self._write()
 
@@ -96,30 +100,31 @@ class SshLink:
         if stdin is None or stdin.closed or self._loop is None:
             return
         try:
-            while self._outbox:
-                del self._outbox[: os.write(stdin.fileno(), self._outbox)]
+            while self._send_buffer:
+                del self._send_buffer[: os.write(stdin.fileno(), self._send_buffer)]
         except BlockingIOError:
             self._loop.add_writer(stdin.fileno(), self._write)
             return
-        except OSError:  # it has ended: that is told by how it ended
-            self._outbox.clear()
+        except OSError:  # it has ended: its exit code says why
+            self._send_buffer.clear()
         self._loop.remove_writer(stdin.fileno())
 
     def cut(self) -> None:
-        """It hears the end of its input, and ends what it has started."""
+        """Close its input, on which it ends what it has started."""
         stdin = self.process.stdin
         if stdin is not None and not stdin.closed:
             if self._loop is not None:
                 self._loop.remove_writer(stdin.fileno())
-            self._outbox.clear()
+            self._send_buffer.clear()
             stdin.close()
 
-    # -- from it
+    # -- receiving
 
     def listen(self, changed: Callable[[SshLink], None]) -> None:
+        """Start reading in the event loop. `changed` is called after every read."""
         loop = self._loop = asyncio.get_running_loop()
 
-        def hear(take: Callable[[bytes], None], fd: int) -> None:
+        def read(take: Callable[[bytes], None], fd: int) -> None:
             try:
                 data = os.read(fd, 1 << 16)
             except BlockingIOError:
@@ -132,46 +137,46 @@ class SshLink:
                 loop.remove_reader(fd)
             changed(self)
 
-        for stream, take in ((self.process.stdout, self._said), (self.process.stderr, self._complained)):
+        for stream, take in ((self.process.stdout, self._read_stdout), (self.process.stderr, self._read_stderr)):
             if stream is not None:
-                loop.add_reader(stream.fileno(), hear, take, stream.fileno())
+                loop.add_reader(stream.fileno(), read, take, stream.fileno())
         self._write()
 
-    def _said(self, data: bytes) -> None:
+    def _read_stdout(self, data: bytes) -> None:
         if self.settled:
             self.out(data)
             return
-        self._inbox += data
-        while not self.settled and (end := self._inbox.find(b"\n")) >= 0:
-            line = bytes(self._inbox[:end])
-            del self._inbox[: end + 1]
+        self._receive_buffer += data
+        while not self.settled and (end := self._receive_buffer.find(b"\n")) >= 0:
+            line = bytes(self._receive_buffer[:end])
+            del self._receive_buffer[: end + 1]
             self._skipped += len(line)
-            # A shell may have left a line of its own unfinished.
+            # The shell may have written an unfinished line before it.
             if (start := line.find(node_spec.MARK)) >= 0:
-                self._answered(line[start + len(node_spec.MARK) :])
-        if not self.settled and self._skipped + len(self._inbox) > _NOISE:
+                self._parse_answer(line[start + len(node_spec.MARK) :])
+        if not self.settled and self._skipped + len(self._receive_buffer) > _MOST_NOISE:
             self.trouble = NodeRefused(
-                what="it writes without end before phalanx can begin",
-                details=(f"the last of it: {bytes(self._inbox[-200:]).decode(errors='replace').strip()!r}",),
-                fix=f"ssh {self.host} true should write nothing: look at what its shell does at the start (.bashrc)",
+                what="it keeps writing before phalanx can start",
+                details=(f"the last of it: {bytes(self._receive_buffer[-200:]).decode(errors='replace').strip()!r}",),
+                fix=f"ssh {self.host} true should write nothing: check its shell startup files (.bashrc)",
             )
-        if self.answer is not None and self._inbox:
-            self.out(bytes(self._inbox))
-            self._inbox.clear()
+        if self.answer is not None and self._receive_buffer:
+            self.out(bytes(self._receive_buffer))
+            self._receive_buffer.clear()
 
-    def _answered(self, line: bytes) -> None:
+    def _parse_answer(self, line: bytes) -> None:
         try:
-            word = node_spec.from_node(line)
+            message = node_spec.from_node(line)
         except ValueError as error:
-            word = NodeRefused(
-                what=f"it answers what is not an answer of phalanx ({error})", fix=_same_version(self.host)
+            message = NodeRefused(
+                what=f"its answer is not an answer of phalanx ({error})", fix=_same_version(self.host)
             )
-        if isinstance(word, Ready):
-            self.answer = word
+        if isinstance(message, Ready):
+            self.answer = message
         else:
-            self.trouble = word
+            self.trouble = message
 
-    def _complained(self, data: bytes) -> None:
+    def _read_stderr(self, data: bytes) -> None:
         if self.answer is not None:
             self.err(data)
         self._line += data
@@ -180,20 +185,21 @@ class SshLink:
         self._line = rest[-4096:]
 
     def ended(self) -> int | None:
-        """Its exit code, once it has one, and all that it wrote has been read."""
+        """Return its exit code after reading all its output. None: it is running."""
         code = self.process.poll()
         if code is None:
             return None
-        for stream, take in ((self.process.stdout, self._said), (self.process.stderr, self._complained)):
-            # Not until their end: whatever ssh has left in the background may hold them open.
+        for stream, take in ((self.process.stdout, self._read_stdout), (self.process.stderr, self._read_stderr)):
+            # Not until end of file: a process that ssh left in the background may hold them open.
             with contextlib.suppress(OSError, ValueError):
                 while stream is not None and (data := os.read(stream.fileno(), 1 << 16)):
                     take(data)
         if self._line:
-            self._complained(b"\n")
+            self._read_stderr(b"\n")
         return code
 
     def close(self) -> None:
+        """Close the pipes."""
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None and not stream.closed:
                 if self._loop is not None:
@@ -203,108 +209,117 @@ class SshLink:
 
 
 class SshEvents(Protocol):
+    """Callbacks of a starter."""
+
     def ready(self, link: SshLink) -> None:
-        """A host has answered, and takes part."""
+        """Called when a host is ready to take part."""
 
     def failed(self, error: JoinError) -> None:
-        """These hosts do not take part: said once, with all of them."""
+        """Called once, with all hosts that cannot take part."""
 
     def ended(self, link: SshLink, code: int) -> None:
-        """The child of a host that took part has ended."""
+        """Called when the child process of a ready host has ended."""
 
 
 class SshStarter:
-    def __init__(self, links: Sequence[SshLink], ears: SshEvents, *, hosts: int, patience: float) -> None:
+    """Watches the links to all hosts, and reports who is ready, who failed and who ended."""
+
+    def __init__(self, links: Sequence[SshLink], events: SshEvents, *, hosts: int, timeout: float) -> None:
         self.links = links
-        self._ears = ears
-        self._hosts = hosts  # of the run, this one included
-        self._patience = patience  # seconds for a host to answer
+        self._events = events
+        self._hosts = hosts  # in the run, this one included
+        self._timeout = timeout  # seconds for a host to answer
         self._ended: dict[int, int] = {}  # node -> exit code
         self._ready: set[int] = set()
         self._first_trouble: float | None = None
-        self._told = False
-        self._hurried = False  # nodes that wait for processes of their own are not waited for
+        self._reported = False
+        self._hurrying = False  # do not wait for nodes that wait for leftover processes
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> frozenset[int]:
+        """Return the pids of the child processes."""
         return frozenset(link.process.pid for link in self.links)
 
     def listen(self) -> None:
+        """Start watching, in the event loop."""
         loop = asyncio.get_running_loop()
-        self._watch = loop.create_task(self._watching())
+        self._watch = loop.create_task(self._poll())
         for link in self.links:
             link.listen(self._changed)
 
     def code(self, node: int) -> int | None:
+        """Return the exit code of a node's child process, if it has ended."""
         return self._ended.get(node)
 
-    async def _watching(self) -> None:
+    async def _poll(self) -> None:
         start = time.monotonic()
         while True:
             for link in self.links:
-                if not link.settled and time.monotonic() - start > self._patience:
+                if not link.settled and time.monotonic() - start > self._timeout:
                     link.trouble = NodeRefused(
-                        what=f"it has not answered in {self._patience:.0f} s",
+                        what=f"it has not answered for {self._timeout:.0f} s",
                         details=_quoted(link.stderr),
-                        fix=f"ssh {link.host} true shows whether its shell comes through; --join-timeout waits longer",
+                        fix=f"ssh {link.host} true shows whether its shell starts; --join-timeout sets the limit",
                     )
                 self._changed(link)
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _changed(self, link: SshLink) -> None:
         code = link.ended() if link.node not in self._ended else None
         if link.answer is not None and link.node not in self._ready:
             self._ready.add(link.node)
-            self._ears.ready(link)
+            self._events.ready(link)
         if code is not None:
             self._ended[link.node] = code
             if link.answer is None and link.trouble is None:
                 link.trouble = explain(link, code)
             elif link.answer is not None:
-                self._ears.ended(link, code)
-        self._judge()
+                self._events.ended(link, code)
+        self._report()
 
-    def _judge(self) -> None:
-        """All that fail, at once: who has to fix two hosts shall not learn of the second one after the first."""
+    def _report(self) -> None:
+        """Report all failed hosts at once, so that the user can fix them together."""
         troubles = {link.host: link.trouble for link in self.links if link.trouble is not None}
-        if not troubles or self._told:
+        if not troubles or self._reported:
             return
         now = time.monotonic()
         self._first_trouble = self._first_trouble or now
-        if all(link.settled for link in self.links) or now - self._first_trouble > _OTHERS:
-            self._told = True
-            self._ears.failed(combined(troubles, self._hosts))
+        if all(link.settled for link in self.links) or now - self._first_trouble > _COLLECT:
+            self._reported = True
+            self._events.failed(combined(troubles, self._hosts))
 
     # -- the end
 
     async def end(self, *, together: bool, linger: float = 0.0) -> None:
-        """Nodes that have come together end by themselves. One that does not is cut off, and then killed.
+        """Wait for all nodes to end. Close the input of those that do not, then kill their child processes.
 
-        `linger`: how long each may wait for processes that its ranks left running.
+        `together`: the nodes have joined, and end by themselves. `linger`: seconds that each may wait for processes
+        that its ranks left running.
         """
-        self._told = True
+        self._reported = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if together:
-            await self._gone(_PARTING + linger, lambda: self._hurried)
+            await self._wait_exited(_END_TIMEOUT + linger, lambda: self._hurrying)
         for link in self.links:
             link.cut()
-        await self._gone(_CUT)
+        await self._wait_exited(_CUT_TIMEOUT)
         self.close()
 
     def hurry(self) -> None:
-        self._hurried = True
+        """Stop waiting for leftover processes."""
+        self._hurrying = True
 
-    async def _gone(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
-        end = time.monotonic() + patience
-        begun = [link for link in self.links if link.answer is not None]  # the others have nothing to end
+    async def _wait_exited(self, timeout: float, stop: Callable[[], bool] = lambda: False) -> None:
+        end = time.monotonic() + timeout
+        begun = [link for link in self.links if link.answer is not None]  # the others have started nothing
         while time.monotonic() < end and not stop() and any(link.process.poll() is None for link in begun):
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
-        """At once. What runs on the hosts ends by itself, for its input has ended."""
+        """Kill the child processes. What runs on the hosts ends when its input is closed."""
         for link in self.links:
             link.close()
             if link.process.poll() is None:
@@ -313,36 +328,37 @@ class SshStarter:
                 link.process.wait()
 
 
-# -- children
+# -- child processes
 
 
 def ssh(node: int, host: str, *, environ: Mapping[str, str], cwd: str) -> SshLink:
-    options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    """Start `phalanx node` on a host over ssh."""
+    options = [option for name, value in OPTIONS.items() for option in ("-o", f"{name}={value}")]
     python = environ.get(REMOTE_PYTHON) or sys.executable
     line = ["ssh", "-T", "-x", *options, "--", host, command(cwd, python)]
     try:
         return SshLink(node, host, _spawn(line, environ), cwd=cwd, python=python, near=False)
     except FileNotFoundError:
         raise LaunchError(
-            "there is no ssh on this machine, and --hosts needs it",
+            "--hosts needs ssh, which is not installed on this host",
             fix="install openssh-client, or start every node by hand: phalanx run -n 2 -i 0 --master HOST …",
         ) from None
 
 
 def near(node: int, host: str, *, environ: Mapping[str, str], cwd: str) -> SshLink:
-    """A node on this very machine."""
+    """Start `phalanx node` on this host."""
     python = sys.executable
     line = [python, "-P", "-m", "phalanx", "node"]
     return SshLink(node, host, _spawn(line, environ), cwd=cwd, python=python, near=True)
 
 
 def command(cwd: str, python: str) -> str:
-    """For the shell of the user there, whichever it is."""
-    return f"exec /bin/sh -c {shlex.quote(_THERE)} phalanx {shlex.quote(cwd)} {shlex.quote(python)}"
+    """Return the command line for the user's shell on the host, whichever it is."""
+    return f"exec /bin/sh -c {shlex.quote(_REMOTE_SCRIPT)} phalanx {shlex.quote(cwd)} {shlex.quote(python)}"
 
 
 def _spawn(line: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, for Ctrl-C is ours; and it dies with us."""
+    """Start a child in its own session, because Ctrl-C is ours. It dies with us."""
     parent = os.getpid()
     return subprocess.Popen(
         line,
@@ -356,45 +372,45 @@ def _spawn(line: list[str], environ: Mapping[str, str]) -> subprocess.Popen[byte
     )
 
 
-# -- in words
+# -- error messages
 
 
 def explain(link: SshLink, code: int) -> NodeRefused:
-    """Why a child has ended before its host has answered."""
-    host, said = link.host, _quoted(link.stderr)
+    """Return why a child process ended before its host answered."""
+    host, quoted = link.host, _quoted(link.stderr)
     text = "\n".join(link.stderr)
     if code == SSH_FAILED and not link.near:
-        return NodeRefused(what="ssh does not get there", details=said, fix=_remedy(host, text))
+        return NodeRefused(what="ssh cannot connect", details=quoted, fix=_remedy(host, text))
     if code == NO_FOLDER:
         return NodeRefused(
-            what="there is no such folder as the one that you are in",
-            details=(f"expected {link.cwd} there too",),
-            fix="copy it there, or work in a folder that all hosts share",
+            what="the current folder does not exist there",
+            details=(f"expected {link.cwd}",),
+            fix="copy it there, or work in a folder on a shared disk",
         )
     if code == NO_PYTHON:
         return NodeRefused(
-            what="there is no such Python",
+            what="no such Python",
             details=(f"expected {link.python}, as here",),
             fix=f"install it there too, or export {REMOTE_PYTHON}=/path/to/python, the same for all other hosts",
         )
     if re.search(r"No module named '?phalanx\b", text):
         install = f"{link.python} -m pip install phalanx"
-        return NodeRefused(what="phalanx is not installed there", details=said, fix=f"ssh {host} {install}")
+        return NodeRefused(what="phalanx is not installed there", details=quoted, fix=f"ssh {host} {install}")
     return NodeRefused(
-        what=f"phalanx node has ended before it could answer: {in_words(code)}",
-        details=said,
-        fix=f"ssh {host} true shows whether its shell works" if not said else "",
+        what=f"phalanx node ended before it could answer: {in_words(code)}",
+        details=quoted,
+        fix=f"ssh {host} true shows whether its shell works" if not quoted else "",
     )
 
 
-def last_words(link: SshLink, code: int) -> NodeRefused:
-    """Why a child has ended although its host had answered."""
+def explain_end(link: SshLink, code: int) -> NodeRefused:
+    """Return why a child process ended after its host had answered."""
     lines = [line.removeprefix("phalanx: ") for line in link.stderr]
     if code == SSH_FAILED and not link.near:
-        what = "the ssh connection has ended" if lines else "ssh has ended: phalanx was killed there, or it was cut"
+        what = "the ssh connection ended" if lines else "ssh ended: phalanx was killed there, or the connection was cut"
         return NodeRefused(what=what, details=_quoted(link.stderr))
     if not lines:
-        return NodeRefused(what=f"phalanx has ended there: {in_words(code)}")
+        return NodeRefused(what=f"phalanx ended there: {in_words(code)}")
     fix = next((line.strip().removeprefix("fix: ") for line in lines if line.strip().startswith("fix: ")), "")
     return NodeRefused(
         what=lines[0],
@@ -404,6 +420,7 @@ def last_words(link: SshLink, code: int) -> NodeRefused:
 
 
 def combined(troubles: Mapping[str, NodeRefused], hosts: int = 1) -> JoinError:
+    """Combine the failures of several hosts into one error."""
     by_host = {
         host: JoinError(trouble.what, details=trouble.details, fix=trouble.fix) for host, trouble in troubles.items()
     }
@@ -421,11 +438,11 @@ def combined(troubles: Mapping[str, NodeRefused], hosts: int = 1) -> JoinError:
 
 def _remedy(host: str, text: str) -> str:
     if "Permission denied" in text:
-        return f"ssh-copy-id {host}, so that ssh {host} true asks for no password"
+        return f"ssh-copy-id {host}, so that ssh {host} true does not ask for a password"
     if "Host key verification failed" in text or "IDENTIFICATION HAS CHANGED" in text:
-        return f"ssh {host} true, once by hand, and compare the key that it shows"
+        return f"run ssh {host} true once by hand, and compare the key that it shows"
     if "Could not resolve" in text:
-        return f"correct the name, or make it known in /etc/hosts or ~/.ssh/config; ssh {host} true shows the same"
+        return f"correct the name, or add it to /etc/hosts or ~/.ssh/config; ssh {host} true shows the same"
     return f"ssh {host} true shows the same: is the host up, and does sshd run there?"
 
 

@@ -1,4 +1,4 @@
-"""A run is forgotten: its folder and its name in the list are removed, and nothing that is not its own."""
+"""Deletes a run: its folder and its entries in the list of runs, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from phalanx.launch.runs import run_folder
 from phalanx.launch.runs.run_folder import RunRecord
 
 
-def forget(base: str, run: RunRecord) -> None:
-    """Refused as long as any part of it may be running: on this machine, or on another that shares the disk."""
+def delete(base: str, run: RunRecord) -> None:
+    """Delete a run. Raises UsageError if any part of it may be running, here or on a host that shares the disk."""
     names = _names(base, run)
     if not names:
-        raise UsageError(f"{run.id} is not where it was: {run.folder}", fix="phalanx ps --all")
+        raise UsageError(f"{run.id} is no longer at {run.folder}", fix="phalanx ps --all")
     parts = [part for _, folder in names for part in run_folder.in_folder(folder)]
     for part in parts:
         if part.alive:
             raise UsageError(f"{run.id} is running", fix=f"phalanx stop {run.id}")
         if part.ended is None and not part.here:
             raise UsageError(
-                f"{run.id} may be running on {part.host}, which has not written that it ended",
+                f"{run.id} may still be running on {part.host}: its end is not recorded",
                 fix=f"on {part.host}: phalanx ps --forget {run.id}; or remove {part.folder} yourself",
             )
     for path, folder in names:
@@ -34,7 +34,7 @@ def forget(base: str, run: RunRecord) -> None:
 
 
 def _names(base: str, run: RunRecord) -> list[tuple[str, str]]:
-    """Under which names it is listed, and the folder of each: with --log-dir a name is a link to a folder elsewhere."""
+    """Return the entries of a run in the list, with their folders: with --log-dir an entry is a link."""
     runs = os.path.join(base, "runs")
     found = []
     for name in os.listdir(runs):
@@ -46,7 +46,7 @@ def _names(base: str, run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _unlink(runs: str, folder: str) -> None:
-    """All names that lead into it."""
+    """Remove all links into the folder."""
     for name in os.listdir(runs):
         path = os.path.join(runs, name)
         if os.path.islink(path) and f"{os.path.realpath(path)}{os.sep}".startswith(f"{folder}{os.sep}"):
@@ -54,13 +54,13 @@ def _unlink(runs: str, folder: str) -> None:
 
 
 def _same(part: RunRecord, run: RunRecord) -> bool:
-    """A copy that somebody has made is another: its folder is where it lies, whatever is recorded there."""
+    """Return whether two records are of the same run. A copy of its folder is another run."""
     return part.id == run.id and os.path.realpath(part.folder) == os.path.realpath(run.folder)
 
 
 def _remove(folder: str) -> None:
-    """What it is known by goes last, so that whoever is interrupted can do it again."""
-    if not any(run_folder.in_folder(folder)):  # gone with what it was a part of
+    """Remove a run folder; run.json last, so that an interrupted deletion can be repeated."""
+    if not any(run_folder.in_folder(folder)):  # removed with the folder that contained it
         return
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
@@ -71,5 +71,5 @@ def _remove(folder: str) -> None:
         os.unlink(os.path.join(folder, "run.json"))
     os.rmdir(folder)
     if os.path.basename(folder).startswith("node_"):  # a part of a run in --log-dir
-        with contextlib.suppress(OSError):  # others are there
+        with contextlib.suppress(OSError):  # other nodes' parts are still there
             os.rmdir(os.path.dirname(folder))

@@ -1,6 +1,6 @@
-"""What has happened in a run so far, from its files: events and sights in the order of time, a part after the other.
+"""Reads events and samples of a run from its files, ordered by time, in parts.
 
-Whoever reads holds a cursor, and nobody else has to remember anything of it.
+The position is in a cursor that the reader keeps, so that this module has no state.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from typing import BinaryIO
 
 import msgspec
 
-PART = 1 << 18  # bytes that are given at a time
-_READ = 1 << 22  # bytes that are read for it, at most; what is longer is no line of ours
+PART = 1 << 18  # bytes returned at a time
+_READ = 1 << 22  # bytes read for that, at most; no line of ours is longer
 FILES = ("events.jsonl", "samples.jsonl")
 SLACK = 1.0  # seconds by which an event may be older than one before it
 
 
 class EventCursor(msgspec.Struct, frozen=True, kw_only=True):
-    at: tuple[int, int]  # in each of the files
-    end: tuple[int, int]  # what comes after it is heard as it happens
-    since: float = 0.0  # nothing that is older
+    """A position in the files of a run."""
+
+    at: tuple[int, int]  # offsets in the files
+    end: tuple[int, int]  # where to stop: later lines are sent as they happen
+    since: float = 0.0  # skip older events
 
 
 class _Timed(msgspec.Struct):
@@ -31,7 +33,7 @@ _times: msgspec.json.Decoder[_Timed] = msgspec.json.Decoder(_Timed)
 
 
 def begin(folder: str, since: float | None = None) -> EventCursor:
-    """For all that is there now."""
+    """Return a cursor for everything that is there now."""
     sizes = []
     for name in FILES:
         try:
@@ -42,7 +44,7 @@ def begin(folder: str, since: float | None = None) -> EventCursor:
 
 
 def further(folder: str, before: tuple[int, int]) -> EventCursor:
-    """For what has come since, in whole lines: whoever writes may be another machine."""
+    """Return a cursor for the whole lines written since `before`. The writer may be another host."""
     ends = [_line_end(os.path.join(folder, name), at) for name, at in zip(FILES, before, strict=True)]
     return EventCursor(at=before, end=(ends[0], ends[1]))
 
@@ -61,7 +63,7 @@ def _line_end(path: str, at: int) -> int:
 
 
 def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
-    """The next lines, and where to go on; None: that was all."""
+    """Return the next lines and the cursor after them, or None if that was all."""
     with contextlib.ExitStack() as open_:
         spans = zip(FILES, cursor.at, cursor.end, strict=True)
         files = [_File(open_, os.path.join(folder, name), at, end) for name, at, end in spans]
@@ -71,7 +73,7 @@ def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
             there = [file for file in files if file.line]
             if not there:
                 return b"".join(lines), None
-            # How it began stands before everything, even if a first sight is of the whole second in which it did.
+            # The start of the run comes first, although the first sample may have an earlier time (a whole second).
             first = there[0] if there[0] is files[0] and not files[0].at else min(there, key=lambda file: file.time)
             if first.time >= cursor.since and first.line.endswith(b"\n"):
                 lines.append(first.line)
@@ -82,11 +84,11 @@ def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
 
 
 class _File:
-    """One of them, at a line."""
+    """One of the files, at a line."""
 
     def __init__(self, open_: contextlib.ExitStack, path: str, at: int, end: int) -> None:
-        self.at = at  # where the line begins
-        self.line = b""  # empty: there is none
+        self.at = at  # start of the line
+        self.line = b""  # empty: no more
         self.time = 0.0
         self._end = end
         self._file: BinaryIO | None = None

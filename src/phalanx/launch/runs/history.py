@@ -1,8 +1,8 @@
-"""What a run has left in its folder, for those who come later: read once, in order; and stalls, with all stacks.
+"""Reads the history of a run from its folder: all events in order, and stalls with all stacks.
 
-    recollection.read(choice.any_run("train-1115"), model.apply)
+    history.read(choice.any_run("train-1115"), model.apply)
 
-It goes for a run that lives as well: then it is what has happened so far.
+It works for a live run too, and then returns what has happened so far.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from phalanx.contract import events
 from phalanx.launch.runs import run_folder
 from phalanx.launch.runs.run_folder import RunRecord
 
-METRICS = "metrics.jsonl"  # of a training that has no folder for checkpoints
+_METRICS_PREFIX = b'{"event":"%b"' % str(events.MetricsMeasured.__struct_config__.tag).encode()
+METRICS = "metrics.jsonl"  # written by a training run that has no checkpoint folder
 _OURS = frozenset(("step", "epoch", "time"))
-_MOST = 1 << 24  # bytes of it; of a training that has written more, the sights say enough
-_STACKS = 1 << 18  # bytes of one stall
-_END = 1 << 18  # bytes of a file that are worth reading when only its end is asked for
+_MOST = 1 << 24  # bytes of it: if there is more, samples.jsonl says enough
+_STACKS = 1 << 18  # bytes per stall
+_END = 1 << 18  # bytes read by default by `end`
 
 
 def leading(record: RunRecord) -> RunRecord:
-    """The part of the node that led, which has seen all ranks, where it lies on this disk; else what there is."""
+    """Return the record of the leader's part, which has all ranks, if it is on this disk; else `record`."""
     inside = os.path.basename(record.folder).startswith("node_")
     return (run_folder.read(os.path.dirname(record.folder)) if inside else None) or record
 
 
 def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
-    """As far as it can be read: what another version has written, or was cut off, is left out."""
-    import asyncio  # whoever only wants the end of it does not wait for this, nor for what reads it all
+    """Call `see` with every event. Skips what is unreadable: truncated, or written by another version."""
+    import asyncio  # slow to import, and `end` does not need it
 
     asyncio.run(_read(record, see))
 
 
 async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
-    """What a training has written itself has every step, and sights one a second: where it is there, it is taken."""
+    """Read metrics from metrics.jsonl if it exists: it has every step, samples.jsonl one per second."""
     from phalanx.launch.runs import event_cursor, views
 
-    told = list(_told(os.path.join(record.folder, event_cursor.FILES[1])))
+    reported = list(_reported(os.path.join(record.folder, event_cursor.FILES[1])))
     path = os.path.join(record.folder, METRICS)
-    metrics = _metrics(path, told) if not told or _size(path) <= _MOST else iter(())
+    metrics = _metrics(path, reported) if not reported or _size(path) <= _MOST else iter(())
     own = next(metrics, None)
     doubled = own is not None
     async for event in views.FinishedRun(record).events():
@@ -67,11 +68,11 @@ def _size(path: str) -> int:
     return 0
 
 
-def _told(path: str) -> Iterator[events.MetricsMeasured]:
-    """What was measured, among the sights."""
+def _reported(path: str) -> Iterator[events.MetricsMeasured]:
+    """Yield the metrics in samples.jsonl."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
-            if line.startswith(b'{"event":"metrics"'):
+            if line.startswith(_METRICS_PREFIX):
                 with contextlib.suppress(msgspec.MsgspecError):
                     event = events.decode(line)
                     if isinstance(event, events.MetricsMeasured):
@@ -79,7 +80,7 @@ def _told(path: str) -> Iterator[events.MetricsMeasured]:
 
 
 def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each time that nothing went on: the verdicts, with what shows them, and the stacks of all ranks."""
+    """Yield the stalls of a run: verdicts with details, and the stacks of all ranks."""
     from phalanx.diagnose.verdict import Verdict
 
     for path in sorted(glob.glob(os.path.join(glob.escape(record.folder), "stall_*", "verdict.json")), key=_stall):
@@ -96,7 +97,7 @@ def stalls_of(record: RunRecord) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def end(path: str, size: int = _END) -> bytes:
-    """The last bytes of a file; nothing of one that is not there."""
+    """Return the last bytes of a file. Empty if it does not exist."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))
         return file.read()
@@ -108,9 +109,9 @@ def _stall(path: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _metrics(path: str, told: list[events.MetricsMeasured]) -> Iterator[events.MetricsMeasured]:
-    """What a training has written itself, as if it had been measured; with what else was told of it."""
-    more = {event.step: event for event in told}
+def _metrics(path: str, reported: list[events.MetricsMeasured]) -> Iterator[events.MetricsMeasured]:
+    """Yield the lines of metrics.jsonl as events, completed from those that were reported for the same step."""
+    more = {event.step: event for event in reported}
     last: events.MetricsMeasured | None = None
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
@@ -124,17 +125,17 @@ def _metrics(path: str, told: list[events.MetricsMeasured]) -> Iterator[events.M
 
 
 def measured(line: bytes) -> events.MetricsMeasured | None:
-    """A line of metrics.jsonl. None: it is none."""
+    """Parse a line of metrics.jsonl. None if it is malformed."""
     try:
-        said: dict[str, Any] = json.loads(line)
-        values = {name: _number(value) for name, value in said.items() if name not in _OURS}
+        found: dict[str, Any] = json.loads(line)
+        values = {name: _number(value) for name, value in found.items() if name not in _OURS}
         return events.MetricsMeasured(
-            time=float(said["time"]), step=int(said["step"]), epoch=int(said.get("epoch", 0)), values=values
+            time=float(found["time"]), step=int(found["step"]), epoch=int(found.get("epoch", 0)), values=values
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
 def _number(value: object) -> float | None:
-    number = float(value)  # type: ignore[arg-type]  # text is "nan" or "inf": whatever else it is, is no line of ours
+    number = float(value)  # type: ignore[arg-type]  # text is "nan" or "inf"; anything else is malformed
     return number if math.isfinite(number) else None

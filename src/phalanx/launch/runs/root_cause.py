@@ -1,4 +1,4 @@
-"""Which worker made the run fail, and why: pure functions from what is known of the dead to one block of text."""
+"""Finds the worker that made a run fail, and explains why, in one block of text. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.forkserver import paths
 from phalanx.launch.output import tracebacks
 from phalanx.launch.output.tracebacks import Line, TracebackReport
 
-# What a healthy rank says when another one has gone: a consequence, never the first cause.
+# Errors of a healthy rank that lost a peer: a consequence, never the first cause.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
     r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)"
@@ -21,56 +21,56 @@ _PEER_LOST = re.compile(
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"
     r"|successfully reached monitoredBarrier, but received errors"
     r"|Timed out waiting .* clients|BrokenPipeError|heartbeat"
-    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # of our own groups
+    rf"|\b({'|'.join(paths.LOST_PEER)}): "  # phalanx's own groups
 )
 
-_PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # by one of our own groups
+_PEER_NAMED = re.compile(r"\bPeerLost: .*?\branks? (.*?) (?:has|have) ended")  # phalanx's own groups
 _OF_GROUP = re.compile(r" \(of this group: \d+\)")
 _CLOSED = re.compile(r"(ConnectionResetError|ConnectionRefusedError|BrokenPipeError|EOFError)\b")
 _IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
 _LOADER = "torch/utils/data/"
-_MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, where sizes do not fit
+_MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
 _LONGEST = 300  # characters of a line
-_MOST = 4  # more lines of a message
+_MOST = 4  # further lines of a message
 
-HUNG = "stands still: SIGKILL (--on-hang kill)"  # what is noted of a rank that is killed for that
+HUNG = "stalled: SIGKILL (--on-hang kill)"
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _ADVICE = {
     signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
-    signal.SIGABRT: "native code gave up; its last words are below",
+    signal.SIGABRT: "native code aborted; see its last lines below",
     signal.SIGBUS: "a mapped file shrank, or /dev/shm is full",
-    signal.SIGILL: "code for another processor",
+    signal.SIGILL: "an instruction that this processor does not support",
 }
 
 
 @dataclass(frozen=True)
 class ProcessFailure:
-    """One worker that ended badly, and everything known about it."""
+    """A worker that failed, and everything known about it."""
 
     rank: int
     code: int  # exit code, or minus the signal
-    time: float  # when it was seen to end
-    stopped: bool = False  # we had told it to stop by then
+    time: float  # when its end was noticed
+    stopped: bool = False  # we had told it to stop before
     device: str = ""
     error: str = ""  # content of its error.json
     stderr: Sequence[str] = ()
-    memory: str = ""  # what the kernel says about memory
-    hung: bool = False  # we have killed it for that
-    skew: float = 0.0  # of its node's clock, which the error file goes by
-    told: float = 0.0  # when we told it to stop; 0: never
-    blame: Sequence[str] = ()  # which rank made it time out: lines
+    memory: str = ""  # what the kernel reports about memory
+    hung: bool = False  # we killed it because it was stalled
+    skew: float = 0.0  # of its node's clock, which its error file uses
+    stop_sent: float = 0.0  # when we told it to stop; 0: never
+    blame: Sequence[str] = ()  # lines that say which rank made it time out
 
     @property
     def exit_code(self) -> int:
-        """As a shell would say it."""
+        """Return the exit code as shells report it."""
         return 128 - self.code if self.code < 0 else self.code
 
 
 def report_of(death: ProcessFailure) -> TracebackReport:
-    """What it has written about its end; a dump of faulthandler only where that is what ended it."""
+    """Return what the worker wrote about its failure; a faulthandler dump only if that ended it."""
     found = tracebacks.read_error_file(death.error) if death.error else TracebackReport()
     if found.exception:
         return found
@@ -79,10 +79,10 @@ def report_of(death: ProcessFailure) -> TracebackReport:
 
 
 def first_cause(deaths: Sequence[ProcessFailure]) -> ProcessFailure | None:
-    """The earliest death that is nobody else's consequence.
+    """Return the earliest failure that is not a consequence of another.
 
-    An exception counts from when it was raised, not from when its process was gone; losing a peer counts only if
-    there is nothing better. A worker that we stopped is a cause only if it had raised an exception by itself.
+    An exception counts from when it was raised, not from when its process ended. The loss of a peer counts only if
+    there is nothing better. A worker that we stopped is a cause only if it raised an exception by itself.
     """
     candidates = [(report_of(death), death) for death in deaths]
     candidates = [(report, death) for report, death in candidates if report.exception or not _obeyed(death)]
@@ -96,25 +96,25 @@ def first_cause(deaths: Sequence[ProcessFailure]) -> ProcessFailure | None:
     if not candidates:
         return None
     report, death = min(candidates, key=order)
-    # Stopped on its way out: it would have ended with what its exception ends with.
+    # We stopped it while it was exiting: report the code that its exception leads to.
     return replace(death, code=report.code) if report.exception and _obeyed(death) else death
 
 
 def count(deaths: Sequence[ProcessFailure]) -> int:
-    """How many failed by themselves: not those that ended because we told them to."""
+    """Return how many failed by themselves, rather than because we stopped them."""
     return sum(not death.stopped or -death.code in _CRASHES or _raised_before(death) for death in deaths)
 
 
 def _raised_before(death: ProcessFailure) -> bool:
-    """It had raised an exception when we told it to stop; where no time is known, one that is not by our signal."""
+    """Return whether it had raised an exception before we stopped it."""
     report = report_of(death)
     if report.when is None:
         return bool(report.exception) and not _obeyed(death)
-    return 0 < report.when <= death.told
+    return 0 < report.when <= death.stop_sent
 
 
 def counted(block: str, others: int) -> str:
-    """A block with the number of other ranks that failed, before its last line."""
+    """Insert the number of other failed ranks before the last line of a block."""
     if others <= 0:
         return block
     *lines, last = block.split("\n")
@@ -122,11 +122,12 @@ def counted(block: str, others: int) -> str:
 
 
 def timeout(death: ProcessFailure) -> timeouts.Timeout | None:
-    """What it has waited for in vain, if a timeout of torch.distributed or of our own groups ended it."""
+    """Return what the worker waited for, if a timeout of torch.distributed or of phalanx's groups ended it."""
     return timeouts.read(_said(report_of(death), death))
 
 
 def lost_a_peer(death: ProcessFailure) -> bool:
+    """Return whether the worker failed because another rank was gone."""
     return _lost_a_peer(report_of(death))
 
 
@@ -135,28 +136,28 @@ def _lost_a_peer(report: TracebackReport) -> bool:
 
 
 def _lost_a_loader(report: TracebackReport) -> bool:
-    """A process of a DataLoader has ended, and this one read from it: its socket says no more than another rank's."""
+    """Return whether a DataLoader worker died: its closed socket looks like the loss of a peer."""
     return bool(_CLOSED.match(report.exception)) and any(_LOADER in file for file, *_ in report.stack)
 
 
 def gave_up(death: ProcessFailure) -> bool:
-    """A rank that waited for others, until it timed out or lost one of them."""
+    """Return whether the rank was waiting for others when it timed out or lost one of them."""
     return timeout(death) is not None or lost_a_peer(death)
 
 
 def _said(report: TracebackReport, death: ProcessFailure) -> str:
-    """NCCL's watchdog raises nothing: it aborts the process, and says why in stderr."""
+    """Return the message of a failure. NCCL's watchdog raises nothing: it aborts, and writes to stderr."""
     return report.exception if death.code != -signal.SIGABRT else "\n".join(death.stderr)
 
 
 def lost(death: ProcessFailure) -> set[int]:
-    """The ranks that it says it has lost."""
+    """Return the ranks that the worker reported as lost."""
     named = _PEER_NAMED.search(_OF_GROUP.sub("", report_of(death).exception))
     return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
 
 
 def follows(death: ProcessFailure, since: float) -> bool:
-    """Whether it is what a healthy rank dies of when another one has gone, or came after something else was seen."""
+    """Return whether the failure is a consequence: the loss of a peer, or later than `since`."""
     report = report_of(death)
     return _lost_a_peer(report) or _when(report, death) > since
 
@@ -166,12 +167,13 @@ def _when(report: TracebackReport, death: ProcessFailure) -> float:
 
 
 def _obeyed(death: ProcessFailure) -> bool:
-    """It ended by the signal that it was stopped with, or by the exit code that stands for it."""
+    """Return whether it ended with the signal that we sent, or the exit code for it."""
     numbers = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     return death.stopped and (-death.code in numbers or death.code - 128 in numbers)
 
 
 def in_words(code: int) -> str:
+    """Return an exit code or signal as text."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -182,7 +184,7 @@ def in_words(code: int) -> str:
 
 
 def summary(death: ProcessFailure) -> str:
-    """One line: who and why."""
+    """Return rank and reason in one line."""
     if death.blame:
         return death.blame[0]
     report = report_of(death)
@@ -199,7 +201,7 @@ def _short(text: str) -> str:
 
 
 def place(death: ProcessFailure) -> str:
-    """What crashed and where, in words that two of the same crash share. Empty: it was ended from outside."""
+    """Return what failed and where, equal for two of the same failure. Empty if it was killed from outside."""
     report = report_of(death)
     if report.exception:
         file, number, *_ = report.frames[-1] if report.frames else ("", 0)
@@ -208,15 +210,17 @@ def place(death: ProcessFailure) -> str:
 
 
 def differs(death: ProcessFailure) -> bool:
-    """Ranks called different things, and one of our own groups has noticed."""
+    """Return whether one of phalanx's groups found a collective mismatch."""
     return f"{paths.MISMATCH}: " in report_of(death).exception
 
 
 def block(
     death: ProcessFailure, *, tail: Sequence[str], folder: str, left: Sequence[int] = (), means: Sequence[str] = ()
 ) -> str:
-    """What the user reads at the end: the first cause, told once. `left`: ranks that had ended well by then. `means`:
-    what can be said of it beside its own words."""
+    """Return the explanation of the first cause that the user reads at the end.
+
+    `left` are ranks that had exited without an error before; `means` are further lines of explanation.
+    """
     report = report_of(death)
     lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
     if death.blame:
@@ -231,10 +235,10 @@ def block(
     lines += _explained(death, report)
     if left and _lost_a_peer(report):
         who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
-        lines.append(f"  {who} had ended by then, without an error: uneven data, or an early return or exit?")
+        lines.append(f"  {who} had exited before, without an error: uneven data, or an early return or exit?")
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
-    last = [*tail, *([] if report.exception else death.stderr[-10:])]  # else stderr is the traceback, told above
+    last = [*tail, *([] if report.exception else death.stderr[-10:])]  # otherwise stderr is the traceback shown above
     if last:
         lines.append("  its last lines:")
         lines.extend(f"    {line}" for line in last)
@@ -243,14 +247,14 @@ def block(
 
 
 def _more(death: ProcessFailure, report: TracebackReport) -> list[str]:
-    """The other lines of a message, without what C++ and DataLoader workers add to it."""
+    """Return the further lines of a message, without what C++ and DataLoader workers append."""
     more = report.exception.splitlines()[1:]
-    if not report.frames:  # a refusal in words: what was seen, and what to type
+    if not report.frames:  # an error of phalanx: its details and fix
         return more
-    if differs(death):  # with the line of each rank
+    if differs(death):  # the call of each rank
         return list(itertools.takewhile(lambda line: line.startswith("  "), more))
-    told = [line for line in itertools.takewhile(lambda line: not _NO_MESSAGE.search(line), more) if line.strip()]
-    return [f"    {_short(line.strip())}" for line in told[:_MOST]] + ["    …"] * (len(told) > _MOST)
+    kept = [line for line in itertools.takewhile(lambda line: not _NO_MESSAGE.search(line), more) if line.strip()]
+    return [f"    {_short(line.strip())}" for line in kept[:_MOST]] + ["    …"] * (len(kept) > _MOST)
 
 
 def _placed(frames: Sequence[Line]) -> list[str]:
@@ -263,17 +267,17 @@ def _placed(frames: Sequence[Line]) -> list[str]:
 
 
 def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
-    """What ended it, where its own words do not say that."""
+    """Return what ended it, if its own message does not say that."""
     if port := _IN_USE.search(report.exception):
-        return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher has set it, to a free port"]
+        return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher sets it, to a free port"]
     if _lost_a_loader(report):
-        return ["  a DataLoader worker of this rank has died: run with num_workers=0 to see its error"]
+        return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
     if death.memory:
         return [f"  {death.memory}"]
     if death.hung:
-        return ["  it stood still, and phalanx has killed it (--on-hang kill)"]
+        return ["  it was stalled, and phalanx killed it (--on-hang kill)"]
     if death.code == -signal.SIGKILL:
-        return ["  killed from outside: no memory limit was hit, as far as the kernel tells"]
+        return ["  killed from outside: the kernel reports no memory limit"]
     if -death.code in _ADVICE and not report.frames:
         return [f"  {_ADVICE[signal.Signals(-death.code)]}"]
     return []

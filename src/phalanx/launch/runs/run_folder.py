@@ -1,11 +1,11 @@
-"""The folder of a run: every rank's output, why it failed, what happened; and the list of all runs.
+"""The folder of a run, and the list of all runs.
 
-RUN/run.json                          who, what, when, how it ended
-RUN/events.jsonl                      what happened, a typed event a line
-RUN/samples.jsonl                      what each rank was at, and what was measured: the same, on the node that leads
-RUN/forkserver.log                        what imports printed
-RUN/attempt_0/3/stdout.log            of rank 3, stderr.log and error.json beside it
-RUN/node_1/…                          the same of another node
+RUN/run.json                  command, process, start, end
+RUN/events.jsonl              what happened, one typed event per line
+RUN/samples.jsonl             samples of all ranks and metrics, on the leader
+RUN/forkserver.log            output of imports
+RUN/attempt_0/3/stdout.log    output of rank 3, with stderr.log and error.json beside it
+RUN/node_1/…                  the same, of another node
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from phalanx.contract import home as places
 from phalanx.forkserver import linux
 
 if TYPE_CHECKING:
-    # The folder is made before the fork server is started, and whatever is imported by then delays it.
+    # The folder is created before the fork server starts, so imports here delay every run.
     from phalanx.contract import events
 
 
-_TOLD = (130, 143)  # exit codes of what was told to end, and did: SIGINT, SIGTERM
+_STOPPED = (130, 143)  # exit codes after SIGINT and SIGTERM
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """run.json: what `phalanx ps` and `phalanx stop` go by."""
+    """The content of run.json."""
 
     id: str
     pid: int
-    pid_started: int  # a pid alone may have been given to somebody else since
+    pid_started: int  # the pid alone may have been reused since
     command: list[str]
     cwd: str
     folder: str
@@ -48,46 +48,50 @@ class RunRecord:
 
     @property
     def here(self) -> bool:
-        """Whether it runs on this machine: its folder may lie on a disk that several share."""
+        """Return whether it runs on this host: its folder may be on a shared disk."""
         return self.host in ("", os.uname().nodename)
 
     @property
     def alive(self) -> bool:
+        """Return whether it is running on this host."""
         return self.here and self.ended is None and linux.start_time(self.pid) == self.pid_started
 
     @property
     def state(self) -> str:
+        """Return its state as `phalanx ps` shows it."""
         if self.alive:
             return "running"
         if self.ended is None and not self.here:
             return f"on {self.host}"
         if self.code is None:
             return "killed"  # the agent had no chance to write its end
-        if self.code in _TOLD:
+        if self.code in _STOPPED:
             return f"stopped ({self.code})"
         return "done" if self.code == 0 else f"failed ({self.code})"
 
 
 def make_run_id(target: str) -> str:
-    """Readable, sortable within a day, and unique."""
+    """Return a unique id with the name of the script and the time."""
     name = os.path.splitext(os.path.basename(target.rstrip("/")))[0] or "run"
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in name)[:24]
     return f"{clean.lstrip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 class RunFolder:
+    """The folder of a run that is being written."""
+
     def __init__(self, path: str) -> None:
         self.path = path
-        self.name = os.path.basename(path)  # the run's own name: an id that the user gave may be given twice
+        self.name = os.path.basename(path)  # unique, while an id that the user gave may be used twice
         self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._record: RunRecord | None = None
-        self.link: str | None = None  # in the list of runs, where the folder itself is not
+        self.link: str | None = None  # its entry in the list of runs, if the folder is elsewhere
         self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
-        self.listeners: list[Callable[[bytes], None]] = []  # hear every event as it is written, a line each
-        self._sights: BinaryIO | None = None
+        self.listeners: list[Callable[[bytes], None]] = []  # called with the line of every event
+        self._samples: BinaryIO | None = None
 
     def record(self, record: RunRecord) -> None:
-        """Replace run.json in one step: a reader sees the old one or the new one."""
+        """Replace run.json atomically."""
         self._record = record
         part = os.path.join(self.path, "run.json.part")
         with open(part, "w") as file:
@@ -95,7 +99,7 @@ class RunFolder:
         os.replace(part, os.path.join(self.path, "run.json"))
 
     def join(self, run: str, node: int) -> None:
-        """This node is one of several: its folder becomes part of theirs. Where they share a disk they share it."""
+        """Move the folder into that of the whole run, as the part of this node. Nodes with a shared disk share it."""
         name = os.path.basename(run.replace(os.sep, "-").lstrip(".")) or "run"
         whole = os.path.join(os.path.dirname(self.path), name)
         os.makedirs(whole, mode=0o700, exist_ok=True)
@@ -114,11 +118,13 @@ class RunFolder:
             self.record(replace(self._record, id=name, folder=path, node=node))
 
     def ended(self, code: int) -> None:
+        """Record the end of the run."""
         if self._record is not None:
-            with contextlib.suppress(OSError):  # a full disk, a folder that is gone: it has ended as it has
+            with contextlib.suppress(OSError):  # a full disk, or a deleted folder
                 self.record(replace(self._record, ended=time.time(), code=code))
 
     def event(self, event: events.Event) -> None:
+        """Append an event to events.jsonl and publish it."""
         from phalanx.contract import events
 
         line = events.encode(event)
@@ -129,42 +135,44 @@ class RunFolder:
         for listener in self.listeners:
             listener(line)
 
-    def sight(self, event: events.Event, *, kept: bool = True) -> int:
-        """What comes all the time: a Sight, or what was measured. `kept`: also for those who look later. Its bytes."""
+    def sample(self, event: events.Event, *, kept: bool = True) -> int:
+        """Publish a sample or metrics and, with `kept`, append them to samples.jsonl. Return the size of the line."""
         from phalanx.contract import events
 
         line = events.encode(event)
         if kept:
             with contextlib.suppress(OSError):
-                if self._sights is None:
-                    self._sights = open(os.path.join(self.path, "samples.jsonl"), "ab", buffering=0)  # noqa: SIM115
-                self._sights.write(line)
+                if self._samples is None:
+                    self._samples = open(os.path.join(self.path, "samples.jsonl"), "ab", buffering=0)  # noqa: SIM115
+                self._samples.write(line)
         for listener in self.listeners:
             listener(line)
         return len(line)
 
     def rank_folder(self, attempt: int, rank: str) -> str:
-        """Named by global rank, so that nodes which share the disk do not write over each other."""
+        """Create and return the folder of a rank: named by global rank, so that nodes can share a disk."""
         path = os.path.join(self.attempt_folder(attempt), rank)
         os.makedirs(path, exist_ok=True)
         return path
 
     def attempt_folder(self, attempt: int) -> str:
+        """Return the folder of an attempt."""
         return os.path.join(self.path, f"attempt_{attempt}")
 
     def close(self) -> None:
+        """Close the files."""
         self._events.close()
-        if self._sights is not None:
-            self._sights.close()
+        if self._samples is not None:
+            self._samples.close()
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """Where runs, warm fork servers and lessons are kept."""
+    """Return the folder for runs, warm fork servers and preload hints."""
     return places.home(environ)
 
 
 def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
-    """Make the folder, private to the user. With `--log-dir` it lies there, and the list of runs points to it."""
+    """Create a private run folder. With `log_dir` it is created there, and the list of runs links to it."""
     runs = os.path.join(base, "runs")
     os.makedirs(runs, mode=0o700, exist_ok=True)
     name = run_id.replace(os.sep, "-").lstrip(".") or "run"
@@ -180,7 +188,7 @@ def create(run_id: str, *, base: str, log_dir: str | None) -> RunFolder:
 
 
 def _fresh(path: str) -> str:
-    """A folder that did not exist: a second run with the same id gets a name of its own."""
+    """Create a new folder: a second run with the same id gets a suffix."""
     for name in (path, *(f"{path}_{os.urandom(3).hex()}" for _ in range(8))):
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, mode=0o700)
@@ -189,7 +197,7 @@ def _fresh(path: str) -> str:
 
 
 def _linked(path: str, link: str) -> str | None:
-    """A run of the same name elsewhere has that link: one that is not in the list could be neither seen nor stopped."""
+    """Link the folder in the list of runs, under another name if a run elsewhere has this one."""
     for name in (link, f"{link}_{os.urandom(3).hex()}"):
         with contextlib.suppress(FileExistsError):
             os.symlink(path, name)
@@ -198,19 +206,19 @@ def _linked(path: str, link: str) -> str | None:
 
 
 def all_runs(base: str) -> Iterator[RunRecord]:
-    """Every run that is remembered, oldest first; what cannot be read is not a run."""
+    """Yield all recorded runs, oldest first. Skips what is unreadable."""
     runs = os.path.join(base, "runs")
     found = []
     for name in os.listdir(runs) if os.path.isdir(runs) else []:
         records = list(in_folder(os.path.join(runs, name)))
-        # Of a run on several nodes, this machine's part of it; else its first node's.
+        # Of a run on several nodes, the part of this host, else of the first node.
         found += [record for record in records if record.here][:1] or records[:1]
-    # With --log-dir on a disk that nodes share, two names may lead to the same folder.
+    # With --log-dir on a shared disk, two links may lead to the same folder.
     yield from sorted({run.folder: run for run in found}.values(), key=lambda run: run.started)
 
 
 def in_folder(folder: str) -> Iterator[RunRecord]:
-    """Of all nodes whose part lies in it."""
+    """Yield the records of all nodes in a run folder."""
     parts = [folder]
     with contextlib.suppress(OSError):
         parts += sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith("node_"))
@@ -218,7 +226,7 @@ def in_folder(folder: str) -> Iterator[RunRecord]:
 
 
 def read(folder: str) -> RunRecord | None:
-    """The run whose folder that is, wherever it lies now: somebody may have copied it. None: it is no run's."""
+    """Read the record of a run folder, which may have been copied. None if it is none."""
     with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
         return replace(RunRecord(**json.load(file)), folder=os.path.realpath(folder))
     return None

@@ -1,4 +1,4 @@
-"""How far a run got, and why no further: from the ends of its files, however long they are."""
+"""How far a run got and why it ended, from the ends of its files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from phalanx.launch.runs import history
 from phalanx.launch.runs.run_folder import RunRecord
 
 _END = 1 << 18  # bytes of a file
-_WORDS = 100  # letters of a reason
+_LONGEST = 100  # characters of a reason
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    step: int | None = None  # the last that was seen
-    loss: float | None = None  # the last that was told; NaN: it was not a number
-    faults: int = 0  # that it survived, as far as the end of the file tells
-    why: str = ""  # it ended; empty: it ended well, or goes on
+    """What `phalanx ps` shows of a run."""
+
+    step: int | None = None  # the latest
+    loss: float | None = None  # the latest; NaN if it was not finite
+    faults: int = 0  # that it survived, as far as the end of the file shows
+    why: str = ""  # it ended; empty if it succeeded or is running
 
 
 def of(record: RunRecord) -> RunSummary:
+    """Return the summary of a run."""
     record = history.leading(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
     faults = (event for event in happened if isinstance(event, events.FaultEvent) and event.kind != "node-joined")
@@ -52,15 +55,15 @@ def _measured(folder: str) -> tuple[int | None, float | None]:
             if isinstance(event, events.MetricsMeasured):
                 return event.step, _loss(event)
             if isinstance(event, events.ClusterSample) and seen is None:
-                seen = max((glance.step for glance in event.ranks if glance.step >= 0), default=None)
+                seen = max((sample.step for sample in event.ranks if sample.step >= 0), default=None)
     for line in reversed(history.end(os.path.join(folder, history.METRICS), _END).splitlines()):
-        if (told := history.measured(line)) is not None:
-            return told.step, _loss(told)
+        if (metrics := history.measured(line)) is not None:
+            return metrics.step, _loss(metrics)
     return seen, None
 
 
 def _loss(event: events.MetricsMeasured) -> float | None:
-    """By that name, or the first that has it in its name."""
+    """Return the metric "loss", or the first one with that in its name."""
     names = sorted((name for name in event.values if "loss" in name.lower()), key=lambda name: (name != "loss", name))
     if not names:
         return None
@@ -89,4 +92,4 @@ def _why(record: RunRecord, happened: list[events.AnyEvent]) -> str:
 
 def _cut(text: str) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return line if len(line) <= _WORDS else line[: _WORDS - 1] + "…"
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"

@@ -1,1 +1,1 @@
-"""What is measured of ranks, GPUs and hosts while a run goes on."""
+"""Telemetry of a running job: samples of ranks, step timings, metrics, process and GPU statistics."""

@@ -1,9 +1,10 @@
-"""How busy the GPUs of this node are, and how healthy, by the driver's word, where there is one."""
+"""Utilization, memory and errors of this node's GPUs, as reported by the NVIDIA driver."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
@@ -16,32 +17,39 @@ from phalanx.cluster import xids
 from phalanx.cluster.cluster import Device
 from phalanx.diagnose.evidence import Gpu, Xid
 
-_HEALTH = 0.6  # seconds for all that is asked about errors: use and memory are not to be lost by it
-_RECENT = 3600.0  # seconds: older Xids are of earlier runs
+logger = logging.getLogger(__name__)
 
-_asking = threading.Lock()  # held while the driver is asked: by one that hangs, for good
+_HEALTH_TIMEOUT = 0.6  # seconds for all error queries: a slow driver must not cost utilization and memory
+_RECENT = 3600.0  # seconds: older Xids belong to earlier runs
+
+_querying = threading.Lock()  # held during a query; a driver that hangs keeps it for good
 
 
-async def asked(devices: Sequence[Device | None], limit: float, *, health: bool = False) -> list[Gpu | None]:
-    """Nothing, where the driver does not answer in time. The thread is a daemon: one that hangs keeps nobody from the
-    end. `health`: errors too, which are some hundred questions for each GPU: only for a run that stands still."""
+async def query(devices: Sequence[Device | None], limit: float, *, health: bool = False) -> list[Gpu | None]:
+    """Return one entry per device, None for those that the driver does not report within `limit` seconds.
+
+    Uses a daemon thread, so that a driver that hangs does not block the exit. `health` adds errors, which takes about a
+    hundred driver calls per GPU: only for stalled runs.
+    """
     nothing: list[Gpu | None] = [None] * len(devices)
-    if not any(devices) or not _asking.acquire(blocking=False):
+    if not any(devices) or not _querying.acquire(blocking=False):
         return nothing
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[Gpu | None]] = loop.create_future()
 
-    def give(found: list[Gpu | None]) -> None:
+    def deliver(found: list[Gpu | None]) -> None:
         if not answer.done():
             answer.set_result(found)
 
     def ask() -> None:
         found = nothing
-        with contextlib.suppress(Exception):
-            found = look(devices, health=True) if health else look(devices)
-        _asking.release()
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(give, found)
+        try:
+            found = read(devices, health=True) if health else read(devices)
+        except Exception:
+            logger.debug("the GPU driver query failed", exc_info=True)
+        _querying.release()
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(deliver, found)
 
     threading.Thread(target=ask, name="driver", daemon=True).start()
     try:
@@ -50,8 +58,8 @@ async def asked(devices: Sequence[Device | None], limit: float, *, health: bool 
         return nothing
 
 
-def look(devices: Sequence[Device | None], *, health: bool = False) -> list[Gpu | None]:
-    """Of each of these; None: it is no GPU, or nobody says. NVML is imported here alone: it leaves a thread behind."""
+def read(devices: Sequence[Device | None], *, health: bool = False) -> list[Gpu | None]:
+    """Return one entry per device, None for what is no GPU or not reported. Imports NVML, which leaves a thread."""
     nothing: list[Gpu | None] = [None] * len(devices)
     if not any(devices):
         return nothing
@@ -59,11 +67,12 @@ def look(devices: Sequence[Device | None], *, health: bool = False) -> list[Gpu 
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception:  # no package, no driver, or one that does not answer
+    except Exception:  # pynvml raises its own types: no package, no driver, or one that does not answer
+        logger.debug("NVML is not available", exc_info=True)
         return nothing
     try:
         found = [None if device is None else _one(nvml, device) for device in devices]
-        return examined(nvml, devices, found, xids.read()) if health else found
+        return with_errors(nvml, devices, found, xids.read()) if health else found
     finally:
         nvml.nvmlShutdown()
 
@@ -75,7 +84,7 @@ def _one(nvml: Any, device: Device) -> Gpu | None:
         used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired):
         return Gpu(index=device.index, use=0.0, lost=True)
-    except nvml.NVMLError:  # a slice has no figures of its own
+    except nvml.NVMLError:  # a MIG slice has no utilization
         return None
     return Gpu(index=device.index, use=use, memory=int(used), throttled=_throttled(nvml, handle))
 
@@ -86,20 +95,20 @@ def _throttled(nvml: Any, handle: Any) -> str:
     except nvml.NVMLError:
         return ""
     heat = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
-    power = nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown  # a cap of its own is reached by every GPU that works
+    power = nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown  # the software power cap is reached by every busy GPU
     return "thermal" if reasons & heat else "power" if reasons & power else ""
 
 
 # -- errors
 
 
-def examined(
+def with_errors(
     nvml: Any, devices: Sequence[Device | None], found: Sequence[Gpu | None], reported: Sequence[xids.XidLine]
 ) -> list[Gpu | None]:
-    """With what the driver and the kernel log tell about errors, until the time for it is over."""
-    ends = time.monotonic() + _HEALTH
+    """Add the errors that the driver and the kernel log report, as far as the time limit allows."""
+    ends = time.monotonic() + _HEALTH_TIMEOUT
     ranks = Counter(device.index for device in devices if device is not None)
-    known: dict[int, dict[str, Any]] = {}  # one GPU may be that of several ranks
+    known: dict[int, dict[str, Any]] = {}  # several ranks may share one GPU
     result: list[Gpu | None] = []
     for device, gpu in zip(devices, found, strict=True):
         if device is None or (gpu is not None and gpu.lost):
@@ -114,7 +123,7 @@ def examined(
 
 
 def _errors(nvml: Any, device: Device, reported: Sequence[xids.XidLine]) -> dict[str, Any]:
-    """Of a slice: those of its GPU. What this driver or this GPU does not know counts as no error."""
+    """Return the errors of a GPU; for a MIG slice, those of its GPU. What the driver does not report counts as none."""
 
     def known(name: str, *arguments: Any) -> Any:
         try:
@@ -138,7 +147,7 @@ def _errors(nvml: Any, device: Device, reported: Sequence[xids.XidLine]) -> dict
         "nvlink_errors": errors,
         "pcie_replays": int(known("nvmlDeviceGetPcieReplayCounter", handle) or 0),
         "xids": tuple(
-            Xid(xid.number, round(xid.age, 1), _said(xid.text))
+            Xid(xid.number, round(xid.age, 1), _message(xid.text))
             for xid in reported
             if xid.age <= _RECENT and bus and _same_bus(xid.bus, bus)
         ),
@@ -148,7 +157,7 @@ def _errors(nvml: Any, device: Device, reported: Sequence[xids.XidLine]) -> dict
 
 
 def _nvlinks(nvml: Any, known: Callable[..., Any], handle: Any) -> tuple[int, int]:
-    """Links that are down where others are up, and errors of all links."""
+    """Return the number of links that are down while others are up, and the errors of all links."""
     states = [known("nvmlDeviceGetNvLinkState", handle, link) for link in range(_links(nvml))]
     up = [link for link, state in enumerate(states) if state == 1]
     kinds = [getattr(nvml, f"NVML_NVLINK_ERROR_DL_{name}", None) for name in ("REPLAY", "RECOVERY", "CRC_FLIT")]
@@ -166,7 +175,7 @@ def _links(nvml: Any) -> int:
 
 
 def _same_bus(one: str, other: str) -> bool:
-    """0000:3b:00 and 00000000:3B:00.0"""
+    """Compare bus addresses such as 0000:3b:00 and 00000000:3B:00.0."""
     return _bus(one) == _bus(other)
 
 
@@ -175,8 +184,8 @@ def _bus(text: str) -> tuple[str, ...]:
     return tuple(part.lstrip("0") for part in parts)
 
 
-def _said(text: str) -> str:
-    """Without what is the same in all of them: NVRM: Xid (PCI:0000:3b:00): 79, pid=…, GPU has fallen off the bus."""
+def _message(text: str) -> str:
+    """Strip the common prefix of a kernel line: NVRM: Xid (PCI:0000:3b:00): 79, pid=…, GPU has fallen off the bus."""
     return text.partition("): ")[2].partition(", ")[2].strip() or text
 
 

@@ -1,4 +1,4 @@
-"""The loss of a plain script, from what it prints: the usual spellings of it, and no false friends."""
+"""Finds the loss of a script in what it prints, in the usual spellings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-# Nothing here may be matched in two ways: the time for a long line of spaces or digits would grow with its square.
+# No part may match in two ways: matching a long line of spaces or digits would take quadratic time.
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)"
 # loss 0.12, loss: 0.12, loss=0.12, 'loss': 0.12, train_loss 0.12, train/loss 0.12, loss is 0.12, loss: tensor(0.12, …)
 _LOSS = re.compile(
@@ -19,12 +19,12 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _EPOCH = re.compile(r"(?<![\w/])epoch['\"]?[\s:=#\[(]*(\d+)", re.IGNORECASE)
-_BAR = re.compile(r"\|\s*(\d+)/(\d+)\s*\[")  # of tqdm
+_BAR = re.compile(r"\|\s*(\d+)/(\d+)\s*\[")  # tqdm
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ENDS = re.compile(rb"[\r\n]+")
-_LONGEST = 4096  # of a line
+_LONGEST = 4096  # bytes of a line
 
-# Whose loss it is: what we call it. Any other word before it says what kind of loss, or belongs to the sentence.
+# The word before "loss" and the metric it stands for. Any other word is the kind of loss, or part of a sentence.
 _NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), "val_loss"),
     "test": "test_loss",
@@ -34,15 +34,17 @@ _FALSE = frozenset(("no", "packet", "weight", "data", "without", "of", "power", 
 
 @dataclass(frozen=True)
 class ParsedLoss:
+    """What one line says."""
+
     values: dict[str, float | None] = field(default_factory=dict)  # None: not a number
     step: int | None = None
     epoch: int | None = None
     total: int | None = None  # steps
-    bar: int | None = None  # how far a bar is: of an epoch, most likely
+    bar: int | None = None  # position of a progress bar: most likely within an epoch
 
 
 def parse(line: str) -> ParsedLoss:
-    """Of one line; empty where it says nothing."""
+    """Parse one line. The values are empty if it contains no loss."""
     values: dict[str, float | None] = {}
     for found in _LOSS.finditer(line):
         of = (found["of"] or "").lower()
@@ -61,17 +63,17 @@ def parse(line: str) -> ParsedLoss:
 
 
 class LossParser:
-    """Of one stream, as it grows."""
+    """Parses one stream as it grows."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._epoch: int | None = None
         self._last: ParsedLoss | None = None
-        self._anew = False  # its steps begin anew with every epoch: they are of no use
+        self._resets = False  # the step starts at 0 in every epoch: useless
 
     def feed(self, data: bytes, *, skipped: bool = False) -> ParsedLoss | None:
-        """The newest that was printed; None: nothing was. `skipped`: something was left out before this."""
-        if skipped:  # half a line, and half of another
+        """Return the newest loss in `data`, or None. `skipped` means that bytes before `data` were left out."""
+        if skipped:  # it starts in the middle of a line
             self._rest, data = b"", _ENDS.split(data, 1)[-1]
         *lines, self._rest = _ENDS.split(self._rest + data)
         self._rest = self._rest[-_LONGEST:]
@@ -89,5 +91,5 @@ class LossParser:
     def _placed(self, now: ParsedLoss) -> ParsedLoss:
         last, self._last = self._last, now
         if last is not None and now.step is not None and last.step is not None and now.step < last.step:
-            self._anew = self._anew or (now.epoch or 0) > (last.epoch or 0)
-        return replace(now, step=None, total=None) if self._anew else now
+            self._resets = self._resets or (now.epoch or 0) > (last.epoch or 0)
+        return replace(now, step=None, total=None) if self._resets else now

@@ -1,11 +1,12 @@
-"""What a training measures, at node 0: told by rank 0, or read from what that prints, wherever it runs."""
+"""Metrics of a training run, written by the leader: reported by rank 0, or read from what rank 0 prints."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,88 +15,123 @@ from phalanx.contract import events
 from phalanx.contract import worker_messages as words
 from phalanx.launch.ipc.node_rpc import NodeRpc
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.launch.telemetry.downsampling import Downsampler
 from phalanx.launch.telemetry.loss_parser import LossParser, ParsedLoss
 
 if TYPE_CHECKING:
     from phalanx.launch.agent.worker import Worker
     from phalanx.launch.agent.worker_group import WorkerGroup
 
-_ROOM = 1 << 20  # bytes of samples.jsonl, after which fewer are kept
-_EVERY = 0.2  # seconds
-_MOST = 1 << 15  # bytes of a stream that are read in a second
+logger = logging.getLogger(__name__)
+
+_ROOM = 1 << 20  # bytes of samples.jsonl, after which fewer metrics are kept
+_INTERVAL = 0.2  # seconds between two that are kept, at first
+_MOST = 1 << 15  # bytes of a log that are read per second
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[words.MeasuredStep] = msgspec.json.Decoder(words.MeasuredStep)
 
 
-class RunMetrics:
-    def __init__(self, post: NodeRpc, folder: RunFolder) -> None:
-        self._post = post
-        self._folder = folder
-        self._thinning = Downsampler(_ROOM, _EVERY)
-        self._unkept: events.MetricsMeasured | None = None
-        self._gauges: dict[str, tuple[int, LossParser]] = {}  # by file: how far it was read
-        self._reading: asyncio.Task[None] | None = None
-        self.samples = -1.0  # of all ranks, a second
-        post.reads("measured", self._heard)
+@dataclass
+class Downsampler:
+    """Decides which lines to keep, so that the file of an endless run stays small.
 
-    def told(self, message: words.MeasuredStep) -> None:
-        """By rank 0, which is here."""
-        self._post.send("measured", 0, _encoder.encode(message))
+    After every `room` bytes the time between two kept lines doubles.
+    """
 
-    def _heard(self, _: int | None, __: int, content: bytes) -> None:
-        with contextlib.suppress(Exception):  # a letter must not cost the one who wrote it his place
-            told = _decoder.decode(content)
-            now = time.time()
-            event = events.MetricsMeasured(
-                time=round(now, 3),
-                step=told.step,
-                values=told.values,
-                epoch=told.epoch,
-                total=told.total,
-                samples=self.samples,
-            )
-            kept = self._thinning.keeps(now)
-            size = self._folder.sight(event, kept=kept)
-            self._thinning.written += size if kept else 0
-            self._unkept = None if kept else event
-
-    def concluded(self, attempt: WorkerGroup | None) -> None:
-        """The last one counts most."""
-        worker = _first(attempt) if attempt is not None else None
-        if worker is not None and not self._reads:
-            self._tell(self._newest(worker.folder), _seen(worker))
-        if self._unkept is not None:
-            self._folder.sight(self._unkept)
-            self._unkept = None
-
-    # -- a script that does not tell
-
-    def look(self, attempt: WorkerGroup) -> None:
-        """Once a second."""
-        worker = _first(attempt)
-        if worker is not None and not self._reads:
-            self._reading = asyncio.get_running_loop().create_task(self._look(worker.folder, _seen(worker)))
-
-    async def end(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+    room: int
+    every: float = 0.0  # seconds, at first
+    written: int = 0
+    _last: float = float("-inf")
 
     @property
-    def _reads(self) -> bool:
-        return self._reading is not None and not self._reading.done()
+    def interval(self) -> float:
+        """Return the current time between two kept lines, in seconds."""
+        return self.every * float(2 ** (self.written // self.room))
 
-    async def _look(self, folder: str, seen: int) -> None:
-        """A disk of the network may be away for minutes: nobody else waits for it."""
-        with contextlib.suppress(Exception):
-            self._tell(await asyncio.to_thread(self._newest, folder), seen)
+    def keeps(self, now: float, *, always: bool = False) -> bool:
+        """Return whether to keep a line of this time. Half of `every` is tolerance: ticks are not exact."""
+        if not always and 0 <= now - self._last < self.interval - self.every / 2:
+            return False
+        self._last = now
+        return True
 
-    def _tell(self, found: ParsedLoss | None, seen: int) -> None:
+
+class RunMetrics:
+    """Sends the metrics of rank 0 to the leader. On the leader, writes them."""
+
+    def __init__(self, rpc: NodeRpc, folder: RunFolder) -> None:
+        self._rpc = rpc
+        self._folder = folder
+        self._downsampler = Downsampler(_ROOM, _INTERVAL)
+        self._skipped: events.MetricsMeasured | None = None  # the latest, if it was not kept
+        self._parsers: dict[str, tuple[int, LossParser]] = {}  # by file: how far it was read
+        self._task: asyncio.Task[None] | None = None
+        self.samples = -1.0  # per second, of all ranks
+        rpc.on("measured", self._receive)
+
+    def send(self, message: words.MeasuredStep) -> None:
+        """Send metrics of rank 0, which runs on this node, to the leader."""
+        self._rpc.send("measured", 0, _encoder.encode(message))
+
+    def _receive(self, _: int | None, __: int, content: bytes) -> None:
+        try:
+            self._write(_decoder.decode(content))
+        except Exception:  # it must not close the connection to the node that sent it
+            logger.debug("cannot write metrics", exc_info=True)
+
+    def _write(self, message: words.MeasuredStep) -> None:
+        now = time.time()
+        event = events.MetricsMeasured(
+            time=round(now, 3),
+            step=message.step,
+            values=message.values,
+            epoch=message.epoch,
+            total=message.total,
+            samples=self.samples,
+        )
+        kept = self._downsampler.keeps(now)
+        size = self._folder.sample(event, kept=kept)
+        self._downsampler.written += size if kept else 0
+        self._skipped = None if kept else event
+
+    def concluded(self, attempt: WorkerGroup | None) -> None:
+        """Write the last metrics of an attempt, whatever the downsampler says."""
+        worker = _silent_first_rank(attempt) if attempt is not None else None
+        if worker is not None and not self._reading:
+            self._send_parsed(self._newest(worker.folder), _step(worker))
+        if self._skipped is not None:
+            self._folder.sample(self._skipped)
+            self._skipped = None
+
+    # -- scripts that report nothing
+
+    def read_output(self, attempt: WorkerGroup) -> None:
+        """Look for a loss in what rank 0 printed. Called every second."""
+        worker = _silent_first_rank(attempt)
+        if worker is not None and not self._reading:
+            self._task = asyncio.get_running_loop().create_task(self._read_output(worker.folder, _step(worker)))
+
+    async def end(self) -> None:
+        """Stop reading."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def _reading(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def _read_output(self, folder: str, step: int) -> None:
+        """Read in a thread: a network disk may not respond for minutes."""
+        try:
+            self._send_parsed(await asyncio.to_thread(self._newest, folder), step)
+        except Exception:
+            logger.debug("cannot read metrics from %s", folder, exc_info=True)
+
+    def _send_parsed(self, found: ParsedLoss | None, step: int) -> None:
         if found is not None:
-            step = found.step if found.step is not None else seen or found.bar or 0
-            self.told(
+            step = found.step if found.step is not None else step or found.bar or 0
+            self.send(
                 words.MeasuredStep(step=step, epoch=found.epoch or 0, total=found.total or 0, values=found.values)
             )
 
@@ -107,7 +143,7 @@ class RunMetrics:
         return None
 
     def _read(self, path: str) -> ParsedLoss | None:
-        at, gauge = self._gauges.get(path) or (0, LossParser())
+        at, parser = self._parsers.get(path) or (0, LossParser())
         try:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -115,17 +151,17 @@ class RunMetrics:
                 data = os.pread(file.fileno(), _MOST, start) if size > at else b""
         except OSError:
             return None
-        self._gauges[path] = (start + len(data), gauge)
-        return gauge.feed(data, skipped=start > at) if data else None
+        self._parsers[path] = (start + len(data), parser)
+        return parser.feed(data, skipped=start > at) if data else None
 
 
-def _first(attempt: WorkerGroup) -> Worker | None:
-    """Rank 0, where it is here and does not tell itself."""
+def _silent_first_rank(attempt: WorkerGroup) -> Worker | None:
+    """Return rank 0 if it runs on this node and reports no metrics."""
     first = [worker for worker in attempt.workers.values() if worker.seat.rank == 0 and not worker.spare]
     if attempt.measured is not None or not first:
         return None
-    return max(first, key=lambda one: one.code is None)  # the one before it may lie there still
+    return max(first, key=lambda one: one.code is None)  # a dead one may still be listed beside its replacement
 
 
-def _seen(worker: Worker) -> int:
+def _step(worker: Worker) -> int:
     return worker.probe.step if worker.probe is not None else 0

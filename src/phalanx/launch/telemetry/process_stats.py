@@ -1,4 +1,4 @@
-"""What the kernel says about worker processes and their machine. Rates are since the look before."""
+"""Process and host statistics from /proc. Rates are averages since the previous reading."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from phalanx.diagnose.evidence import Process
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_SHORTEST = 0.2  # seconds that a rate is of
-_RECENT = 0.9
+_SHORTEST = 0.2  # seconds over which a rate is computed
 _ESTABLISHED = "01"
-_MOST_CHILDREN = 64  # that are told of one rank
-_LONGEST = 120  # of a child's command line
+_MOST_CHILDREN = 64  # listed per rank
+_LONGEST = 120  # characters of a child's command line
 
 
 @dataclass(frozen=True)
 class _Count:
-    """What only grows."""
+    """Counters at one moment."""
 
     time: float
     cpu: float
@@ -32,26 +31,26 @@ class _Count:
 
 @dataclass(frozen=True)
 class ProcessStats:
-    """Of one process."""
+    """State and rates of one process."""
 
     state: str
-    cpu: float = 0.0  # cores in use, and wanted by the main thread
-    faults: float = 0.0  # major ones, a second
-    read: float = 0.0  # bytes a second, of files and sockets
+    cpu: float = 0.0  # cores in use, plus time that the main thread waited for one
+    faults: float = 0.0  # major page faults per second
+    read: float = 0.0  # bytes per second, files and sockets
     written: float = 0.0
     resident: int = 0  # bytes
 
 
 class ProcessStatsReader:
-    """Of the workers of one node."""
+    """Reads statistics of processes and remembers the previous counters, to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, _Count] = {}
         self._rates: dict[int, ProcessStats] = {}
         self._swapped: tuple[float, int] = (time.monotonic(), _swaps())
 
-    def pulse(self, pid: int) -> ProcessStats:
-        """Cheap: every second."""
+    def read(self, pid: int) -> ProcessStats:
+        """Return the state and rates of a process. Cheap enough to call every second."""
         fields = _stat(pid)
         if fields is None:
             return ProcessStats("X")
@@ -62,7 +61,7 @@ class ProcessStatsReader:
         passed = now.time - before.time
         state = fields[0].decode()
         resident = int(fields[21]) * _PAGE
-        if passed < _SHORTEST:  # two looks at once: the rates are those of the first
+        if passed < _SHORTEST:  # too soon for new rates
             self._before[pid] = before
             return replace(self._rates.get(pid, ProcessStats(state)), state=state, resident=resident)
         self._before[pid] = now
@@ -76,35 +75,29 @@ class ProcessStatsReader:
         )
         return self._rates[pid]
 
-    def recent(self, pid: int) -> ProcessStats:
-        """What another look has found just now, else a new one."""
-        before = self._before.get(pid)
-        if before is not None and pid in self._rates and time.monotonic() - before.time < _RECENT:
-            return self._rates[pid]
-        return self.pulse(pid)
-
     def forget(self, living: set[int]) -> None:
+        """Drop the counters of all other processes."""
         self._before = {pid: count for pid, count in self._before.items() if pid in living}
         self._rates = {pid: rates for pid, rates in self._rates.items() if pid in living}
 
     def swapping(self) -> float:
-        """Pages of this machine, in and out, a second."""
+        """Return pages per second that this host swapped in and out since the previous call."""
         now, pages = time.monotonic(), _swaps()
         (then, before), self._swapped = self._swapped, (now, pages)
         return (pages - before) / (now - then) if now > then else 0.0
 
 
-def look(pid: int, pulse: ProcessStats, children: list[int]) -> Process:
-    """Everything, of one worker; `children`: whatever it has started."""
+def describe(pid: int, stats: ProcessStats, children: list[int]) -> Process:
+    """Return everything known about a worker process. `children` are the pids of its descendants."""
     status = _status(pid)
     sockets, unsent = _connections(pid)
     return Process(
         pid=pid,
-        state=pulse.state,
-        cpu=pulse.cpu,
-        major_faults=pulse.faults,
-        read=pulse.read,
-        written=pulse.written,
+        state=stats.state,
+        cpu=stats.cpu,
+        major_faults=stats.faults,
+        read=stats.read,
+        written=stats.written,
         resident=status.get("VmRSS", 0) * 1024,
         swapped=status.get("VmSwap", 0) * 1024,
         threads=status.get("Threads", 0),
@@ -116,24 +109,24 @@ def look(pid: int, pulse: ProcessStats, children: list[int]) -> Process:
 
 
 def cpu(pid: int) -> float:
-    """Seconds that all threads of a process have used."""
+    """Return the CPU seconds of all threads of a process."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICK if fields is not None else 0.0
 
 
 def switches(pid: int) -> int:
-    """How often its main thread has gone to sleep."""
+    """Return how often the main thread has gone to sleep."""
     return _status(pid).get("voluntary_ctxt_switches", 0)
 
 
-def machine() -> tuple[int, int]:
-    """Bytes of memory, and how many of them can be had."""
+def host_memory() -> tuple[int, int]:
+    """Return the memory of this host and how much of it is available, in bytes."""
     fields = dict(_fields("/proc/meminfo"))
     return fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024
 
 
 def name(pid: int, parent: int) -> str:
-    """What a process calls itself: a fork has its parent's command line, and tells by its name what it is for."""
+    """Return the command line of a process or, for a fork with the same one as its parent, its name."""
     line = _command(pid)
     if line and line != _command(parent):
         return line
@@ -154,7 +147,7 @@ def _command(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields after the name, the state first."""
+    """Return the fields of /proc/PID/stat after the name; the state is the first."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -164,8 +157,7 @@ def _stat(pid: int) -> list[bytes] | None:
 
 
 def _delayed(pid: int) -> float:
-    """Seconds for which the main thread could have run, and others did: on a crowded machine who computes has a core
-    only now and then."""
+    """Return how long the main thread was runnable but had no core, as happens on a busy host."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/task/{pid}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
     return 0.0
@@ -181,8 +173,8 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def _fields(path: str) -> Iterator[tuple[str, int]]:
-    """Lines "Name:  number kB" of a file of the kernel's."""
-    with contextlib.suppress(OSError), open(path, errors="replace") as file:  # a name may be cut within a letter
+    """Yield the lines "Name:  number kB" of a file in /proc."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:  # the name may end within a character
         for line in file:
             key, _, value = line.partition(":")
             words = value.split()
@@ -207,7 +199,7 @@ def _wchan(pid: int) -> str:
 
 
 def _connections(pid: int) -> tuple[int, int]:
-    """TCP connections of a process, and the bytes in them that were not taken: tables are of the network, not its."""
+    """Return the number of TCP connections of a process and their unsent bytes. The tables list the whole namespace."""
     own: set[str] = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -1,7 +1,7 @@
-"""Those who look at the run in a browser: we only listen, and a child of ours serves them, once somebody calls.
-Who wants to see it on our own terminal has another child (screening.py).
+"""The viewers that `phalanx run` starts itself: the page in a browser, and the screen on its terminal.
 
-A page that nobody opens costs no process, and not even an import. The child ends with the run, however that ends.
+The agent only listens on the port of the page. It starts the process that serves it on the first connection: a page
+that nobody opens costs no process and no imports. The process ends with the run.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from phalanx.launch.viewers.terminal import TerminalProcess
     from phalanx.watch.page.address import PageAddress
 
-_FILE = "page"  # in the run folder, for its owner alone: the address, and the key
+_FILE = "page"  # in the run folder, readable by its owner only: the address and the key
 _LOG = "page.log"
-_MOST = 3  # times that a page's server is started: one that cannot live would be started for ever
-_BY_ITSELF = 5.0  # seconds for a child to tell the end of the run, and go
-_POLITELY = 1.0  # seconds after SIGTERM
+_MAX_STARTS = 3  # of the page's process: one that crashes at once would be started for ever
+_GRACE = 5.0  # seconds to show the end of the run and exit
+_TERM_GRACE = 1.0  # seconds after SIGTERM
 
 
 class DashboardProcess:
-    """The page's server. `gone` is called when it has ended."""
+    """The child process that serves the page. `on_exit` is called when it has ended."""
 
-    def __init__(self, words: Sequence[str], listener: int, log: int, gone: Callable[[], None]) -> None:
-        self._gone = gone
+    def __init__(self, words: Sequence[str], listener: int, log: int, on_exit: Callable[[], None]) -> None:
+        self._on_exit = on_exit
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx", "watch", "--held", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=[listener],
-            process_group=0,  # Ctrl-C ends the run, and not before that what shows how it ends
+            process_group=0,  # Ctrl-C is for the run: the page still shows how it ends
         )
         self.pid = self._process.pid
         try:
@@ -66,11 +66,11 @@ class DashboardProcess:
         os.close(self._handle)
         self._process.wait()
         self._ended.set()
-        self._gone()
+        self._on_exit()
 
     async def end(self) -> None:
-        """By itself, then politely, then surely."""
-        for number, wait in ((None, _BY_ITSELF), (signal.SIGTERM, _POLITELY), (signal.SIGKILL, None)):
+        """Wait for it to exit, then send SIGTERM, then SIGKILL."""
+        for number, wait in ((None, _GRACE), (signal.SIGTERM, _TERM_GRACE), (signal.SIGKILL, None)):
             if self._ended.is_set():
                 return
             if number is not None:
@@ -81,49 +81,51 @@ class DashboardProcess:
 
 
 class Dashboard:
+    """Starts and ends the page and the screen of a run."""
+
     def __init__(self, plan: Plan, folder: RunFolder, console: Console) -> None:
         self._plan = plan
         self._folder = folder
         self._console = console
         self._listener: socket.socket | None = None
         self._page: DashboardProcess | None = None
-        self._screening: TerminalProcess | None = None
-        self._pages = 0  # that were started
-        self._ends = False
+        self._terminal: TerminalProcess | None = None
+        self._starts = 0
+        self._ending = False
 
     @property
     def pids(self) -> frozenset[int]:
-        """Children that are not for anybody else to end."""
+        """Return the pids of the viewer processes, which nobody else must end."""
         page = frozenset((self._page.pid,)) if self._page is not None else frozenset()
-        return page | self._screening.pids if self._screening is not None else page
+        return page | self._terminal.pids if self._terminal is not None else page
 
-    def begin(self, *, leads: bool) -> None:
-        """Raises UsageError: a port that is taken, a key that is none."""
+    def start(self, *, leads: bool) -> None:
+        """Open the page, if wanted. Raises UsageError if the port is taken or the key is invalid."""
         if leads and self._wanted:
-            self.page()
+            self._open_page()
 
     async def screen(self, note: Callable[[str], None]) -> None:
-        """On this terminal, where it was asked for and can be."""
+        """Start the screen on this terminal, if requested and possible."""
         if not self._plan.viewers.screen:
             return
         from phalanx.launch.viewers import terminal
 
         if terminal.here(self._plan):
             if terminal.possible(self._plan):
-                self._screening = terminal.TerminalProcess(self._folder.path, self._console, note)
-                await self._screening.begin()
+                self._terminal = terminal.TerminalProcess(self._folder.path, self._console, note)
+                await self._terminal.start()
             else:
-                note("--screen needs a terminal, and in front; this is as without it")
+                note("--screen ignored: it needs a terminal, in the foreground")
 
     @property
     def _wanted(self) -> bool:
-        told = self._plan.viewers.page
-        if told is not None:
-            return told
+        requested = self._plan.viewers.page
+        if requested is not None:
+            return requested
         here = self._console.terminal(Std.ERR) and not self._plan.output.quiet
         return here and self._plan.rendezvous is None and not self._plan.viewers.screen
 
-    def page(self) -> None:
+    def _open_page(self) -> None:
         from phalanx.watch.page import address, keys
 
         where = address.parse(self._plan.viewers.page_at)
@@ -131,7 +133,7 @@ class Dashboard:
         try:
             self._listener = address.listen(where)
         except PortError:
-            if self._plan.viewers.page is None:  # nobody has asked for it
+            if self._plan.viewers.page is None:  # not requested
                 return
             raise
         link = address.link(where, self._listener, key)
@@ -140,10 +142,10 @@ class Dashboard:
             with open(fd, "w") as file:
                 json.dump({"address": link.partition("#")[0], "key": key}, file)
         except OSError as error:  # a full disk
-            self._no_page(f"{self._path(_FILE)} cannot be written: {error.strerror}")
+            self._give_up(f"{self._path(_FILE)} cannot be written: {error.strerror}")
             return
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._called)
-        # Said, and not noted: the key is in no file that is shown to others.
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._connected)
+        # Printed, and not an event: the key must not be in a file that others may see.
         self._console.say(self._announcement(where, link, self._listener.getsockname()))
 
     def _announcement(self, where: PageAddress, link: str, bound: tuple[Any, ...]) -> str:
@@ -155,44 +157,44 @@ class Dashboard:
         host = gathering.names[0] if gathering is not None and gathering.names else "localhost"
         if replace(where, host=host.rpartition("@")[2]).loopback:
             host = os.uname().nodename
-            with contextlib.suppress(KeyError):  # in a container users may have no name
+            with contextlib.suppress(KeyError):  # in a container the user may have no name
                 host = f"{pwd.getpwuid(os.getuid()).pw_name}@{host}"
         address, port = bound[:2]
         address = f"[{address}]" if ":" in address else address
-        return f"see {link}\n  from your own machine, after: ssh -N -L {port}:{address}:{port} {host}"
+        return f"see {link}\n  from your own computer, after: ssh -N -L {port}:{address}:{port} {host}"
 
-    def _called(self) -> None:
-        """Somebody wants to see it. Whoever it is waits until there is one that accepts."""
+    def _connected(self) -> None:
+        """Start the process that accepts the connection."""
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        if self._ends:
+        if self._ending:
             return
-        self._pages += 1
+        self._starts += 1
         words = [self._folder.path, "--page-fd", str(self._listener.fileno())]
         if self._plan.viewers.page_at is not None:
             words += ["--page-at", self._plan.viewers.page_at]
         try:
             log = os.open(self._path(_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
-                self._page = DashboardProcess(words, self._listener.fileno(), log, self._gone)
+                self._page = DashboardProcess(words, self._listener.fileno(), log, self._page_exited)
             finally:
                 os.close(log)
         except OSError as error:
-            self._no_page(str(error))
+            self._give_up(str(error))
 
-    def _gone(self) -> None:
-        """At the next call another one is started."""
+    def _page_exited(self) -> None:
+        """Start another one at the next connection."""
         self._page = None
-        if self._ends or self._listener is None:
+        if self._ending or self._listener is None:
             return
-        if self._pages < _MOST:
-            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._called)
+        if self._starts < _MAX_STARTS:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._connected)
         else:
-            self._no_page(f"its server has ended {_MOST} times; see {self._path(_LOG)}")
+            self._give_up(f"its process ended {_MAX_STARTS} times; see {self._path(_LOG)}")
 
-    def _no_page(self, why: str) -> None:
-        self._console.say(f"there is no page: {why}\n  phalanx watch {self._folder.name} --page makes another")
+    def _give_up(self, why: str) -> None:
+        self._console.say(f"the page is not available: {why}\n  phalanx watch {self._folder.name} --page opens another")
         self._close()
 
     def _close(self) -> None:
@@ -211,13 +213,13 @@ class Dashboard:
         return os.path.join(self._folder.path, name)
 
     async def end(self) -> None:
-        """The run is over, and whoever looks has been told."""
-        self._ends = True
-        await asyncio.gather(*(one.end() for one in (self._page, self._screening) if one is not None))
+        """End both. Call it after viewers were told that the run is over."""
+        self._ending = True
+        await asyncio.gather(*(one.end() for one in (self._page, self._terminal) if one is not None))
         self._close()
 
 
 def key_of(folder: str) -> str:
-    """Of the page of a run, for its own child."""
+    """Return the key of a run's page."""
     with open(os.path.join(folder, _FILE)) as file:
         return str(json.load(file)["key"])

@@ -1,13 +1,14 @@
-"""Those who look at a run: they hear what has happened, then what happens, and may read what ranks have written.
+"""Serves events to viewers: first the past of the run, then everything as it happens; also logs and searches.
 
-Nobody who looks holds anything up: what one does not read is left out, and who is far behind is dropped, and may come
-again. A node that does not lead hears it from the one that does, once for all who ask there.
+A slow viewer delays nobody: it gets fewer samples, and is dropped if it falls far behind; it may reconnect. A follower
+gets the events from the leader, once for all its viewers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -31,66 +32,73 @@ from phalanx.watch.source import SearchResult, Stream
 if TYPE_CHECKING:
     from phalanx.launch.agent.watched import WatchedAgent
 
-MOST = 48  # who look at the same time
-_SIGHTS = 1 << 20  # bytes that one may be behind, until it gets no more sights
-_FAR = 1 << 23  # bytes, until it is dropped
-_UNREAD = 60.0  # seconds in which one that is told of the past reads nothing
-_RENEWED = 2.0  # seconds between two letters by which a node says that it still wants to hear
-_EXPIRES = 10.0  # seconds after the last of them
-_ANSWER = 5.0  # seconds for another node
-_NOTES = 100  # of what a search has left out
-_ID = 16  # bytes of what stands before the lines in a letter: who leads
-_SIGHT = b'{"event":"sample"'
+logger = logging.getLogger(__name__)
 
-Question = dict[str, Any]
+MAX_VIEWERS = 48  # at the same time
+_SAMPLES_LIMIT = 1 << 20  # bytes: a viewer that is further behind gets no samples
+_DROP_LIMIT = 1 << 23  # bytes: a viewer that is further behind is dropped
+_STUCK = 60.0  # seconds without reading anything, while it is sent the past
+_RENEW_INTERVAL = 2.0  # seconds between two renewals of a node's subscription
+_EXPIRES = 10.0  # seconds after the last renewal
+_NODE_TIMEOUT = 5.0  # seconds for another node
+_MOST_NOTES = 100  # about what a search left out
+_ID = 16  # bytes before the lines of a message: the id of the leader
+_SAMPLE_PREFIX = b'{"event":"%b"' % str(events.ClusterSample.__struct_config__.tag).encode()
+
+Query = dict[str, Any]
 
 
 class ViewerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """For a part of the past, of another node. It brings what there is to remember of the parts before."""
+    """Request of another node for the next part of the past."""
 
     since: float | None = None
     cursor: EventCursor | None = None
 
 
-_wishes: msgspec.json.Decoder[ViewerRequest] = msgspec.json.Decoder(ViewerRequest)
+_viewer_requests: msgspec.json.Decoder[ViewerRequest] = msgspec.json.Decoder(ViewerRequest)
 
 
 class Viewer(asyncio.Protocol):
-    """One who looks: a connection that is written to, and never waited for."""
+    """One connection to a viewer. Writing to it never blocks."""
 
-    def __init__(self, audience: EventServer) -> None:
-        self._audience = audience
+    def __init__(self, server: EventServer) -> None:
+        self._server = server
         self._transport: asyncio.Transport | None = None
-        self._held: deque[bytes] | None = deque()  # what happens while it is told of the past
+        self._held: deque[bytes] | None = deque()  # what happens while it is sent the past
         self._behind = 0  # bytes of that
         self._gone = False
-        self._last = False  # nothing comes after what there is
+        self._last = False  # nothing more follows
         self._room = asyncio.Event()
         self._room.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101
-        transport.set_write_buffer_limits(_SIGHTS // 2)
+        transport.set_write_buffer_limits(_SAMPLES_LIMIT // 2)
         self._transport = transport
 
     def connection_lost(self, _: Exception | None) -> None:
+        """Remove the viewer from the server."""
         self._transport, self._gone = None, True
         self._room.set()
-        self._audience.left(self)
+        self._server.viewer_left(self)
 
     def pause_writing(self) -> None:
+        """Stop sending the past."""
         self._room.clear()
 
     def resume_writing(self) -> None:
+        """Continue to send the past."""
         self._room.set()
 
-    def hear(self, line: bytes) -> None:
+    def send(self, line: bytes) -> None:
+        """Send a line, unless the viewer is too far behind."""
         if self._gone or self._last:
             return
         written = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        if written + self._behind > _SIGHTS and line.startswith(_SIGHT):
+        if written + self._behind > _SAMPLES_LIMIT and line.startswith(_SAMPLE_PREFIX):
             return
-        if written + self._behind > _FAR:
+        if written + self._behind > _DROP_LIMIT:
             self.drop()
         elif self._held is not None:
             self._held.append(line)
@@ -98,14 +106,14 @@ class Viewer(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.write(line)
 
-    async def remember(self, lines: AsyncIterator[bytes]) -> None:
-        """First what has happened."""
+    async def send_past(self, lines: AsyncIterator[bytes]) -> None:
+        """Send the past, then what has happened meanwhile."""
         try:
             async for part in lines:
                 if self._transport is None:
                     return
                 self._transport.write(part)
-                async with asyncio.timeout(_UNREAD):
+                async with asyncio.timeout(_STUCK):
                     await self._room.wait()
         except TimeoutError:
             self.drop()
@@ -116,170 +124,176 @@ class Viewer(asyncio.Protocol):
             self.close()
 
     def drop(self) -> None:
+        """Disconnect at once."""
         if self._transport is not None:
             self._transport.abort()
         self._gone = True
 
     def close(self) -> None:
-        """Once it has got everything."""
+        """Disconnect once everything is sent."""
         self._last = True
         if self._transport is not None and self._held is None:
             self._transport.close()
 
 
 class EventServer:
+    """Answers the requests "watch", "log" and "search" of viewers on this node, and of other nodes."""
+
     def __init__(
-        self, agent: WatchedAgent, coordinator: RpcCarrier, post: NodeRpc, desk: ControlSocket, folder: RunFolder
+        self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, control: ControlSocket, folder: RunFolder
     ) -> None:
         self._agent = agent
         self._coordinator = coordinator
-        self._post = post
+        self._rpc = rpc
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._id = os.urandom(_ID // 2).hex().encode()
-        self._callers: set[Viewer] = set()
-        self._members: dict[int, float] = {}  # nodes that want to hear: until when
-        self._leader = b""  # of whom this node hears it
-        self._heard_from = self._source
-        self._renewing: asyncio.Task[None] | None = None
+        self._viewers: set[Viewer] = set()
+        self._members: dict[int, float] = {}  # subscribed nodes: until when
+        self._leader = b""  # id of the leader that sends to this node
+        self._followed = self._source
+        self._subscription: asyncio.Task[None] | None = None
         self._numbers = 0
-        self._asked: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}
-        self._reading = asyncio.Semaphore(4)  # files that are read at the same time
+        self._requests: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}
+        self._reading = asyncio.Semaphore(4)  # logs that are read at the same time
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = b""  # the last line
-        folder.listeners.append(self._happened)
-        desk.answers("watch", self._watch)
-        desk.answers("log", self._answer)
-        desk.answers("search", self._answer)
-        post.reads("watch", self._wanted)
-        post.reads("unwatch", lambda who, _, __: self._unwanted(who))
-        post.reads("seen", self._seen)
-        post.reads("past", lambda who, number, content: self._begin(self._tell_past(who, number, content)))
-        post.reads("was", self._answered)
-        post.reads("look", lambda who, number, content: self._begin(self._look(who, number, content)))
-        post.reads("looked", self._answered)
+        folder.listeners.append(self._publish)
+        control.on("watch", self._watch)
+        control.on("log", self._answer)
+        control.on("search", self._answer)
+        rpc.on("watch", self._subscribe)
+        rpc.on("unwatch", lambda who, _, __: self._unsubscribe(who))
+        rpc.on("events", self._receive)
+        rpc.on("past?", lambda who, number, content: self._start(self._send_past(who, number, content)))
+        rpc.on("past", self._reply_received)
+        rpc.on("query?", lambda who, number, content: self._start(self._answer_node(who, number, content)))
+        rpc.on("query", self._reply_received)
 
     def end(self, code: int, seconds: float) -> None:
-        """Everybody hears that it is over, before anybody writes it down."""
+        """Tell all viewers that the run is over, and disconnect them."""
         self._ended = events.encode(events.RunEnded(time=time.time(), code=code, seconds=round(seconds, 3)))
-        self._happened(self._ended)
-        for caller in list(self._callers):
-            caller.close()
+        self._publish(self._ended)
+        for viewer in list(self._viewers):
+            viewer.close()
 
     def close(self) -> None:
-        if self._happened in self._folder.listeners:
-            self._folder.listeners.remove(self._happened)
+        """Drop all viewers."""
+        if self._publish in self._folder.listeners:
+            self._folder.listeners.remove(self._publish)
         for task in self._tasks:
             task.cancel()
-        if self._renewing is not None:
-            self._renewing.cancel()
-        for caller in list(self._callers):
-            caller.drop()
+        if self._subscription is not None:
+            self._subscription.cancel()
+        for viewer in list(self._viewers):
+            viewer.drop()
 
-    def _begin(self, work: Any) -> None:
+    def _start(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- what happens
+    # -- events
 
     @property
     def _source(self) -> str:
-        """Whose words are told here: this node's own, as long as it leads or there is nobody yet who does."""
+        """Return whose events viewers get: this node's while it leads or has not joined, else the leader's."""
         return "own" if self._coordinator.leads else "leader" if self._agent.together else "early"
 
-    def _happened(self, line: bytes) -> None:
-        """Here."""
+    def _publish(self, line: bytes) -> None:
+        """Send an event of this node to all viewers and subscribed nodes."""
         if threading.get_ident() != self._thread:
-            self._loop.call_soon_threadsafe(self._happened, line)
+            self._loop.call_soon_threadsafe(self._publish, line)
             return
         try:
             if self._members:
-                self._pass_on(line)
-            if self._callers and (self._source != "leader" or line is self._ended):
-                for caller in list(self._callers):
-                    caller.hear(line)
-        except Exception:  # what only looks must not end what it looks at
+                self._forward(line)
+            if self._viewers and (self._source != "leader" or line is self._ended):
+                for viewer in list(self._viewers):
+                    viewer.send(line)
+        except Exception:  # viewers must not disturb the run
+            logger.debug("cannot send an event to viewers", exc_info=True)
             self._members.clear()
-            self._start_over()
+            self._drop_all()
 
-    def _pass_on(self, line: bytes) -> None:
+    def _forward(self, line: bytes) -> None:
         now = time.monotonic()
         self._members = {member: until for member, until in self._members.items() if until > now}
         for member in self._members if self._coordinator.leads else ():
-            self._post.send("seen", 0, self._id + line, to=member)
+            self._rpc.send("events", 0, self._id + line, to=member)
 
-    def _wanted(self, who: int | None, _: int, __: bytes) -> None:
+    def _subscribe(self, who: int | None, _: int, __: bytes) -> None:
         if who is not None and self._coordinator.leads:
             now = time.monotonic()
-            anew = self._members.get(who, 0.0) <= now
+            renewed = self._members.get(who, 0.0) > now
             self._members[who] = now + _EXPIRES
-            # Who leads, that it is over, and whether it was told everything since it last said so.
-            self._post.send("seen", int(anew), self._id + self._ended, to=who)
+            # It contains the leader's id, the end of the run if there is one, and whether events were missed.
+            self._rpc.send("events", int(not renewed), self._id + self._ended, to=who)
 
-    def _unwanted(self, who: int | None) -> None:
+    def _unsubscribe(self, who: int | None) -> None:
         if who is not None:
             self._members.pop(who, None)
 
-    def _seen(self, who: int | None, anew: int, content: bytes) -> None:
-        """What node 0 tells."""
+    def _receive(self, who: int | None, missed: int, content: bytes) -> None:
+        """Take events from the leader."""
         if who is not None or self._coordinator.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
-        if self._leader and (anew or leader != self._leader):
-            self._start_over()
+        if self._leader and (missed or leader != self._leader):
+            self._drop_all()
         self._leader = leader
-        for caller in list(self._callers) if lines else ():
-            caller.hear(lines)
+        for viewer in list(self._viewers) if lines else ():
+            viewer.send(lines)
 
-    def _start_over(self) -> None:
-        """Another leads, or we were not on its list: whoever looks calls again, and is told what it has missed."""
-        for caller in list(self._callers):
-            caller.drop()
+    def _drop_all(self) -> None:
+        """Drop all viewers, because events were missed: they reconnect and get them."""
+        for viewer in list(self._viewers):
+            viewer.drop()
 
-    async def _renew(self) -> None:
-        """As long as anybody looks here, and this node does not lead."""
-        while self._callers:
-            if self._source != self._heard_from:
-                self._heard_from = self._source
-                self._start_over()
-            if self._heard_from == "leader":
-                self._post.send("watch", 0, b"")
-            await asyncio.sleep(_RENEWED if self._heard_from == "leader" else _RENEWED / 4)
-        if self._heard_from == "leader":
-            self._post.send("unwatch", 0, b"")
+    async def _keep_subscribed(self) -> None:
+        """Renew the subscription at the leader, as long as this node has viewers and does not lead."""
+        while self._viewers:
+            if self._source != self._followed:
+                self._followed = self._source
+                self._drop_all()
+            if self._followed == "leader":
+                self._rpc.send("watch", 0, b"")
+            await asyncio.sleep(_RENEW_INTERVAL if self._followed == "leader" else _RENEW_INTERVAL / 4)
+        if self._followed == "leader":
+            self._rpc.send("unwatch", 0, b"")
 
-    # -- who looks
+    # -- viewers
 
-    async def _watch(self, question: wire.Message, sock: socket.socket) -> None:
-        if len(self._callers) >= MOST:
+    async def _watch(self, query: wire.Message, sock: socket.socket) -> None:
+        if len(self._viewers) >= MAX_VIEWERS:
             with sock:
-                wire.send(sock, {"is": "refused", "why": f"{MOST} look at this run already"})
+                wire.send(sock, {"is": "refused", "why": f"this run has {MAX_VIEWERS} viewers already"})
             return
-        since = question.get("since")
+        since = query.get("since")
         since = float(since) if isinstance(since, int | float) else None
         wire.send(sock, {"is": "watch", "early": self._source == "early"})
         sock.setblocking(False)
-        caller = Viewer(self)
-        # From here on it hears everything; what was before lies in the files, as far as they are now.
-        self._callers.add(caller)
+        viewer = Viewer(self)
+        # From here on the viewer gets all new events; older ones are in the files up to their current size.
+        self._viewers.add(viewer)
         cursor = event_cursor.begin(self._folder.path, since) if self._source != "leader" else None
         try:
-            await self._loop.connect_accepted_socket(lambda: caller, sock)
+            await self._loop.connect_accepted_socket(lambda: viewer, sock)
         except OSError:
-            self._callers.discard(caller)
+            self._viewers.discard(viewer)
             return
-        if not self._coordinator.leads and (self._renewing is None or self._renewing.done()):
-            self._heard_from, self._leader = self._source, b""
-            self._renewing = self._loop.create_task(self._renew())
+        if not self._coordinator.leads and (self._subscription is None or self._subscription.done()):
+            self._followed, self._leader = self._source, b""
+            self._subscription = self._loop.create_task(self._keep_subscribed())
         if self._ended:
-            caller.hear(self._ended)
-            caller.close()
-        self._begin(caller.remember(self._own_past(cursor) if cursor is not None else self._past_of_leader(since)))
+            viewer.send(self._ended)
+            viewer.close()
+        self._start(viewer.send_past(self._own_past(cursor) if cursor is not None else self._past_of_leader(since)))
 
-    def left(self, caller: Viewer) -> None:
-        self._callers.discard(caller)
+    def viewer_left(self, viewer: Viewer) -> None:
+        """Forget a viewer that has disconnected."""
+        self._viewers.discard(viewer)
 
     async def _own_past(self, cursor: EventCursor | None) -> AsyncIterator[bytes]:
         while cursor is not None:
@@ -287,73 +301,73 @@ class EventServer:
             yield lines
 
     async def _past_of_leader(self, since: float | None) -> AsyncIterator[bytes]:
-        wish = msgspec.json.encode(ViewerRequest(since=since))
-        while wish:
-            answer = await self._ask(None, "past", wish)
-            wish, _, lines = answer.partition(b"\n")
+        request = msgspec.json.encode(ViewerRequest(since=since))
+        while request:
+            answer = await self._ask(None, "past?", request)
+            request, _, lines = answer.partition(b"\n")
             yield lines
 
-    async def _tell_past(self, who: int | None, number: int, content: bytes) -> None:
+    async def _send_past(self, who: int | None, number: int, content: bytes) -> None:
         if who is None or not self._coordinator.leads:
             return
-        # What another node writes may be anything: then there is no answer.
+        # Do not trust another node: a malformed request gets no answer.
         with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):
-            wish = _wishes.decode(content)
-            cursor = wish.cursor or event_cursor.begin(self._folder.path, wish.since)
+            request = _viewer_requests.decode(content)
+            cursor = request.cursor or event_cursor.begin(self._folder.path, request.since)
             async with self._reading:
                 lines, next_ = await asyncio.to_thread(event_cursor.part, self._folder.path, cursor)
             more = msgspec.json.encode(ViewerRequest(cursor=next_)) if next_ is not None else b""
-            self._post.send("was", number, more + b"\n" + lines, to=who)
+            self._rpc.send("past", number, more + b"\n" + lines, to=who)
 
-    # -- who reads what ranks have written
+    # -- logs
 
-    async def _answer(self, question: wire.Message, sock: socket.socket) -> None:
+    async def _answer(self, query: wire.Message, sock: socket.socket) -> None:
         with contextlib.closing(sock):
             try:
-                said = await self._looked(question)
+                reply = await self._read(query)
             except (ValueError, TypeError, KeyError, OverflowError) as error:
-                said = {"is": "refused", "why": f"that cannot be answered: {error}"}
+                reply = {"is": "refused", "why": f"invalid request: {error}"}
             sock.setblocking(False)
-            # Not by a thread, of which there are few: one who does not read would keep it from the run.
+            # Not in a thread: a caller that does not read would occupy one of the few.
             with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_ANSWER):
-                    await self._loop.sock_sendall(sock, await asyncio.to_thread(wire.encode, said))
+                async with asyncio.timeout(_NODE_TIMEOUT):
+                    await self._loop.sock_sendall(sock, await asyncio.to_thread(wire.encode, reply))
 
-    async def _look(self, who: int | None, number: int, content: bytes) -> None:
-        """Another node asks: the one that leads about ranks here, any other about all."""
-        said: Question = {"is": "refused", "why": "that cannot be answered"}
+    async def _answer_node(self, who: int | None, number: int, content: bytes) -> None:
+        """Answer another node: the leader about ranks of this node, a follower about all ranks."""
+        reply: Query = {"is": "refused", "why": "invalid request"}
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            said = await self._looked(msgspec.json.decode(content), here=not self._coordinator.leads)
-        self._post.send("looked", number, msgspec.json.encode(said), to=who)
+            reply = await self._read(msgspec.json.decode(content), here=not self._coordinator.leads)
+        self._rpc.send("query", number, msgspec.json.encode(reply), to=who)
 
-    async def _looked(self, question: Question, *, here: bool = False) -> Question:
-        own = await self._own()
-        if question["ask"] == "search":
-            return await self._searched(question, own, here=here)
-        rank = int(question["rank"])
+    async def _read(self, query: Query, *, here: bool = False) -> Query:
+        own = await self._own_folders()
+        if query["ask"] == "search":
+            return await self._searched(query, own, here=here)
+        rank = int(query["rank"])
         if rank not in own and not here:
             to = self._node_of(rank)
             if to is not None or not self._coordinator.leads:
-                return await self._asked_about(to, question)
-        stream: Stream = "stderr" if question.get("stream") == "stderr" else "stdout"
-        start, size = question.get("start"), int(question.get("size", log_reader.PART))
+                return await self._ask_node(to, query)
+        stream: Stream = "stderr" if query.get("stream") == "stderr" else "stdout"
+        start, size = query.get("start"), int(query.get("size", log_reader.PART))
         start = None if start is None else max(0, int(start))
         async with self._reading:
             found = await asyncio.to_thread(log_reader.part, own.get(rank), stream, start, size)
         return {"is": "log", **msgspec.to_builtins(found)}
 
-    async def _searched(self, question: Question, own: dict[int, str], *, here: bool) -> Question:
-        text, most = str(question["text"])[:1000], max(1, min(int(question.get("most", 200)), 1000))
-        ranks = question.get("ranks")
+    async def _searched(self, query: Query, own: dict[int, str], *, here: bool) -> Query:
+        text, most = str(query["text"])[:1000], max(1, min(int(query.get("most", 200)), 1000))
+        ranks = query.get("ranks")
         chosen = None if ranks is None else {int(rank) for rank in ranks}
         if not here and not self._coordinator.leads:
-            return await self._asked_about(None, question)
+            return await self._ask_node(None, query)
         asked, elsewhere = [], []
         for member, theirs in self._coordinator.members().items() if not here else ():
             wanted = [rank for rank in theirs if chosen is None or rank in chosen]
             if wanted:
                 asked.append(wanted)
-                elsewhere.append(self._asked_about(member, {**question, "ranks": wanted}))
+                elsewhere.append(self._ask_node(member, {**query, "ranks": wanted}))
         folders = {rank: folder for rank, folder in own.items() if chosen is None or rank in chosen}
         async with self._reading:
             found = await asyncio.to_thread(log_reader.search, folders, text, most)
@@ -361,15 +375,15 @@ class EventServer:
             found += _found(answer, wanted)
         notes = [line for line in found if line.rank < 0]
         lines = sorted((line for line in found if line.rank >= 0), key=lambda line: (line.rank, line.stream))
-        return {"is": "search", "found": msgspec.to_builtins(lines[:most] + notes[:_NOTES])}
+        return {"is": "search", "found": msgspec.to_builtins(lines[:most] + notes[:_MOST_NOTES])}
 
-    async def _own(self) -> dict[int, str]:
-        """Folders of the ranks of this node."""
+    async def _own_folders(self) -> dict[int, str]:
+        """Return the folders of the ranks of this node."""
         attempt = self._agent.attempt
         if attempt is None:
             return await asyncio.to_thread(log_reader.folders, self._folder.path)
         workers = [worker for worker in attempt.workers.values() if not worker.spare]
-        # One that lives has taken the place of one that does not.
+        # Living workers last: they replace dead ones of the same rank.
         workers.sort(key=lambda worker: (worker.code is None, worker.born))
         return {worker.seat.rank: worker.folder for worker in workers}
 
@@ -378,42 +392,42 @@ class EventServer:
 
     # -- other nodes
 
-    async def _asked_about(self, to: int | None, question: Question) -> Question:
-        wanted = {name: value for name, value in question.items() if name != "key"}
+    async def _ask_node(self, to: int | None, query: Query) -> Query:
+        wanted = {name: value for name, value in query.items() if name != "key"}
         try:
-            said = msgspec.json.decode(await self._ask(to, "look", msgspec.json.encode(wanted)))
-            return said if isinstance(said, dict) else {}
+            reply = msgspec.json.decode(await self._ask(to, "query?", msgspec.json.encode(wanted)))
+            return reply if isinstance(reply, dict) else {}
         except (ValueError, RecursionError):
             return {}
         except TimeoutError:
             name = "node 0" if to is None else f"node {to}"
-            return {"is": "refused", "why": f"{name} has not answered within {_patience(to):.0f} s"}
+            return {"is": "refused", "why": f"{name} has not answered within {_timeout(to):.0f} s"}
 
     async def _ask(self, to: int | None, kind: str, content: bytes) -> bytes:
-        """Raises TimeoutError."""
+        """Send a request to another node and return its reply. Raises TimeoutError."""
         self._numbers += 1
         key = (to, self._numbers)
-        answer = self._asked[key] = self._loop.create_future()
-        self._post.send(kind, self._numbers, content, to=to)
+        answer = self._requests[key] = self._loop.create_future()
+        self._rpc.send(kind, self._numbers, content, to=to)
         try:
-            return await asyncio.wait_for(answer, _patience(to))
+            return await asyncio.wait_for(answer, _timeout(to))
         finally:
-            del self._asked[key]
+            del self._requests[key]
 
-    def _answered(self, who: int | None, number: int, content: bytes) -> None:
-        answer = self._asked.get((who, number))
+    def _reply_received(self, who: int | None, number: int, content: bytes) -> None:
+        answer = self._requests.get((who, number))
         if answer is not None and not answer.done():
             answer.set_result(content)
 
 
-def _patience(to: int | None) -> float:
-    """Node 0 may have to wait for another node itself."""
-    return _ANSWER if to is not None else 2 * _ANSWER
+def _timeout(to: int | None) -> float:
+    """Return the timeout for a node: the leader may have to wait for another node itself."""
+    return _NODE_TIMEOUT if to is not None else 2 * _NODE_TIMEOUT
 
 
-def _found(answer: Question, wanted: Sequence[int]) -> list[SearchResult]:
-    """What another node has found, of its own ranks; or why it has not."""
-    why = answer.get("why", "a node has answered what cannot be read")
+def _found(answer: Query, wanted: Sequence[int]) -> list[SearchResult]:
+    """Return what another node has found for its own ranks, or a note that says why it has not."""
+    why = answer.get("why", "unreadable answer of a node")
     with contextlib.suppress(msgspec.ValidationError):
         found = msgspec.convert(answer.get("found"), list[SearchResult])
         return [line for line in found if line.rank in wanted or line.rank < 0]

@@ -19,9 +19,9 @@ HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certa
 @pytest.mark.parametrize(
     ("verdicts", "here", "there", "noted"),
     [
-        ([HERE], (1, 2), (2,), "rank 2 stands still: SIGKILL by its node"),
-        ([GONE, HERE], (1, 2), (2,), "rank 2 stands still: SIGKILL by its node"),  # who has ended cannot be killed
-        ([GONE], (), None, "nobody who still runs is to blame"),
+        ([HERE], (1, 2), (2,), "rank 2 stalled: SIGKILL by its node"),
+        ([GONE, HERE], (1, 2), (2,), "rank 2 stalled: SIGKILL by its node"),  # who has ended cannot be killed
+        ([GONE], (), None, "no living rank is to blame"),
     ],
 )
 def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tuple[int, ...], noted: str) -> None:
@@ -30,7 +30,7 @@ def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tu
     stub: Any = SimpleNamespace(
         _agent=SimpleNamespace(plan=plan, note=notes.append),
         _coordinator=SimpleNamespace(members=lambda: {1: (2,)}),
-        _post=SimpleNamespace(send=lambda _, __, content, to: sent.append(content)),
+        _rpc=SimpleNamespace(send=lambda _, __, content, to: sent.append(content)),
         _kill=lambda ranks: killed.append(tuple(sorted(ranks))),
     )
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
@@ -47,7 +47,8 @@ def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
         _agent=SimpleNamespace(attempt=attempt, plan=None),
         _coordinator=SimpleNamespace(members=dict, leads=True),
         _attempt=None,
-        _watched="something",
+        _tracker="something",
     )
-    asyncio.run(HangDetector._look(cast("HangDetector", stub)))
-    assert stub._watched is None
+    reading: Any = SimpleNamespace(attempt=attempt)
+    assert HangDetector._check(cast("HangDetector", stub), reading) is None
+    assert stub._tracker is None

@@ -20,9 +20,9 @@ from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
 from phalanx.launch.hangs import node_evidence, stacks, stall_dump
+from phalanx.launch.hangs.progress_tracker import ProgressTracker, RankProgress
 from phalanx.launch.remote import foreign_job
 from phalanx.launch.telemetry import process_stats
-from phalanx.launch.telemetry.progress import ProgressLook, ProgressTracker
 from tests.kit.cli import until
 
 HANGING = """
@@ -46,7 +46,7 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
             assert process.stdout is not None
             process.stdout.readline()
             for _ in range(2):  # the file is begun anew each time
-                text = asyncio.run(stacks.written(fd, lambda: stacks.poke(process.pid, probe.SIGNAL), 20.0))
+                text = asyncio.run(stacks.written(fd, lambda: stacks.send_signal(process.pid, probe.SIGNAL), 20.0))
                 other, main = stacks.parsed(text)
                 assert (main.main, main.frames[0].function) == (True, "spins")
                 assert main.frames[0].line in (8, 9)  # it may not have got to the next line yet
@@ -71,11 +71,11 @@ def test_who_has_the_lock_of_python() -> None:
 
 
 def test_who_has_answered_is_not_silent() -> None:
-    watched = ProgressTracker((0, 0), 30.0)
-    watched.see(1.0, [ProgressLook(rank=0, silent=60.0)])
+    tracker = ProgressTracker((0, 0), 30.0)
+    tracker.update(1.0, [RankProgress(rank=0, silent=60.0)])
     main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
-    assert watched.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
-    assert watched.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
+    assert tracker.complete(Rank(rank=0, node=0, threads=(main,))).silent == 0.0
+    assert tracker.complete(Rank(rank=0, node=0, threads=(main,), note="it has not answered")).silent == 60.0
 
 
 def test_answers_of_nodes_that_are_mixed() -> None:
@@ -115,7 +115,7 @@ def test_names_that_are_no_text() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        seen = process_stats.look(process.pid, process_stats.ProcessStatsReader().pulse(process.pid), [])
+        seen = process_stats.describe(process.pid, process_stats.ProcessStatsReader().read(process.pid), [])
         process.kill()
     assert seen.resident > 0
     told = node_evidence.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
@@ -124,10 +124,10 @@ def test_names_that_are_no_text() -> None:
 
 def test_who_has_no_handler_gets_no_signal() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
-        assert not stacks.poke(process.pid, probe.SIGNAL)
+        assert not stacks.send_signal(process.pid, probe.SIGNAL)
         assert process.poll() is None
         process.kill()
-    assert not stacks.poke(process.pid, probe.SIGNAL)  # it has ended
+    assert not stacks.send_signal(process.pid, probe.SIGNAL)  # it has ended
 
 
 def test_threads_of_ours_are_left_out() -> None:
@@ -154,9 +154,9 @@ Current thread 0x00007f14 (most recent call first):
 def test_two_looks_at_once_make_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_stats, "_SHORTEST", 600.0)
     looks = process_stats.ProcessStatsReader()
-    looks.pulse(os.getpid())
+    looks.read(os.getpid())
     sum(range(100_000))
-    found = looks.recent(os.getpid())
+    found = looks.read(os.getpid())
     assert found.cpu == 0
     assert found.resident > 1 << 20
 
@@ -171,22 +171,22 @@ def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> 
         try:
             assert process.stdout is not None
             child = int(process.stdout.readline())
-            looks.pulse(process.pid)
-            until(lambda: looks.pulse(process.pid).cpu > 0.5, 20, "it to be seen at work")
-            found = process_stats.look(
-                process.pid, looks.pulse(process.pid), linux.families([process.pid])[process.pid]
+            looks.read(process.pid)
+            until(lambda: looks.read(process.pid).cpu > 0.5, 20, "it to be seen at work")
+            found = process_stats.describe(
+                process.pid, looks.read(process.pid), linux.families([process.pid])[process.pid]
             )
             assert found.state == "R"
             assert found.resident > 1 << 20
             assert found.threads == 1
             assert found.children == (f"{child} S sleep 1000",)
             process.send_signal(signal.SIGSTOP)
-            until(lambda: looks.pulse(process.pid).state == "T", 10, "it to be stopped")
+            until(lambda: looks.read(process.pid).state == "T", 10, "it to be stopped")
         finally:
             process.kill()
             if child:
                 os.kill(child, signal.SIGKILL)
-    assert looks.pulse(process.pid).state == "X"
+    assert looks.read(process.pid).state == "X"
 
 
 def test_bytes_that_nobody_takes_are_seen() -> None:
@@ -197,7 +197,7 @@ def test_bytes_that_nobody_takes_are_seen() -> None:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     sock.send(bytes(1 << 16))
-            found = process_stats.look(os.getpid(), process_stats.ProcessStats("S"), [])
+            found = process_stats.describe(os.getpid(), process_stats.ProcessStats("S"), [])
             assert found.sockets >= 2
             assert found.unsent > 0
 

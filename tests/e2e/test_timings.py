@@ -18,11 +18,11 @@ def asked(home: str) -> dict[str, Any]:
     """What the desk of the one run there says; it knows more every second."""
     time.sleep(0.5)
     (run,) = (run for run in run_folder.all_runs(home) if run.alive)
-    with control_socket.call(run, {"ask": "paces"}) as line:
+    with control_socket.call(run, {"ask": "timings"}) as line:
         line.settimeout(30)
         received = wire.receive(line)
     assert received is not None
-    return received[0] if received[0]["is"] == "paces" else {"ranks": [], "late": []}  # it has not begun to look
+    return received[0] if received[0]["is"] == "timings" else {"ranks": [], "late": []}  # it has not begun to look
 
 
 def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def reading(step: int, looks: int, phase: str = "forward", **phases: int) -> Sta
 
 
 def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -> None:
-    pace = RankTiming()
+    timing = RankTiming()
     seen = [
         reading(0, 40, "import", **{"import": 40}),
         reading(1, 60, "compile", **{"import": 40}, compile=20),
@@ -31,43 +31,43 @@ def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -
         reading(12, 110, **{"import": 40}, compile=20, forward=30, collective=20),
         reading(12, 500, "idle", **{"import": 40}, compile=20, forward=30, collective=20, idle=390),
     ]
-    assert pace.total(WORKER) is None
+    assert timing.total(WORKER) is None
     for now in seen:
-        pace.see(now)
-    total = pace.total(WORKER)
+        timing.update(now)
+    total = timing.total(WORKER)
     assert total is not None
     assert (total.rank, total.steps, total.samples) == (3, 10, {"forward": 20, "collective": 20})
     assert total.seconds == pytest.approx(4.0)
 
 
 def test_a_script_without_steps_counts_from_when_it_works_and_anew_once_it_has_some() -> None:
-    pace = RankTiming()
+    timing = RankTiming()
     for now in (
         reading(0, 10, "join", join=10),
         reading(0, 20, join=10, forward=10),
         reading(0, 30, join=10, forward=20),
     ):
-        pace.see(now)
-    total = pace.total(WORKER)
+        timing.update(now)
+    total = timing.total(WORKER)
     assert total is not None
     assert (total.steps, total.samples) == (0, {"forward": 10})
-    pace.see(reading(1, 40, join=10, forward=30))
-    assert pace.total(WORKER) is None
+    timing.update(reading(1, 40, join=10, forward=30))
+    assert timing.total(WORKER) is None
     for now in (reading(2, 50, join=10, forward=40), reading(7, 60, join=10, forward=50)):
-        pace.see(now)
-    total = pace.total(WORKER)
+        timing.update(now)
+    total = timing.total(WORKER)
     assert total is not None
     assert (total.steps, total.samples) == (5, {"forward": 10})
 
 
 def test_a_gpu_that_is_slowed_down_now_and_then_is_not_the_reason() -> None:
-    pace = RankTiming(reading(2, 0), reading(20, 100, forward=100), looks=20)
-    pace.reasons["thermal"] = 2
-    total = pace.total(WORKER)
+    timing = RankTiming(reading(2, 0), reading(20, 100, forward=100), gpu_readings=20)
+    timing.slowdowns["thermal"] = 2
+    total = timing.total(WORKER)
     assert total is not None
     assert total.throttled == ""
-    pace.reasons["thermal"] = 12
-    total = pace.total(WORKER)
+    timing.slowdowns["thermal"] = 12
+    total = timing.total(WORKER)
     assert total is not None
     assert total.throttled == "thermal"
 

@@ -25,10 +25,10 @@ from phalanx.launch.agent.probes import ProbeClient, StatusBoard
 from phalanx.launch.agent.worker import Worker
 from phalanx.launch.ipc.node_rpc import NodeRpc
 from phalanx.launch.runs.run_folder import RunFolder
-from phalanx.launch.telemetry import collector, metrics, rank_sampler
+from phalanx.launch.telemetry import collector, metrics, node_sampler, rank_samples
 from phalanx.launch.telemetry.collector import Collector, NodeSamples
-from phalanx.launch.telemetry.downsampling import Downsampler
-from phalanx.launch.telemetry.process_stats import ProcessStatsReader
+from phalanx.launch.telemetry.metrics import Downsampler
+from phalanx.launch.telemetry.node_sampler import NodeSampler
 
 WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
 
@@ -96,16 +96,16 @@ def test_looks_are_never_read_half_written() -> None:
 )
 def test_a_letter_for_every_tenth_of_a_second(looks: list[SlotLook], expected: str) -> None:
     first = int(WALL * 10)
-    assert rank_sampler.letters(looks, first, first + 5, WALL) == expected
+    assert rank_samples.letters(looks, first, first + 5, WALL) == expected
 
 
 def test_a_second_goes_on_where_the_one_before_ended() -> None:
     looks = [look(tenths + 0.3, PHASES[tenths % 7 + 2], tenths // 3) for tenths in range(40)]
-    whole = rank_sampler.letters(looks, 0, 40, 0.0)
+    whole = rank_samples.letters(looks, 0, 40, 0.0)
     parts, before = "", None
     for second in range(4):
         now = [one for one in looks if second <= one.time < second + 1]
-        parts += rank_sampler.letters(now, second * 10, second * 10 + 10, 0.0, before)
+        parts += rank_samples.letters(now, second * 10, second * 10 + 10, 0.0, before)
         before = now[-1]
     assert parts == whole
     assert UNSEEN not in whole
@@ -113,13 +113,13 @@ def test_a_second_goes_on_where_the_one_before_ended() -> None:
 
 
 def test_shares_are_of_what_was_seen() -> None:
-    assert rank_sampler.shares([]) == (0.0, 0.0, 0.0)
+    assert rank_samples.shares([]) == (0.0, 0.0, 0.0)
     seen = ["data", "forward", "backward", "idle", "collective", "join", "compile", "checkpoint", "data", "optimizer"]
-    assert rank_sampler.shares([look(0, phase) for phase in seen]) == (0.2, 0.4, 0.2)
+    assert rank_samples.shares([look(0, phase) for phase in seen]) == (0.2, 0.4, 0.2)
 
 
 def test_samples_a_second_are_those_of_the_last_seconds() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_sampler._Seen()
+    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_samples._WorkerHistory()
     assert seen.rate(worker) == -1
     found = []
     for second in range(20):
@@ -132,7 +132,7 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
 
 
 def test_steps_are_as_new_as_the_page() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_sampler._Seen()
+    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_samples._WorkerHistory()
     assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
     worker.step, worker.paged, worker.even = 1000, 100, True
     assert seen.steps(worker, 103) == 1003
@@ -147,24 +147,24 @@ def test_steps_are_as_new_as_the_page() -> None:
 
 def test_a_run_that_never_ends_fills_no_disk() -> None:
     room = 1 << 18  # a day or two of this are a month of what there is
-    thinning, kept = Downsampler(room, 1.0), []
+    downsampler, kept = Downsampler(room, 1.0), []
     for second in range(2 * 86400):
-        if thinning.keeps(second + 0.01 * (second % 3)):
-            thinning.written += 4096
+        if downsampler.keeps(second + 0.01 * (second % 3)):
+            downsampler.written += 4096
             kept.append(second)
-    assert thinning.written < 12 * room
+    assert downsampler.written < 12 * room
     assert kept[:64] == list(range(64))
     gaps = [after - before for before, after in itertools.pairwise(kept)]
     assert gaps == sorted(gaps)
     assert gaps[-1] == 2048
-    assert not thinning.keeps(second)
-    assert thinning.keeps(second, anyway=True)
+    assert not downsampler.keeps(second)
+    assert downsampler.keeps(second, always=True)
 
 
 # -- all nodes together
 
 
-class Company:
+class Coordinator:
     """Of three nodes; this one leads, or follows."""
 
     leads = True
@@ -190,7 +190,7 @@ class Scene:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now + WALL)
-        for module in (collector, metrics):
+        for module in (collector, metrics, node_sampler):
             monkeypatch.setattr(module, "time", clock)
         self.board = StatusBoard()
         slot = self.board.take()
@@ -198,16 +198,21 @@ class Scene:
         self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
         self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), probe=self.probe)
-        self.attempt = SimpleNamespace(workers={"0": self.worker}, debugged=frozenset(), measured=None, generation=3)
+        self.attempt = SimpleNamespace(
+            workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
+        )
         plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})
-        self.coordinator = Company()
-        self.post = NodeRpc(self.coordinator)
+        self.coordinator = Coordinator()
+        self.rpc = NodeRpc(self.coordinator)
         self.folder = RunFolder(str(folder))
         self.told: list[events.AnyEvent] = []
         self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
         agent: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
-        self.sights = Collector(agent, self.coordinator, self.post, self.folder, vitals=ProcessStatsReader(), gpus={})
-        self.sights._task.cancel()
+        self.collector = Collector(agent, self.coordinator, self.rpc, self.folder)
+        self.sampler = NodeSampler(agent, self.coordinator, self.rpc)
+        self.sampler.start(self.collector)
+        assert self.sampler._task is not None
+        self.sampler._task.cancel()  # `second` takes its place
 
     def second(self, phase: str = "forward") -> None:
         """Of looks; and then it looks at them."""
@@ -215,18 +220,18 @@ class Scene:
             number = int(self.now * 10) + tenth
             self.page.look(number * 100_000_000 + 20_000_000, number, 0, PHASES.index(phase), 1)
         self.now += 1
-        self.sights._look(int(self.now + WALL) * 10)
+        self.sampler.sample()
 
-    def other(self, rank: int, tick: int, **glance: Any) -> None:
+    def other(self, rank: int, tick: int, **sample: Any) -> None:
         """A node tells."""
         seen = NodeSamples(
             tick=tick,
             seconds=1.0,
-            faces=(RankInfo(rank=rank, node=rank, host=f"host{rank}"),),
-            ranks=(RankSample(rank=rank, **glance),),
+            infos=(RankInfo(rank=rank, node=rank, host=f"host{rank}"),),
+            ranks=(RankSample(rank=rank, **sample),),
         )
-        content = encoding.encode(seen)
-        self.post.heard(rank, messages.RpcFrame(kind="sight", number=0, content=content))
+        content = encoding.encode({"samples": seen})
+        self.rpc.receive(rank, messages.RpcFrame(kind="telemetry", number=0, content=content))
 
     def of(self, kind: Any) -> list[Any]:
         return [event for event in self.told if isinstance(event, kind)]
@@ -262,7 +267,7 @@ async def _together(scene: Scene) -> None:
     scene.second()
     (alone,) = scene.of(events.ClusterSample)  # nobody else has told anything yet
     assert (alone.time, alone.seconds, alone.generation) == (1051.0, 1.0, 3)
-    assert [glance.phases for glance in alone.ranks] == ["f" * 10]
+    assert [sample.phases for sample in alone.ranks] == ["f" * 10]
     for rank in (1, 2):
         scene.other(rank, 10510, phases="w" * 10, samples=10.0)
     scene.second("data")
@@ -272,7 +277,7 @@ async def _together(scene: Scene) -> None:
     scene.other(1, 10520, phases="w" * 10)
     together = scene.of(events.ClusterSample)[1]
     assert together.time == 1052.0
-    assert [(glance.rank, glance.phases) for glance in together.ranks] == [(0, "d" * 10), (1, "w" * 10), (2, "b" * 10)]
+    assert [(sample.rank, sample.phases) for sample in together.ranks] == [(0, "d" * 10), (1, "w" * 10), (2, "b" * 10)]
     assert together.ranks[0].data == 1.0
     assert together.ranks[0].memory > 1 << 20
     faces = scene.of(events.RankInfos)
@@ -281,10 +286,10 @@ async def _together(scene: Scene) -> None:
     scene.second()
     scene.other(1, 10530, phases="k" * 10)
     scene.other(1, 10540, phases="b" * 10)
-    assert [glance.phases for glance in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "k" * 10, ""]
+    assert [sample.phases for sample in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "k" * 10, ""]
     scene.second()
     scene.other(2, 10540, phases="b" * 10, state="R", step=7)
-    assert [glance.phases for glance in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
+    assert [sample.phases for sample in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
     # One is silent: it is waited for as long as it may come, and no longer.
     for _ in range(5):
         scene.second()
@@ -302,8 +307,8 @@ async def _together(scene: Scene) -> None:
     scene.coordinator.ranks = {1: (5,)}  # and another has another rank now, which it has not told of yet
     scene.second()
     scene.second()
-    assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
-    await asyncio.wait_for(asyncio.gather(*scene.sights._telling), 10)
+    assert [sample.rank for sample in scene.of(events.ClusterSample)[-1].ranks] == [0]
+    await asyncio.wait_for(asyncio.gather(*scene.collector._tasks), 10)
     (known,) = scene.of(events.Links)
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)
 
@@ -328,11 +333,11 @@ async def _again(scene: Scene) -> None:
     scene.coordinator.ranks = {1: (1,)}
     scene.other(1, 10510, state="X", step=7)
     scene.second()
-    assert [glance.state for glance in scene.of(events.ClusterSample)[-1].ranks][1:] == ["X"]
-    scene.sights.concluded()
-    scene.sights._agent.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
+    assert [sample.state for sample in scene.of(events.ClusterSample)[-1].ranks][1:] == ["X"]
+    scene.sampler.concluded()
+    scene.collector._agent.attempt = SimpleNamespace(**vars(scene.attempt))  # type: ignore[misc]
     scene.second()
-    assert [glance.rank for glance in scene.of(events.ClusterSample)[-1].ranks] == [0]
+    assert [sample.rank for sample in scene.of(events.ClusterSample)[-1].ranks] == [0]
 
 
 def test_who_follows_tells_who_leads_and_one_that_takes_over_goes_on(play: Play) -> None:
@@ -344,12 +349,12 @@ async def _follow(scene: Scene) -> None:
     scene.second()
     assert scene.told == []
     (letter,) = scene.coordinator.sent
-    seen = collector._decoder.decode(letter.content)
-    assert letter.kind == "sight"
-    assert seen.faces == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
+    assert letter.kind == "telemetry"
+    seen = collector._decoder.decode(node_sampler._sections.decode(letter.content)["samples"])
+    assert seen.infos == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
-    scene.sights.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
-    assert [sent.kind for sent in scene.coordinator.sent] == ["sight", "measured"]
+    scene.collector.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
+    assert [sent.kind for sent in scene.coordinator.sent] == ["telemetry", "measured"]
     scene.coordinator.leads, scene.coordinator.skew, scene.coordinator.ranks = True, 0.0, {}
     scene.second()
     assert [event.time for event in scene.of(events.ClusterSample)] == [1052.0]
@@ -365,8 +370,8 @@ async def _dead(scene: Scene) -> None:
     for code, state in ((None, "R"), (-9, "X"), (0, "E")):
         scene.worker.code = code
         scene.second()
-        (glance,) = scene.of(events.ClusterSample)[-1].ranks
-        assert glance.state in (state, "S" if code is None else state)
+        (sample,) = scene.of(events.ClusterSample)[-1].ranks
+        assert sample.state in (state, "S" if code is None else state)
     again = Worker(Seat(0, 0, 0, 1, Slot()), "", pid=os.getpid())
     scene.attempt.workers["1"] = again
     again.spare = True
@@ -374,8 +379,8 @@ async def _dead(scene: Scene) -> None:
     assert scene.of(events.ClusterSample)[-1].ranks[0].state == "E"
     again.spare = False
     scene.second()
-    (glance,) = scene.of(events.ClusterSample)[-1].ranks
-    assert (glance.state, glance.phases) in (("R", "." * 10), ("S", "." * 10))
+    (sample,) = scene.of(events.ClusterSample)[-1].ranks
+    assert (sample.state, sample.phases) in (("R", "." * 10), ("S", "." * 10))
 
 
 def test_what_a_script_prints_counts_until_it_tells_itself(play: Play) -> None:
@@ -384,7 +389,7 @@ def test_what_a_script_prints_counts_until_it_tells_itself(play: Play) -> None:
 
 async def _read(scene: Scene) -> None:
     scene.second()
-    await asyncio.wait_for(scene.sights._measures._reading or asyncio.sleep(0), 10)
+    await asyncio.wait_for(scene.collector._metrics._task or asyncio.sleep(0), 10)
 
 
 async def _printed(scene: Scene) -> None:
@@ -411,8 +416,8 @@ async def _printed(scene: Scene) -> None:
     assert len(scene.of(events.MetricsMeasured)) == 2
     # Of all that comes at once the last is kept.
     for step in range(20):
-        scene.sights.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0}))
-    scene.sights.concluded()
+        scene.collector.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0}))
+    scene.sampler.concluded()
     scene.second()  # nothing more of this attempt
     kept = [events.decode(text) for text in Path(scene.folder.path, "samples.jsonl").read_bytes().splitlines()]
     assert [event.step for event in kept if isinstance(event, events.MetricsMeasured)][2:] == [0, 19]
@@ -431,9 +436,10 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(play: Play, tmp_path: Path)
         for _ in range(3):
             scene.second()
             await asyncio.sleep(0.01)
-        scene.sights.concluded()
+        scene.sampler.concluded()
         assert len(scene.of(events.ClusterSample)) == 4
-        await scene.sights.end()
+        await scene.sampler.end()
+        await scene.collector.end()
         ends.append(os.open(log, os.O_RDWR))
 
     play(act)

@@ -17,7 +17,7 @@ SEVERAL = SimpleNamespace(names=("gpu7", "gpu8"))
 LINK = "http://127.0.0.1:29580/#KEY"
 
 
-def onlookers(
+def dashboard(
     viewers: ViewerOptions, *, terminal: bool = True, quiet: bool = False, gathering: Any = None, ssh: bool = False
 ) -> Dashboard:
     plan: Any = SimpleNamespace(
@@ -44,20 +44,20 @@ def onlookers(
     ],
 )
 def test_when_there_is_a_page(viewers: ViewerOptions, around: dict[str, Any], wanted: bool) -> None:
-    assert onlookers(viewers, **around)._wanted is wanted
+    assert dashboard(viewers, **around)._wanted is wanted
 
 
 def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(place: PageAddress, **around: Any) -> str:
         bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
-        return onlookers(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)
+        return dashboard(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)
 
     assert said(PageAddress()) == f"see {LINK}"
     assert said(PageAddress(), gathering=SEVERAL) == f"see {LINK}"
     far = said(PageAddress(), gathering=SEVERAL, ssh=True)
     assert far.splitlines() == [
         f"see {LINK}",
-        "  from your own machine, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
+        "  from your own computer, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
     ]
     here = said(PageAddress(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
     assert here.endswith(f"@{os.uname().nodename}")  # what it is called here would lead elsewhere from there
@@ -74,12 +74,12 @@ def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk() -> None:
     async def work() -> list[str]:
         said: list[str] = []
-        looks = onlookers(ViewerOptions(page=True))
+        looks = dashboard(ViewerOptions(page=True))
         looks._console = SimpleNamespace(say=said.append)  # type: ignore[assignment]
-        looks.begin(leads=True)  # /nowhere is no folder
+        looks.start(leads=True)  # /nowhere is no folder
         assert looks._listener is None  # nobody would ever answer
         return said
 
     (told,) = asyncio.run(work())
-    assert "there is no page" in told
+    assert "the page is not available" in told
     assert "/nowhere/page cannot be written" in told

@@ -21,7 +21,7 @@ from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
 from phalanx.forkserver.debug.terminal import TerminalStream
-from phalanx.launch.debug.attached import Attached, AttachRefused
+from phalanx.launch.debug.attachment import Attachment, AttachRefused
 from phalanx.launch.debug.sessions import KIND, DebugSessions
 from phalanx.launch.ipc import control_socket
 from phalanx.launch.ipc.node_rpc import NodeRpc
@@ -41,7 +41,7 @@ class Network:
             for _ in range(len(self.letters)):
                 to, who, letter = self.letters.popleft()
                 self.carried += 1
-                self.nodes[to].post.heard(who, letter)
+                self.nodes[to].post.receive(who, letter)
         assert not self.letters
 
 
@@ -63,9 +63,9 @@ class Node:
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
-        self.debugging = DebugSessions(self, self, console, folder, trusted=trusted)
+        self.debugging = DebugSessions(self, self, self.post, console=console, folder=folder, trusted=trusted)
 
-    # the company
+    # the coordinator
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: (number,) for number in range(1, self.size)} if self.leads else {}
@@ -97,7 +97,7 @@ def play(scene: Callable[[Network], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
-async def opened(network: Network, node: Node, rank: int) -> Attached:
+async def opened(network: Network, node: Node, rank: int) -> Attachment:
     asking = asyncio.create_task(node.debugging.open(rank, by="me"))
     while not asking.done():
         await network.settle()
@@ -127,7 +127,7 @@ def test_without_a_token_nobody_debugs_from_another_node() -> None:
             await opened(network, nodes[1], 0)
         # One that asks all the same.
         ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
-        nodes[0].post.heard(1, RpcFrame(kind=KIND, number=3, content=ask))
+        nodes[0].post.receive(1, RpcFrame(kind=KIND, number=3, content=ask))
         await network.settle()
         assert not nodes[0].asked
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
@@ -151,42 +151,42 @@ def test_what_another_node_writes_may_be_anything() -> None:
             b"w{}",
             b"?",
         ):
-            lead.post.heard(1, RpcFrame(kind=KIND, number=3, content=content))
+            lead.post.receive(1, RpcFrame(kind=KIND, number=3, content=content))
         for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
-            lead.post.heard(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
+            lead.post.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
         for number in range(3, 1003, 2):
-            lead.post.heard(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
+            lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
             for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
-                lead.post.heard(1, RpcFrame(kind=KIND, number=number, content=data))
+                lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=data))
         await asyncio.sleep(0)
-        assert len(lead.debugging._bridges) <= 2 * 64
+        assert len(lead.debugging._proxies) <= 2 * 64
 
     play(scene)
 
 
-def test_letters_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
+def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
     carrier: Any = SimpleNamespace(leads=True)
     post, read = NodeRpc(carrier), []
-    post.reads("k", lambda who, number, content: read.append((who, number, content)))
+    post.on("k", lambda who, number, content: read.append((who, number, content)))
     part = bytes(messages.RPC_FRAME_LIMIT)
     for number in range(300):
-        post.heard(1, RpcFrame(kind="k", number=number, content=part, more=True))
-    assert sum(len(begun.content) for begun in post._begun.values()) == len(part)
+        post.receive(1, RpcFrame(kind="k", number=number, content=part, more=True))
+    assert sum(len(partial.content) for partial in post._partial.values()) == len(part)
     for _ in range(messages.RPC_LIMIT // len(part) + 3):
-        post.heard(1, RpcFrame(kind="k", number=5, content=part, more=True))
-    post.heard(2, RpcFrame(kind="k", number=5, content=b"a", more=True))
-    post.heard(1, RpcFrame(kind="k", number=5, content=b"its end"))
-    post.heard(2, RpcFrame(kind="k", number=5, content=b"b"))
+        post.receive(1, RpcFrame(kind="k", number=5, content=part, more=True))
+    post.receive(2, RpcFrame(kind="k", number=5, content=b"a", more=True))
+    post.receive(1, RpcFrame(kind="k", number=5, content=b"its end"))
+    post.receive(2, RpcFrame(kind="k", number=5, content=b"b"))
     for _ in range(50_000):
-        post.heard(3, RpcFrame(kind="k", number=5, content=b"x", more=True))
-    post.heard(3, RpcFrame(kind="k", number=5))
+        post.receive(3, RpcFrame(kind="k", number=5, content=b"x", more=True))
+    post.receive(3, RpcFrame(kind="k", number=5))
     assert read == [(2, 5, b"ab"), (3, 5, b"x" * 50_000)]
 
 
-def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_socket, "SOON", 0.1)
+def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "HANDLER_TIMEOUT", 0.1)
 
     async def scene() -> None:
         folder: Any = SimpleNamespace(path=str(tmp_path))
@@ -196,8 +196,8 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
             with caller:
                 wire.send(caller, {"is": question["ask"]})
 
-        one.answers("why", answer)
-        assert os.stat(tmp_path / "desk").st_mode & 0o777 == 0o600
+        one.on("why", answer)
+        assert os.stat(tmp_path / "control").st_mode & 0o777 == 0o600
         own = os.getpid()
         run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
 
@@ -208,7 +208,7 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
 
         assert (await asyncio.to_thread(ask, ask="why"))[0] == {"is": "why"}
         assert (await asyncio.to_thread(ask, ask="what"))[0]["is"] == "refused"
-        name, key = (tmp_path / "desk").read_text().split()
+        name, key = (tmp_path / "control").read_text().split()
         silent = socket.socket(socket.AF_UNIX)
         silent.connect(f"\0{name}")
         for words in (b'{"ask":"why"}', b'{"ask":"why","key":"%s"}' % key.encode()[:-1], b"[]", b"[" * 60_000):
@@ -222,11 +222,11 @@ def test_the_desk_answers_whoever_knows_the_key(tmp_path: Any, monkeypatch: pyte
             long.sendall(b"\xff\xff\xff\xff")
             assert await asyncio.to_thread(wire.receive, long) is None
         run.pid += 1
-        with pytest.raises(LaunchError, match="somebody else"):
+        with pytest.raises(LaunchError, match="another process"):
             await asyncio.to_thread(ask, ask="why")
         one.close()
         silent.close()
-        assert not (tmp_path / "desk").exists()
+        assert not (tmp_path / "control").exists()
 
     asyncio.run(scene())
 

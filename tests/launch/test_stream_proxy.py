@@ -19,10 +19,10 @@ class Pair:
         self.left, near = socket.socketpair()
         self.right, far = socket.socketpair()
         self.a = StreamProxy(
-            0, lambda letter: loop.call_soon(self.b.arrived, letter[:1], letter[1:]) and None, self._end("a")
+            0, lambda letter: loop.call_soon(self.b.receive, letter[:1], letter[1:]) and None, self._end("a")
         )
         self.b = StreamProxy(
-            0, lambda letter: loop.call_soon(self.a.arrived, letter[:1], letter[1:]) and None, self._end("b")
+            0, lambda letter: loop.call_soon(self.a.receive, letter[:1], letter[1:]) and None, self._end("b")
         )
         self.a.start(near)
         self._far = far
@@ -105,8 +105,8 @@ def test_who_does_not_read_holds_back_who_writes() -> None:
         much = b"p everything\n" * 300_000
         sending = loop.create_task(loop.sock_sendall(pair.left, much))
         before = -1
-        while before != pair.a._underway:  # until nothing moves any more
-            before = pair.a._underway
+        while before != pair.a._in_flight:  # until nothing moves any more
+            before = pair.a._in_flight
             await asyncio.sleep(0.1)
         assert WINDOW <= before < 2 * WINDOW
         assert not sending.done()

@@ -68,11 +68,11 @@ BLAME = (
 
 def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None:
     victim = ProcessFailure(0, 1, 11.0, error=error(TIMEOUT, 10.1), blame=BLAME)
-    earlier = ProcessFailure(1, -15, 11.5, True, error=error(TIMEOUT, 10.0), told=11.1)
+    earlier = ProcessFailure(1, -15, 11.5, True, error=error(TIMEOUT, 10.0), stop_sent=11.1)
     assert first_cause([victim, earlier]) == victim
     text = block(victim, tail=(), folder="x").splitlines()
     assert text[:3] == [BLAME[0], "  its line: x()", f"  rank 0 timed out: {TIMEOUT}"]
-    raised = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), told=11.1)
+    raised = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), stop_sent=11.1)
     assert first_cause([victim, raised]) == replace(raised, code=1)  # before anybody timed out
     obeyed = replace(raised, error=error("ValueError: interrupted", 11.2))
     assert first_cause([victim, obeyed]) == victim
@@ -82,18 +82,21 @@ TRACE = ["Traceback (most recent call last):", '  File "/w/a.py", line 3, in <mo
 COUNTED = {
     "by an exit code": (ProcessFailure(1, 3, 10.0), 1),
     "by a signal": (ProcessFailure(1, -9, 10.0), 1),
-    "stopped by us": (ProcessFailure(1, -15, 10.0, True, told=9.0), 0),
+    "stopped by us": (ProcessFailure(1, -15, 10.0, True, stop_sent=9.0), 0),
     "ended by itself when we told it to": (
-        ProcessFailure(1, 1, 10.0, True, told=9.0, error=error("KeyError: 1", 9.5)),
+        ProcessFailure(1, 1, 10.0, True, stop_sent=9.0, error=error("KeyError: 1", 9.5)),
         0,
     ),
     "raised before, and then stopped": (
-        ProcessFailure(1, -15, 10.0, True, told=9.0, error=error("KeyError: 1", 8.9)),
+        ProcessFailure(1, -15, 10.0, True, stop_sent=9.0, error=error("KeyError: 1", 8.9)),
         1,
     ),
-    "raised, nobody knows when": (ProcessFailure(1, 1, 10.0, True, told=9.9, stderr=TRACE), 1),
-    "by our signal, after an error that it survived": (ProcessFailure(1, -15, 10.0, True, told=9.9, stderr=TRACE), 0),
-    "crashed meanwhile": (ProcessFailure(1, -11, 10.0, True, told=9.9), 1),
+    "raised, nobody knows when": (ProcessFailure(1, 1, 10.0, True, stop_sent=9.9, stderr=TRACE), 1),
+    "by our signal, after an error that it survived": (
+        ProcessFailure(1, -15, 10.0, True, stop_sent=9.9, stderr=TRACE),
+        0,
+    ),
+    "crashed meanwhile": (ProcessFailure(1, -11, 10.0, True, stop_sent=9.9), 1),
 }
 
 
@@ -107,7 +110,7 @@ def test_the_socket_of_a_dataloader_worker_is_no_lost_peer() -> None:
     trace = f"Traceback (most recent call last):\n{inside}ConnectionResetError: [Errno 104] Connection reset by peer\n"
     worker = ProcessFailure(0, 1, 10.0, stderr=trace.splitlines())
     assert first_cause([ProcessFailure(1, 1, 9.0, error=error(LOST, 9.0)), worker]) == worker
-    assert "a DataLoader worker of this rank has died" in block(worker, tail=(), folder="x")
+    assert "a DataLoader worker of this rank died" in block(worker, tail=(), folder="x")
 
 
 def test_a_port_in_use_is_told_with_what_to_do() -> None:
@@ -147,7 +150,7 @@ def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
 
 def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
     lost = ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9))
-    assert "rank 2 had ended by then, without an error" in block(lost, tail=(), folder="x", left=[2])
+    assert "rank 2 had exited before, without an error" in block(lost, tail=(), folder="x", left=[2])
     assert "had ended" not in block(lost, tail=(), folder="x")
     assert "had ended" not in block(
         ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), tail=(), folder="x", left=[2]

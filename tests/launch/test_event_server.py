@@ -61,12 +61,12 @@ class Node:
             (place / "stdout.log").write_text(f"rank {rank} speaks\n")
 
     def open(self) -> None:
-        self.desk = ControlSocket(self.folder)
-        self.audience = EventServer(cast("Any", self), cast("Any", self), self.post, self.desk, self.folder)
+        self.control = ControlSocket(self.folder)
+        self.server = EventServer(cast("Any", self), cast("Any", self), self.post, self.control, self.folder)
 
     def close(self) -> None:
-        self.desk.close()
-        self.audience.close()
+        self.control.close()
+        self.server.close()
         self.folder.close()
 
     def note(self, text: str) -> None:
@@ -74,7 +74,7 @@ class Node:
 
     def sight(self, size: int = 0) -> None:
         glances = (events.RankSample(rank=0, place="x" * size),)
-        self.folder.sight(events.ClusterSample(time=time.time(), seconds=1.0, ranks=glances))
+        self.folder.sample(events.ClusterSample(time=time.time(), seconds=1.0, ranks=glances))
 
     def call(self, since: float | None = None) -> Any:
         return control_socket.call(self.record, {"ask": "watch", "since": since})
@@ -86,7 +86,7 @@ class Node:
 
     def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
         node, who = (self.others[to], None) if to is not None else (self.leader, self.number)
-        asyncio.get_running_loop().call_soon(node.post.heard, who, letter)
+        asyncio.get_running_loop().call_soon(node.post.receive, who, letter)
 
 
 @contextlib.asynccontextmanager
@@ -144,7 +144,7 @@ def test_the_past_then_what_happens_each_once(tmp_path: Path) -> None:
                     node.sight()
                     expected.extend((f"note {number}", "S"))
                     await asyncio.sleep(0.001)
-                node.audience.end(0, 1.0)
+                node.server.end(0, 1.0)
 
             for number in range(2000):
                 node.note(f"past {number}")
@@ -161,7 +161,7 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
     folder = RunFolder(str(tmp_path))
     for number in range(50):
         folder.event(events.NoteEvent(time=float(number), text=f"{number}"))
-        folder.sight(events.ClusterSample(time=number + 0.5, seconds=1.0))
+        folder.sample(events.ClusterSample(time=number + 0.5, seconds=1.0))
     folder.close()
     with open(tmp_path / "events.jsonl", "ab") as file:
         file.write(b'{"event":"note","time":60.0,"te')  # the disk was full
@@ -182,10 +182,10 @@ def test_parts_of_the_past_are_in_the_order_of_time_and_bounded(tmp_path: Path, 
 def test_how_it_began_is_told_first(tmp_path: Path) -> None:
     """A sight is of a whole second, and the first of them may have begun before the run."""
     folder = RunFolder(str(tmp_path))
-    folder.sight(events.ClusterSample(time=7.0, seconds=1.0))
+    folder.sample(events.ClusterSample(time=7.0, seconds=1.0))
     folder.event(events.RunStarted(time=7.4, run="r", command=("train.py",), world_size=1, pid=1))
     folder.event(events.NoteEvent(time=8.5, text="later"))
-    folder.sight(events.ClusterSample(time=8.0, seconds=1.0))
+    folder.sample(events.ClusterSample(time=8.0, seconds=1.0))
     folder.close()
     lines, _ = event_cursor.part(str(tmp_path), event_cursor.begin(str(tmp_path)))
     assert [events.decode(line).time for line in lines.splitlines()] == [7.4, 7.0, 8.0, 8.5]
@@ -212,22 +212,22 @@ def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
             with await asyncio.to_thread(node.call) as deaf:
-                await until(lambda: len(node.audience._callers) == 1)
-                (caller,) = node.audience._callers
+                await until(lambda: len(node.server._viewers) == 1)
+                (caller,) = node.server._viewers
                 await until(lambda: caller._held is None)
                 for _ in range(100):
                     node.sight(1 << 16)
                     await asyncio.sleep(0)
                 assert caller._transport is not None
-                assert caller._transport.get_write_buffer_size() < event_server._SIGHTS + (1 << 17)
+                assert caller._transport.get_write_buffer_size() < event_server._SAMPLES_LIMIT + (1 << 17)
                 node.note("something happens")  # that is not lost yet
-                assert caller in node.audience._callers
+                assert caller in node.server._viewers
                 for number in range(200):
                     node.note(f"{number}" * (1 << 14))
                     await asyncio.sleep(0)
-                await until(lambda: not node.audience._callers)
+                await until(lambda: not node.server._viewers)
                 # Whoever reads gets it all the same.
-                node.audience.end(0, 1.0)
+                node.server.end(0, 1.0)
                 assert (await heard(views.of(node.record)))[-1] == "end"
                 deaf.close()
 
@@ -235,17 +235,17 @@ def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path
 
 
 def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(event_server, "MOST", 2)
-    monkeypatch.setattr(control_socket, "SOON", 0.2)
+    monkeypatch.setattr(event_server, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(control_socket, "HANDLER_TIMEOUT", 0.2)
 
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
             first, second = await asyncio.to_thread(node.call), await asyncio.to_thread(node.call)
-            await until(lambda: len(node.audience._callers) == 2)
-            with pytest.raises(LaunchError, match="2 look at this run already"):
+            await until(lambda: len(node.server._viewers) == 2)
+            with pytest.raises(LaunchError, match="this run has 2 viewers already"):
                 await heard(views.of(node.record))
             first.close()
-            await until(lambda: len(node.audience._callers) == 1)
+            await until(lambda: len(node.server._viewers) == 1)
             assert await heard(views.of(node.record), until="begins") == ["begins"]
             second.close()
 
@@ -255,15 +255,15 @@ def test_there_is_a_limit_to_those_who_look(tmp_path: Path, monkeypatch: Any) ->
 def test_who_says_nothing_at_the_desk_keeps_nobody_from_it(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
-            name = Path(node.folder.path, "desk").read_text().split()[0]
+            name = Path(node.folder.path, "control").read_text().split()[0]
             with contextlib.ExitStack() as held:
                 strangers = [
-                    held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(control_socket._STRANGERS + 20)
+                    held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(control_socket._MAX_PENDING + 20)
                 ]
                 for stranger in strangers:
                     await asyncio.to_thread(stranger.connect, f"\0{name}")
                 assert await heard(views.of(node.record), until="begins") == ["begins"]
-                assert len(node.desk._strangers) <= control_socket._STRANGERS
+                assert len(node.control._pending) <= control_socket._MAX_PENDING
                 strangers[0].settimeout(10)
                 assert await asyncio.to_thread(strangers[0].recv, 1) == b""
 
@@ -275,13 +275,13 @@ def test_a_broken_connection_is_made_again_and_nothing_is_told_twice(tmp_path: P
         async with nodes(tmp_path) as (node,):
             hearing = asyncio.create_task(heard(views.of(node.record)))
             for number in range(3):
-                await until(lambda: bool(node.audience._callers))
+                await until(lambda: bool(node.server._viewers))
                 node.note(f"before {number}")
                 await asyncio.sleep(0.05)
-                node.audience._start_over()
+                node.server._drop_all()
                 node.note(f"meanwhile {number}")
-            await until(lambda: bool(node.audience._callers))
-            node.audience.end(3, 1.0)
+            await until(lambda: bool(node.server._viewers))
+            node.server.end(3, 1.0)
             words = [f"{word} {number}" for number in range(3) for word in ("before", "meanwhile")]
             assert await hearing == ["begins", *words, "end"]
 
@@ -293,11 +293,11 @@ def test_who_is_hung_up_on_at_the_end_reads_the_rest_from_the_files(tmp_path: Pa
         async with nodes(tmp_path) as (node,):
             source = views.of(node.record)
             hearing = asyncio.create_task(heard(source))
-            await until(lambda: bool(node.audience._callers))
+            await until(lambda: bool(node.server._viewers))
             node.note("heard")
             await asyncio.sleep(0.1)
-            os.unlink(os.path.join(node.folder.path, "desk"))
-            node.audience.close()
+            os.unlink(os.path.join(node.folder.path, "control"))
+            node.server.close()
             node.note("missed")
             node.folder.event(events.RunEnded(time=time.time(), code=1, seconds=1.0))
             node.folder.ended(1)
@@ -316,9 +316,9 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                 b'{"found": [], "start": "x"}',
                 b"[" * 9999,
             ):
-                broken.post.reads(
-                    "look",
-                    lambda _, number, __, said=said: broken.post.send("looked", number, said),  # type: ignore[misc]
+                broken.post.on(
+                    "query?",
+                    lambda _, number, __, said=said: broken.post.send("query", number, said),  # type: ignore[misc]
                 )
                 for node in (leader, one):
                     source = views.of(node.record)
@@ -327,14 +327,12 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                     with pytest.raises(LaunchError):
                         await source.log(3, "stdout")
             lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
-            broken.post.reads(
-                "look", lambda _, number, __: broken.post.send("looked", number, msgspec.json.encode(lies))
-            )
+            broken.post.on("query?", lambda _, number, __: broken.post.send("query", number, msgspec.json.encode(lies)))
             assert [line.line for line in await views.of(leader.record).search("speaks")] == [
                 f"rank {rank} speaks" for rank in range(3)
             ]
-            broken.post.reads("look", lambda *_: None)
-            monkeypatch.setattr(event_server, "_ANSWER", 1.0)
+            broken.post.on("query?", lambda *_: None)
+            monkeypatch.setattr(event_server, "_NODE_TIMEOUT", 1.0)
             *found, note = await views.of(one.record).search("speaks")  # node 0 waits as well
             assert [line.rank for line in found] == [0, 1, 2]
             assert note.line == "node 3 has not answered within 1 s"
@@ -352,7 +350,7 @@ def test_whoever_leaves_does_not_wait_for_a_agent_that_is_stopped(tmp_path: Path
         listener.listen(0)
         for _ in range(waiting):
             held.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
-        (tmp_path / "run" / "desk").write_text(f"{name} key\n")
+        (tmp_path / "run" / "control").write_text(f"{name} key\n")
 
         async def look() -> None:
             with pytest.raises(TimeoutError):
@@ -360,12 +358,12 @@ def test_whoever_leaves_does_not_wait_for_a_agent_that_is_stopped(tmp_path: Path
 
         began = time.monotonic()
         asyncio.run(look())
-        assert time.monotonic() - began < control_socket.SOON - 1
+        assert time.monotonic() - began < control_socket.HANDLER_TIMEOUT - 1
     node.folder.close()
 
 
 def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEW_INTERVAL", 0.05)
     monkeypatch.setattr(event_server, "_EXPIRES", 0.5)
 
     async def work() -> None:
@@ -373,8 +371,8 @@ def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> Non
             for number in range(5000):
                 leader.note(f"past {number}")
             several = [asyncio.create_task(heard(views.of(one.record))) for _ in range(3)]
-            await until(lambda: len(one.audience._callers) == 3 and 1 in leader.audience._members)
-            assert list(leader.audience._members) == [1]  # however many look there
+            await until(lambda: len(one.server._viewers) == 3 and 1 in leader.server._members)
+            assert list(leader.server._members) == [1]  # however many look there
             one.note("not for those who look at the whole")
             leader.note("now")
             for number in range(3):
@@ -385,55 +383,55 @@ def test_from_a_node_that_does_not_lead(tmp_path: Path, monkeypatch: Any) -> Non
                 assert [line.rank for line in await source.search("SPEAKS")] == [0, 1, 2]
                 assert await source.search("rank 2", [0, 1]) == []
                 assert (await source.log(7, "stdout")).text == ""
-            leader.audience.end(0, 1.0)
+            leader.server.end(0, 1.0)
             words = ["begins", *(f"past {number}" for number in range(5000)), "now", "end"]
             for task in several:
                 assert await task == words
-            await until(lambda: not one.audience._callers)
-            await until(lambda: not leader.audience._members)
+            await until(lambda: not one.server._viewers)
+            await until(lambda: not leader.server._members)
             # One that dies leaves nothing behind: what is not renewed expires.
-            leader.audience._members[2] = time.monotonic() + 0.1
+            leader.server._members[2] = time.monotonic() + 0.1
             await asyncio.sleep(0.15)
             leader.note("later")
-            assert not leader.audience._members
+            assert not leader.server._members
 
     play(work)
 
 
 def test_a_node_that_was_not_heard_of_for_a_while_is_told_what_it_has_missed(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEW_INTERVAL", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, one):
             hearing = asyncio.create_task(heard(views.of(one.record)))
-            await until(lambda: 1 in leader.audience._members and bool(one.audience._leader))
-            leader.audience._members.clear()  # it was stopped for longer than its wish is good for
+            await until(lambda: 1 in leader.server._members and bool(one.server._leader))
+            leader.server._members.clear()  # it was stopped for longer than its wish is good for
             leader.note("missed")
-            await until(lambda: 1 in leader.audience._members)
+            await until(lambda: 1 in leader.server._members)
             await asyncio.sleep(0.3)
-            leader.audience.end(0, 1.0)
+            leader.server.end(0, 1.0)
             assert await hearing == ["begins", "missed", "end"]
 
     play(work)
 
 
 def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEW_INTERVAL", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 3) as (leader, heir, other):
             hearing = [asyncio.create_task(heard(views.of(node.record))) for node in (heir, other)]
-            await until(lambda: len(leader.audience._members) == 2)
-            await until(lambda: all(not caller._held for node in (heir, other) for caller in node.audience._callers))
+            await until(lambda: len(leader.server._members) == 2)
+            await until(lambda: all(not caller._held for node in (heir, other) for caller in node.server._viewers))
             leader.note("the last of the first")
             await asyncio.sleep(0.1)
             heir.leads, heir.leader, other.leader = True, heir, heir
             leader.others, heir.others = {}, {2: other}
             heir.note("the first of the second")
-            await until(lambda: 2 in heir.audience._members)
+            await until(lambda: 2 in heir.server._members)
             heir.note("and more")
             await asyncio.sleep(0.3)
-            heir.audience.end(0, 1.0)
+            heir.server.end(0, 1.0)
             for task in hearing:
                 told = await task
                 assert [word for word in told if word != "begins"] == [
@@ -447,19 +445,19 @@ def test_another_node_leads_and_the_stream_goes_on(tmp_path: Path, monkeypatch: 
 
 
 def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(event_server, "_RENEWED", 0.05)
+    monkeypatch.setattr(event_server, "_RENEW_INTERVAL", 0.05)
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, node):
             node.together = False
             leader.note("long ago")
             hearing = asyncio.create_task(heard(views.of(node.record)))
-            await until(lambda: bool(node.audience._callers))
+            await until(lambda: bool(node.server._viewers))
             node.note("waits for node 0")
             await asyncio.sleep(0.1)
             node.together = True
-            await until(lambda: bool(leader.audience._members))
-            leader.audience.end(0, 1.0)
+            await until(lambda: bool(leader.server._members))
+            leader.server.end(0, 1.0)
             assert await hearing == ["begins", "waits for node 0", "begins", "long ago", "end"]
 
     play(work)
@@ -468,12 +466,12 @@ def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Pat
 def test_a_run_whose_agent_is_gone(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     folder.event(events.NoteEvent(time=1.0, text="one"))
-    folder.sight(events.ClusterSample(time=2.0, seconds=1.0))
+    folder.sample(events.ClusterSample(time=2.0, seconds=1.0))
     folder.event(events.RunEnded(time=3.0, code=1, seconds=2.0))
     (tmp_path / "node_1").mkdir()
     other = RunFolder(str(tmp_path / "node_1"))  # that has led since
     other.event(events.NoteEvent(time=2.5, text="its own, from when it followed"))
-    other.sight(events.ClusterSample(time=4.0, seconds=1.0))
+    other.sample(events.ClusterSample(time=4.0, seconds=1.0))
     other.event(events.NoteEvent(time=5.0, text="led"))
     for run, rank in ((folder, 0), (other, 1)):
         for name in (f"{rank}", f"{rank}.1"):  # another has taken its place
@@ -509,7 +507,7 @@ def test_a_run_whose_agent_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(views, "_LOOK", 0.02)
+    monkeypatch.setattr(views, "_POLL_INTERVAL", 0.02)
     folder = RunFolder(str(tmp_path))
     record = RunRecord(
         id="run",
@@ -534,7 +532,7 @@ def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monke
                 await asyncio.sleep(0.1)
                 file.write(piece)
         assert source.alive
-        folder.sight(events.ClusterSample(time=3.0, seconds=1.0))
+        folder.sample(events.ClusterSample(time=3.0, seconds=1.0))
         await asyncio.sleep(0.1)
         folder.event(events.RunEnded(time=4.0, code=0, seconds=3.0))
         folder.ended(0)
@@ -581,7 +579,7 @@ def test_parts_of_a_log(tmp_path: Path) -> None:
 
 
 def test_a_search_is_bounded_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(log_reader, "LOOKED", 1 << 16)
+    monkeypatch.setattr(log_reader, "SEARCHED", 1 << 16)
     monkeypatch.setattr(log_reader, "_BLOCK", 1 << 10)
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
@@ -590,19 +588,17 @@ def test_a_search_is_bounded_and_says_so(tmp_path: Path, monkeypatch: Any) -> No
     (tmp_path / "1" / "stderr.log").write_text("x" * 5000 + "needle" + "y" * 5000)
     places = {rank: str(tmp_path / str(rank)) for rank in (0, 1)}
     *found, note = log_reader.search(places, "needle", 100)
-    assert note == SearchResult(
-        rank=-1, stream="stdout", at=0, line="of rank 0, only the last 0 MiB were looked through"
-    )
+    assert note == SearchResult(rank=-1, stream="stdout", at=0, line="only the last 0 MiB of rank 0 were searched")
     assert [line.line for line in found[:-1]] == [f"line {number} Needle" for number in range(15_000, 20_000, 1000)]
     text = (tmp_path / "0" / "stdout.log").read_bytes()
     assert all(text[line.at :].startswith(line.line.encode()) for line in found[:-1])
     assert found[-1].rank == 1
     assert found[-1].line.startswith("needle")
     assert len(found[-1].line) <= log_reader._LINE
-    *few, _, limit = log_reader.search(places, "needle", 2)
+    *few, limit, _ = log_reader.search(places, "needle", 2)
     assert [(line.rank, line.line[:10]) for line in few] == [(0, "line 19000"), (1, "needleyyyy")]
     assert limit.line == "only 2 lines are shown, of more"
-    assert "there was no time" in log_reader.search(places, "needle", 2, patience=-1.0)[-1].line
+    assert "the search timed out" in log_reader.search(places, "needle", 2, timeout=-1.0)[-1].line
 
 
 def test_where_a_rank_has_written_last(tmp_path: Path) -> None:
