@@ -26,7 +26,7 @@ BAD = {
     "no such program": (("run", "--no-python", "no-such-program"), "no such program"),
     "not executable": (("run", "--no-python", "./t.py"), "chmod u+x"),
     "a bad device": (("run", "--devices", "7", "t.py"), "--devices"),
-    "a gpu where there is none": (("run", "--nproc-per-node", "gpu", "t.py"), "there is no GPU"),
+    "a gpu where there is none": (("run", "--nproc-per-node", "gpu", "t.py"), "no GPU is usable on this node"),
     "an address of another machine": (("run", "--master-addr", "192.0.2.1", "--master-port", "1", "t.py"), "192.0.2.1"),
     "stop nothing": (("stop",), "nothing is running"),
     "stop who": (("stop", "nobody"), "no run called nobody"),

@@ -29,7 +29,7 @@ def told(err: str) -> list[events.AnyEvent]:
 
 
 def way(err: str) -> str:
-    return next(event.way for event in told(err) if isinstance(event, events.ForkServerReady))
+    return next(event.mode for event in told(err) if isinstance(event, events.ForkServerReady))
 
 
 # Whether the fork server has: a script does not see it before it imports it itself.
