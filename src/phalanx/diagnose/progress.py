@@ -57,7 +57,7 @@ class Alarm:
 
 @dataclass
 class _Past:
-    """Of one rank."""
+    """What is remembered of one rank."""
 
     mark: tuple[int, int, int]
     moved: float  # when it last finished a step, a batch or a collective
@@ -69,7 +69,7 @@ class _Past:
 
 @dataclass
 class ProgressWatch:
-    """`see` is called about once a second, with all ranks that run."""
+    """Detects stalls. Call `see` about once per second with all running ranks."""
 
     stall_timeout: float = STALL_AFTER
     _past: dict[int, _Past] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class ProgressWatch:
         if debugged:
             return None
         if self._alarm is not None:
-            return self._standing(self._alarm, now)
+            return self._ongoing(self._alarm, now)
         self._alarm = self._judge(alive, alone=len(readings) < 2)
         self._told = now
         if self._alarm is not None:
@@ -121,8 +121,8 @@ class ProgressWatch:
             if each.busy or each.works or each.state == "R":
                 past.worked = each.time
 
-    def _standing(self, alarm: Alarm, now: float) -> Alarm | None:
-        """There has been one: has it ended, or is it time to say it again?"""
+    def _ongoing(self, alarm: Alarm, now: float) -> Alarm | None:
+        """Return an alarm if the current stall is over, or is to be repeated."""
         if any(rank not in self._past for rank in alarm.ranks):
             self._past = {}
         if (
@@ -161,7 +161,7 @@ class ProgressWatch:
         return Alarm("stall", ranks, max(self._past[rank].moved for rank in ranks), limit, proven, others)
 
     def _moved(self, rank: int) -> bool:
-        """Since the alarm."""
+        """Return whether there was progress since the alarm."""
         return rank in self._past and self._past[rank].moved > self._marks[rank]
 
     def _still(self, reading: Reading) -> float:

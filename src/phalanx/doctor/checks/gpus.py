@@ -1,4 +1,4 @@
-"""GPUs: all there, sound, not in use by others, not slowed down. What a driver does not tell is no finding."""
+"""GPUs: all present, healthy, not in use by others, not throttled. Unknown values are no finding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SLOWED = {
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """One that computes on a GPU."""
+    """A process that computes on a GPU."""
 
     pid: int
     memory: int = 0
@@ -40,7 +40,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """None: the driver does not say."""
+    """What the driver says about a GPU. None: unknown."""
 
     index: int
     name: str
@@ -137,7 +137,7 @@ def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
 
 
 def _known(nvml: Any) -> Callable[..., Any]:
-    """Ask NVML; None is the answer to whatever this driver or this GPU does not know."""
+    """Ask NVML. None: this driver or GPU does not know."""
 
     def known(ask: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -208,7 +208,7 @@ def _processes(running: Sequence[Any]) -> Iterator[GpuProcess]:
 
 
 def _topology(nvml: Any, known: Callable[..., Any], handles: Sequence[Any]) -> str:
-    """How the GPUs lie to each other, in a few words."""
+    """Return how the GPUs are connected, in a few words."""
     ways: dict[str, int] = {}
     words = {
         nvml.NVML_TOPOLOGY_INTERNAL: "on one board",

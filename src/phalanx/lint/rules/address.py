@@ -1,4 +1,4 @@
-"""An address, a port, a rank or a world size that stands in the script."""
+"""The script sets address, port, rank or world size itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clock or a random number that decides, on each rank for itself, whether there is a collective."""
+"""A clock or a random number decides on each rank whether there is a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank on the first GPU."""
+"""All ranks use the first GPU."""
 
 from __future__ import annotations
 
