@@ -163,7 +163,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal
     note: str = ""  # what could not be had, and why
-    debugged: bool = False  # somebody has a debugger open in it
+    debugged: bool = False  # a debugger is attached
     store: str = ""  # host:port where it looks for the store, if that is not where the launcher has it
     given: str = ""  # likewise, host:port that the launcher has set
     hosts: bool = False  # rank 0 hosts that store: the script has unset TORCHELASTIC_USE_AGENT_STORE

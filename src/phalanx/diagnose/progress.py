@@ -17,7 +17,7 @@ from phalanx.diagnose.evidence import Phase
 from phalanx.diagnose.rank_state import LONGER, UNHEARD
 
 STALL_AFTER = 30.0
-AGAIN = 600.0  # seconds after which a stall that lasts is told again
+AGAIN = 600.0  # seconds after which a lasting stall is reported again
 _SEVERAL = 5.0  # usual steps
 _ALL = 2.0  # usual steps, if all wait: a step may consist of little else
 _ASLEEP = 10.0  # seconds between two looks: it was we who stood still, by Ctrl-Z or with the whole machine
@@ -103,7 +103,7 @@ class ProgressWatch:
 
     def _remember(self, alive: list[Reading]) -> None:
         here = {each.rank for each in alive}
-        if here != set(self._past):  # somebody has come or gone: a new company has its full time, unless it hangs
+        if here != set(self._past):  # ranks were added or removed: the time starts again, unless they hang
             old, self._past = self._past, {}
             for each in alive:
                 if each.rank in old:

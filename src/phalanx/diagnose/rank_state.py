@@ -227,7 +227,7 @@ class Field:
 
     evidence: Evidence
     states: dict[int, RankState]
-    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # of those who wait: whoever has not come
+    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # waiting rank -> ranks that have not come
 
     def of(self, ranks: Iterable[int]) -> list[RankState]:
         """Return the states of these ranks, in order."""

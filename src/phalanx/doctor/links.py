@@ -129,9 +129,9 @@ def _receive(peer: int) -> None:
 
 def _rate(peer: int) -> float:
     """Return what the peer measured when it sent."""
-    told = torch.zeros(1, dtype=torch.float64)
-    dist.recv(told, peer)
-    return float(told[0])
+    received = torch.zeros(1, dtype=torch.float64)
+    dist.recv(received, peer)
+    return float(received[0])
 
 
 def all_reduce(rank: int, size: int, backend: str, device: str, group: Any = None) -> list[Collective]:

@@ -198,11 +198,11 @@ def judge_collectives(collectives: Sequence[Collective]) -> list[Finding]:
     ]
     if collectives and not wrong:
         large = [one for one in collectives if one.bytes > 1 << 16]
-        told = [
+        parts = [
             f"{one.backend}, {several(one.ranks, 'rank')}: {size(one.bytes)} in {seconds(one.seconds)}, "
             f"{speed(one.bus)} a link"
             for one in large
         ]
         small = [f"{one.backend} {seconds(one.seconds)} for a few bytes" for one in collectives if one not in large]
-        found.append(Finding("all_reduce", "green", "; ".join([*told, listed(small)] if small else told)))
+        found.append(Finding("all_reduce", "green", "; ".join([*parts, listed(small)] if small else parts)))
     return found

@@ -117,8 +117,8 @@ def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
         if len(facts) == 1:
             yield check, list(facts)
         else:
-            told = [f"{', '.join(nodes)}: {fact}" if all(nodes) else fact for fact, nodes in facts.items()]
-            yield check, told[:_FEW] + ([f"and {len(told) - _FEW} more"] if len(told) > _FEW else [])
+            parts = [f"{', '.join(nodes)}: {fact}" if all(nodes) else fact for fact, nodes in facts.items()]
+            yield check, parts[:_FEW] + ([f"and {len(parts) - _FEW} more"] if len(parts) > _FEW else [])
 
 
 def matrix(nodes: Sequence[str], pairs: Sequence[HostPair]) -> Iterator[list[str]]:

@@ -67,7 +67,7 @@ class SurveyHello:
 class SurveyView:
     """What one node sees of the others."""
 
-    sights: tuple[NameLookup, ...] = ()
+    lookups: tuple[NameLookup, ...] = ()
     tries: tuple[Reach, ...] = ()
     offset: Offset | None = None
 
@@ -234,25 +234,25 @@ def look(rank: int, called: Sequence[str], present: Mapping[int, SurveyHello]) -
     """Return how all others look from here, tried in parallel."""
     me = present.get(rank)
     others = {peer: hello for peer, hello in present.items() if peer != rank}
-    strangers = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
+    elsewhere = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
     with ThreadPoolExecutor(max_workers=16) as pool:
-        sights = [pool.submit(_sight, called[rank], called[peer], hello.host) for peer, hello in strangers.items()]
+        lookups = [pool.submit(_lookup, called[rank], called[peer], hello.host) for peer, hello in elsewhere.items()]
         tries = [
             pool.submit(_try, called[rank], called[peer], address, hello)
             for peer, hello in others.items()
-            for address in _addresses(hello, stranger=peer in strangers)
+            for address in _addresses(hello, remote=peer in elsewhere)
         ]
         seen = tuple(one.result() for one in tries)
-        known = tuple(one.result() for one in sights)
+        known = tuple(one.result() for one in lookups)
     return SurveyView(known, seen, _offset(rank, called, seen, present))
 
 
-def _sight(node: str, peer: str, host: str) -> NameLookup:
+def _lookup(node: str, peer: str, host: str) -> NameLookup:
     return NameLookup(node, peer, names.read(host))
 
 
-def _addresses(hello: SurveyHello, *, stranger: bool) -> tuple[str, ...]:
-    return hello.machine.network.addresses[:6] if stranger else ("127.0.0.1",)
+def _addresses(hello: SurveyHello, *, remote: bool) -> tuple[str, ...]:
+    return hello.machine.network.addresses[:6] if remote else ("127.0.0.1",)
 
 
 def _try(node: str, peer: str, address: str, hello: SurveyHello) -> Reach:
@@ -303,7 +303,7 @@ def summarise(
             *versions.compare({node: facts.versions for node, facts in machines.items()}),
             *network.compare({node: facts.network for node, facts in machines.items()}),
             *names.compare(
-                [sight for view in seen for sight in view.sights],
+                [sight for view in seen for sight in view.lookups],
                 {called[rank]: hello.machine.network.addresses for rank, hello in present.items()},
             ),
             *reach.judge([one for view in seen for one in view.tries]),
@@ -341,7 +341,9 @@ def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPa
             "red",
             f"the ranks cannot work together over {backend}: "
             + "; ".join(f"{node}: {trouble}" for node, trouble in said.items()),
-            "" if backend == "nccl" else "gloo takes the address that a host's name leads to, unless it is told better",
+            ""
+            if backend == "nccl"
+            else "gloo uses the address that the host name resolves to, unless GLOO_SOCKET_IFNAME is set",
             "NCCL_DEBUG=INFO phalanx run …" if backend == "nccl" else "GLOO_SOCKET_IFNAME=NAME phalanx run …",
         )
     ]

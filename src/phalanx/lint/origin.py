@@ -37,7 +37,7 @@ class Origin:
     def depends(self, node: ast.expr) -> bool:
         """Return whether the value of an expression depends on the source."""
         if node not in self._known:
-            self._known[node] = False  # whoever asks again on the way has come around in a circle
+            self._known[node] = False  # ends recursion in cycles
             self._known[node] = self._source(node) or self._computed(node)
         return self._known[node]
 

@@ -118,7 +118,7 @@ class Partings:
                 if found := self._leaving(before, divides, op, ways):
                     return found
         if isinstance(parent, Loop) and child in parent.body:
-            # Whoever has left the loop does not come around again.
+            # A rank that has left the loop does not return.
             return self._leaving(parent.body, divides, op, ("return", "exit", "break"))
         return None
 

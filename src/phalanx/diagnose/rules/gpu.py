@@ -39,8 +39,8 @@ def use(gpu: Gpu | None) -> str:
 def faults(gpu: Gpu, pid: int | None = None) -> list[str]:
     """Return hardware faults. `pid`: of the rank; errors of another program are ignored."""
     mine = [xid for xid in sorted(gpu.xids, key=lambda xid: xid.age) if _concerns(xid, pid)]
-    told = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
-    found = [*told][:3]
+    reported = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
+    found = [*reported][:3]
     if gpu.ecc > 0:
         found.append(f"{_count(gpu.ecc, 'uncorrectable memory error')} (ECC) since the driver was loaded")
     if gpu.remap_failed:
@@ -76,14 +76,14 @@ def supported(evidence: Evidence, verdicts: Sequence[Verdict]) -> list[Verdict]:
     if not verdicts:
         return []
     by_rank = {rank.rank: rank for rank in evidence.ranks if rank.gpu is not None}
-    told: set[int] = set()
+    reported: set[int] = set()
     found: list[Verdict] = []
     for verdict in verdicts:
-        ranks = [by_rank[rank] for rank in verdict.ranks or sorted(by_rank) if rank in by_rank and rank not in told]
+        ranks = [by_rank[rank] for rank in verdict.ranks or sorted(by_rank) if rank in by_rank and rank not in reported]
         lines = [line for rank in ranks for line in _lines(rank, slight=True)]
-        told |= {rank.rank for rank in ranks}
+        reported |= {rank.rank for rank in ranks}
         found.append(_with(verdict, lines))
-    others = [line for rank in by_rank.values() if rank.rank not in told for line in _lines(rank, slight=False)]
+    others = [line for rank in by_rank.values() if rank.rank not in reported for line in _lines(rank, slight=False)]
     return [_with(found[0], others), *found[1:]]
 
 

@@ -33,7 +33,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
     """Yield a verdict for each lost node."""
     for node in lost_nodes(field.evidence):
         ranks = tuple(sorted(rank.rank for rank in field.evidence.ranks if rank.node == node.node))
-        seen = "its connection has ended" if node.lost else f"nothing heard of it for {words.duration(node.silent)}"
+        seen = "its connection has ended" if node.lost else f"no message from it for {words.duration(node.silent)}"
         cause = (
             node.finding or field.evidence.finding or ("the node is lost" if node.lost else "link down, or it hangs")
         )

@@ -87,7 +87,7 @@ def judge(firewall: Firewall) -> list[Finding]:
                 CHECK,
                 "yellow",
                 f"incoming connections are refused unless a rule lets them in ({', '.join(firewall.refusing)})",
-                "a firewall on this machine; torch and NCCL use ports that are chosen anew for every run",
+                "a firewall on this machine; torch and NCCL use other ports in every run",
                 "nft insert rule … ip saddr NETWORK accept   (`phalanx doctor --hosts …` proves what passes)",
             )
         ]

@@ -119,7 +119,7 @@ def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return (), "", "", ""  # the inventory has told already
+        return (), "", "", ""  # the inventory reports it
     try:
         known = _known(nvml)
         handles: list[Any] = []
@@ -345,7 +345,7 @@ def _judge_use(facts: Gpus) -> Iterator[Finding]:
             ]
             yield _yellow(
                 f"GPU {gpu.index} is in use by {listed(who)}",
-                "somebody else's run, or what a run of yours left",
+                "another run, or processes that an earlier run has left",
                 "phalanx ps, nvidia-smi; or choose others: phalanx run --devices …",
             )
         elif gpu.memory_used > _UNEXPLAINED and not gpu.sliced:
@@ -364,14 +364,14 @@ def _judge_power(facts: Gpus) -> Iterator[Finding]:
         first = capped[0]
         yield _yellow(
             f"{_which(capped)} may draw {first.power_limit} W, less than {first.power_default} W, which is usual",
-            "somebody set a limit; the slowest GPU sets the pace",
+            "a power limit is set; the slowest GPU determines the speed",
             f"nvidia-smi -pl {first.power_default}",
         )
     off = [gpu for gpu in facts.gpus if gpu.persistence is False]
     if off:
         yield _yellow(
             f"persistence mode is off for {_which(off)}",
-            "the driver starts anew for every first process, which takes seconds",
+            "the driver is initialized for every first process, which takes seconds",
             "nvidia-smi -pm 1   (or the service nvidia-persistenced)",
         )
     for gpu in facts.gpus:

@@ -137,7 +137,7 @@ def _judge(tries: Sequence[Reach]) -> Iterator[Finding]:
                 CHECK,
                 "red",
                 f"{node} cannot reach {peer} ({said})",
-                "a firewall drops what it is not told to let in, or there is no route" if silent else "",
+                "a firewall drops the packets, or there is no route" if silent else "",
                 f"on {peer}: nft list ruleset; on {node}: ip route get {route[0].address}   "
                 "(all ports between the nodes must be open)",
                 node,

@@ -15,12 +15,12 @@ _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
 
 def check(model: Model) -> Iterator[LintFinding]:
     """Yield findings for collectives under a random condition."""
-    told: set[int] = set()  # conditions
+    reported: set[int] = set()  # conditions
     for kind in _KINDS:
         for one, parting in lone(model, kind, model.chance.depends):
-            if one.quiet or parting.line in told:
+            if one.quiet or parting.line in reported:
                 continue
-            told.add(parting.line)
+            reported.add(parting.line)
             yield LintFinding(
                 one.node.lineno,
                 NAME,

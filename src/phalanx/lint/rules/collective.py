@@ -32,7 +32,7 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOpera
     if _smaller(model):
         return
     seen: set[ast.Call] = set()
-    left: set[int] = set()  # where ranks leave early: one cause, told once
+    left: set[int] = set()  # where ranks leave early: report one cause once
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
             continue
